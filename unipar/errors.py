@@ -1,0 +1,59 @@
+"""The errors a user can meet, and what each one means."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UniparError(Exception):
+    """Base class of every error that unipar raises on purpose."""
+
+
+class ConfigError(UniparError):
+    """The run asked for something that cannot be done; the message says what to change."""
+
+
+class DataError(UniparError):
+    """The data, or a batch made from it, cannot be trained on."""
+
+
+class CheckpointError(UniparError):
+    """A checkpoint cannot be written or read; the message names the file or the tensor."""
+
+
+class NonFiniteLossError(DataError):
+    """The loss became NaN or infinite; carries the step (1-based) at which it did."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class WorkerError(UniparError):
+    """A worker process failed; carries the first failing rank and its own traceback.
+
+    Attributes:
+        rank: the rank that failed first, or ``None`` when no rank could be told.
+        step: the training step (1-based) that the rank was in, or ``None`` before the first one.
+        worker_traceback: the traceback as text, empty when the process was killed from outside.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        step: int | None = None,
+        worker_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.step = step
+        self.worker_traceback = worker_traceback
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the nearest allowed name, or an empty string."""
+    close = difflib.get_close_matches(given, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,302 @@
+"""The seam between the training loop and a framework: a whole training step.
+
+A :class:`Strategy` is made once for a run and prepares one :class:`Engine` for each model. The loop
+calls :meth:`Engine.train_step` with all micro-batches of a step, because a pipeline schedule or a
+framework that counts its own accumulation cannot be cut any finer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from unipar.batch import Batch, MicroBatch
+from unipar.errors import ConfigError
+from unipar.loss import Loss, LossFn, LossSum
+from unipar.state import EngineState, StateSource
+from unipar.world import Placement, World, join
+
+Precision = Literal["fp32", "bf16", "fp16"]
+OnNaN = Literal["raise", "skip", "ignore"]
+ModelFactory = Callable[[], nn.Module]
+OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a strategy, with the options it was given, can do. Anything else is a ConfigError.
+
+    Attributes:
+        precisions: the compute dtypes; weights and reductions stay fp32 in all of them.
+        device_types: where it runs.
+        max_devices: the most processes it takes, or ``None`` for any number.
+        sharded: what is divided among ranks: ``parameters``, ``gradients``, ``optimizer``.
+        offload: what can live in host memory: ``parameters``, ``optimizer``.
+        custom_loop: whether :meth:`Engine.backward` and :meth:`Engine.step` exist.
+        accumulation: whether a step may have several micro-batches.
+        several_engines: whether one session may prepare several models.
+        clipping: whether ``max_grad_norm`` is honored.
+        activation_checkpointing: whether activations can be recomputed.
+        compile: whether ``torch.compile`` is honored.
+        pipeline: whether a step is a pipeline schedule.
+        elastic: whether a run survives the loss of a rank by restarting from a checkpoint.
+        skip_nan: whether a step with a non-finite loss can be skipped (``on_nan="skip"``).
+    """
+
+    precisions: frozenset[Precision]
+    device_types: frozenset[str]
+    max_devices: int | None = None
+    sharded: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
+    custom_loop: bool = True
+    accumulation: bool = True
+    several_engines: bool = True
+    clipping: bool = True
+    activation_checkpointing: bool = True
+    compile: bool = True
+    pipeline: bool = False
+    elastic: bool = True
+    skip_nan: bool = True
+
+
+class StrategyOptions(BaseModel):
+    """Base of every strategy's typed options. Subclasses document each field."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    strategy: ClassVar[str]
+    """The strategy's registered name."""
+
+
+class Availability(NamedTuple):
+    """Whether a strategy can run in this environment.
+
+    Attributes:
+        ok: whether it can.
+        reason: if not, what is missing.
+        remedy: the command or change that mends it.
+    """
+
+    ok: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+class Needs(NamedTuple):
+    """What ``strategy="auto"`` knows of a run.
+
+    Attributes:
+        devices: number of processes.
+        model_bytes: parameters, gradients and optimizer state of one replica, in bytes, under
+            AdamW; ``None`` when the model is not known yet.
+        device_bytes: memory of one device, in bytes.
+    """
+
+    devices: int
+    model_bytes: int | None
+    device_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a replica leaves two fifths of a device to activations and buffers."""
+        return self.model_bytes is None or self.model_bytes < 0.6 * self.device_bytes
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What the user asked of one engine.
+
+    Attributes:
+        model: a module, or a function that builds one.
+        optimizer: factory called with the named parameters once they have their final form;
+            ``None`` for a model that is only evaluated.
+        lr_scheduler: factory called with the optimizer.
+        precision: the compute dtype.
+        max_grad_norm: the 2-norm that gradients are clipped to; ``inf`` measures without clipping.
+        activation_checkpointing: ``"off"``, ``"full"`` (each repeated block), or names of module
+            classes whose activations are recomputed.
+        compile: ``False``, ``True``, or keyword arguments for :meth:`torch.nn.Module.compile`.
+        on_nan: what to do when the loss of a step is not finite.
+        seed: the seed that a model function runs under.
+        global_batch_size: samples of a full step over all ranks, if known.
+        micro_batch_size: samples of one forward pass on one rank, if known.
+        accumulation: micro-batches of a full step, if known.
+        name: the engine's name in checkpoints.
+    """
+
+    model: nn.Module | ModelFactory
+    optimizer: OptimizerFactory | None = None
+    lr_scheduler: SchedulerFactory | None = None
+    precision: Precision = "fp32"
+    max_grad_norm: float | None = None
+    activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"
+    compile: bool | dict[str, Any] = False
+    on_nan: OnNaN = "raise"
+    seed: int = 0
+    global_batch_size: int | None = None
+    micro_batch_size: int | None = None
+    accumulation: int | None = None
+    name: str = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one training step did; equal on every rank.
+
+    Attributes:
+        loss: mean over all items of the global batch, before the update.
+        num_items: how many items that is: samples, or the counts of :class:`LossSum`.
+        grad_norm: 2-norm of the whole gradient before clipping; ``None`` unless
+            ``max_grad_norm`` is set.
+        skipped: whether the optimizer did not step (fp16 overflow, or ``on_nan="skip"``).
+    """
+
+    loss: float
+    num_items: float
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+class Engine(ABC):
+    """One model under a strategy.
+
+    Attributes:
+        module: the user's module, without the framework's wrapper around it.
+        optimizer: what holds the hyperparameters, or ``None``.
+        lr_scheduler: the scheduler, stepped once for each optimizer step that was not skipped.
+        spec: what the engine was asked for.
+        num_steps: training steps taken, skipped ones included; restored from checkpoints.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer | None
+    lr_scheduler: LRScheduler | None
+    spec: EngineSpec
+    num_steps: int = 0
+
+    @abstractmethod
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        """Forward, backward and update on one global batch. Collective.
+
+        Raises:
+            ConfigError: the loss is no scalar or has no gradient.
+            NonFiniteLossError: the loss is not finite and ``on_nan`` is ``"raise"``; weights and
+                optimizer are then as they were before the step.
+        """
+
+    @abstractmethod
+    def eval_step(self, microbatch: MicroBatch, loss_fn: LossFn) -> LossSum:
+        """This rank's loss on one micro-batch, without gradients. Collective where sharded.
+
+        Padding (``num_samples == 0``) is run and counts nothing.
+        """
+
+    @abstractmethod
+    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        """Forward and backward whose gradients are thrown away, to see if it fits in memory.
+
+        Raises:
+            torch.OutOfMemoryError: it does not. Nothing has changed.
+        """
+
+    def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
+        """Add a micro-batch's gradients (only with ``capabilities.custom_loop``).
+
+        Args:
+            loss: a mean over ``num_items``, or a :class:`LossSum`.
+            num_items: how many items the mean is over; required with a mean, since micro-batches
+                and ranks of unequal size must not count alike.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
+        )
+
+    def step(self) -> StepResult:
+        """Reduce, clip, update and clear what :meth:`backward` has added since the last step."""
+        raise ConfigError(
+            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
+        )
+
+    @abstractmethod
+    def export_state(self) -> EngineState:
+        """Describe this engine's state, nothing gathered or copied. Collective."""
+
+    @abstractmethod
+    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
+        """Take over a stored state, of any strategy and world size. Collective.
+
+        Args:
+            source: the stored state.
+            optimizer: whether to restore optimizer, scheduler and scaler too.
+
+        Raises:
+            CheckpointError: the stored state does not fit this model or optimizer.
+        """
+
+    def close(self) -> None:
+        """Undo what was done to the user's module, as far as can be. Not collective."""
+        return
+
+
+class Strategy(ABC):
+    """A framework behind the seam. Importing one must not import its framework."""
+
+    name: ClassVar[str]
+    options_type: ClassVar[type[StrategyOptions]]
+
+    def __init__(self, options: StrategyOptions) -> None:
+        self.options = options
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Whether the framework is installed and usable, found without importing it."""
+        return Availability(ok=True)
+
+    @classmethod
+    def bid(cls, needs: Needs) -> float:
+        """How well this strategy suits a run under ``strategy="auto"``; 0 is not at all."""
+        return 0.0
+
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this strategy can do with these options."""
+
+    def check(self, spec: EngineSpec, placement: Placement) -> None:
+        """Refuse what :class:`Capabilities` cannot express, before any process starts.
+
+        ``placement.size`` is the number of processes there will be.
+
+        Raises:
+            ConfigError: these options do not fit this run.
+        """
+        return
+
+    def setup(self, placement: Placement) -> World:
+        """Join the run's processes. Collective."""
+        return join(placement)
+
+    @abstractmethod
+    def prepare(self, spec: EngineSpec, world: World) -> Engine:
+        """Wrap a model, then build its optimizer and scheduler. Collective."""
+
+    def teardown(self) -> None:
+        """Release what :meth:`setup` took, apart from the world."""
+        return
+
+
+def seeded_model(spec: EngineSpec) -> nn.Module:
+    """The model itself, or what its function builds on the host under ``spec.seed``."""
+    if isinstance(spec.model, nn.Module):
+        return spec.model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        return spec.model()

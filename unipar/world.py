@@ -1,0 +1,227 @@
+"""The processes of a run: who this one is, and the few collectives that the core itself needs."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Flag(IntEnum):
+    """What any rank may ask of all at the next step boundary (see :meth:`World.raise_flag`)."""
+
+    INTERRUPT = 0
+    CHECKPOINT = 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process stands, as its launcher says it.
+
+    Attributes:
+        rank: global rank, from 0.
+        size: number of processes in the run.
+        local_rank: rank among the processes on this node.
+        local_size: number of processes on this node.
+        node_rank: which node this is, from 0.
+        num_nodes: number of nodes.
+        init_method: where the processes meet, as ``torch.distributed`` takes it (``env://``,
+            ``tcp://host:port``, ``file:///path``); ``None`` for a run of one process, which needs
+            no meeting point.
+        timeout: how long a collective waits for a rank, in seconds.
+        device_type: ``"cpu"``, ``"cuda"``, …
+        restart: how many times the group of processes has been restarted after a failure.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    init_method: str | None = None
+    timeout: float = 1800.0
+    device_type: str = "cpu"
+    restart: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, self.local_rank)
+
+
+@dataclass
+class World:
+    """The joined processes. At size 1 every method is a no-op that returns its argument.
+
+    ``data_rank`` and ``data_size`` say which share of a global batch this process trains on. They
+    equal ``rank`` and ``size`` under data parallelism; processes that hold parts of one model
+    replica (tensor or pipeline parallelism) share one ``data_rank``.
+    """
+
+    placement: Placement
+    data_rank: int = -1
+    data_size: int = -1
+    _flags: list[float] = field(default_factory=lambda: [0.0] * len(Flag))
+    _agreed: list[float] = field(default_factory=lambda: [0.0] * len(Flag))
+    _owns_group: bool = False
+
+    def __post_init__(self) -> None:
+        if self.data_rank < 0:
+            self.data_rank, self.data_size = self.placement.rank, self.placement.size
+
+    @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+    @property
+    def size(self) -> int:
+        return self.placement.size
+
+    @property
+    def local_rank(self) -> int:
+        return self.placement.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.placement.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0: the one that prints and writes."""
+        return self.placement.rank == 0
+
+    # -- agreement at a step boundary ------------------------------------------------------------
+
+    def raise_flag(self, flag: Flag) -> None:
+        """Ask all ranks for something; safe in a signal handler.
+
+        Ranks get signals, and read clocks, at different moments. A flag raised on one rank is
+        carried by the loss reduction of the next step, so all ranks see it at the same boundary.
+        """
+        self._flags[flag] = 1.0
+
+    def take_flag(self, flag: Flag) -> bool:
+        """Whether any rank had raised ``flag`` by the last :meth:`reduce_loss`; clears it."""
+        agreed = self._agreed if self.size > 1 else self._flags
+        raised = agreed[flag] > 0
+        if raised:
+            agreed[flag] = self._flags[flag] = 0.0
+        return raised
+
+    def start_reduce_loss(self, total: torch.Tensor, count: torch.Tensor | float) -> LossReduction:
+        """Begin summing a step's loss total and item count over the data-parallel ranks.
+
+        Every engine reduces its loss with this once a step, for the flags travel with it.
+
+        Args:
+            total: scalar tensor, this rank's loss summed over its items.
+            count: this rank's number of items.
+        """
+        if self.size == 1:
+            return LossReduction(self, total, count)
+        values = torch.empty(2 + len(Flag), dtype=torch.float64, device=total.device)
+        values[0] = total.detach()
+        values[1] = count
+        values[2:] = torch.tensor(self._flags, dtype=torch.float64)
+        return LossReduction(self, values, None, dist.all_reduce(values, async_op=True))
+
+    # -- small collectives on Python values ------------------------------------------------------
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            # A barrier on the host: the default one would pick the accelerator's backend.
+            self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def leave(self) -> None:
+        """Give up the process group, if :func:`join` made it."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class LossReduction:
+    """A loss on its way to being the mean over all items of the global batch."""
+
+    __slots__ = ("_count", "_values", "_work", "_world")
+
+    def __init__(
+        self,
+        world: World,
+        values: torch.Tensor,
+        count: torch.Tensor | float | None,
+        work: Any = None,
+    ) -> None:
+        self._world, self._values, self._count, self._work = world, values, count, work
+
+    def wait(self) -> tuple[float, float]:
+        """The mean loss over all items of all ranks, and their number."""
+        if self._work is None:
+            total, count = self._values.item(), float(self._count)  # pyright: ignore[reportArgumentType]
+        else:
+            self._work.wait()
+            total, count, *agreed = self._values.tolist()
+            own = self._world._agreed
+            self._world._agreed = [max(a, b) for a, b in zip(own, agreed, strict=True)]
+        return (total / count if count else float("nan")), count
+
+
+def join(placement: Placement, *, process_group: bool = True) -> World:
+    """Join the run's processes, making the ``torch.distributed`` group unless one exists.
+
+    Args:
+        placement: where this process stands.
+        process_group: also make a group when the run has one process (what DDP and FSDP need).
+    """
+    if placement.device_type == "cuda":
+        torch.cuda.set_device(placement.local_rank)
+    owns = False
+    if (placement.size > 1 or process_group) and not dist.is_initialized():
+        # Both backends in one group: gloo carries the core's own values from the host.
+        backend = "cpu:gloo,cuda:nccl" if placement.device_type == "cuda" else "gloo"
+        timeout = timedelta(seconds=placement.timeout)
+        if placement.size == 1:
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        else:
+            dist.init_process_group(
+                backend,
+                init_method=placement.init_method,
+                rank=placement.rank,
+                world_size=placement.size,
+                timeout=timeout,
+            )
+        owns = True
+    return World(placement, _owns_group=owns)
+
+
+@contextlib.contextmanager
+def joined(placement: Placement, *, process_group: bool = True):
+    """:func:`join` for the length of a ``with`` block."""
+    world = join(placement, process_group=process_group)
+    try:
+        yield world
+    finally:
+        world.leave()
