@@ -1,0 +1,6 @@
+"""Starting the processes of a run, and finding those that something else has started."""
+
+from unipar.launch.local import run
+from unipar.launch.progress import mark
+
+__all__ = ["mark", "run"]

@@ -1,0 +1,60 @@
+"""The private directory through which the launching process and its workers talk."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The files of one start of the group of workers; a restart gets a directory of its own."""
+
+    directory: Path
+
+    def record(self, rank: int) -> Path:
+        """How this rank failed (JSON); absent if it did not, or could not say."""
+        return self.directory / f"rank-{rank}.json"
+
+    def error(self, rank: int) -> Path:
+        """The rank's exception itself, where it is one of unipar's own."""
+        return self.directory / f"rank-{rank}.error"
+
+    def mark(self, rank: int) -> Path:
+        return self.directory / f"rank-{rank}.mark"
+
+    def stack(self, rank: int) -> Path:
+        """The rank's Python stack, written when the launching process asks for it."""
+        return self.directory / f"rank-{rank}.stack"
+
+    def log(self, rank: int) -> Path:
+        """What the rank printed; rank 0 prints to the terminal instead."""
+        return self.directory / f"rank-{rank}.log"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The directory of one call of :func:`unipar.launch.run`: mode 0700, removed at its end."""
+
+    root: Path
+
+    @classmethod
+    def create(cls) -> RunDir:
+        return cls(Path(tempfile.mkdtemp(prefix="unipar-")))
+
+    @property
+    def start(self) -> Path:
+        """What a worker needs before its first import (JSON)."""
+        return self.root / "start.json"
+
+    @property
+    def payload(self) -> Path:
+        return self.root / "payload.pkl"
+
+    @property
+    def result(self) -> Path:
+        return self.root / "result.pkl"
+
+    def attempt(self, restart: int) -> Attempt:
+        return Attempt(self.root / f"attempt-{restart}")

@@ -1,0 +1,35 @@
+"""The first lines that a worker process runs: ``python …/unipar/launch/worker.py RUN_DIRECTORY``.
+
+It is run as a file, not as a module: ``python -m`` would import ``unipar`` and ``torch`` with the
+working directory first on the search path, where a stray ``torch/`` would win over the real one.
+Nothing outside the standard library may be imported before the caller's search path is in place.
+"""
+
+import json
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    # Until the worker's function runs, an interrupt or a termination ends it without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    directory = sys.argv[1]
+    with open(os.path.join(directory, "start.json"), encoding="utf-8") as file:
+        start = json.load(file)
+    if os.environ["RANK"] != "0":
+        # The agent has opened the log as stderr; sharing its descriptor keeps the lines in order.
+        os.dup2(2, 1)
+    sys.path[:] = start["path"]
+    sys.argv[:] = start["argv"]
+    for name, value in start["environ"].items():
+        os.environ.setdefault(name, value)
+
+    from unipar.launch.entry import serve
+
+    serve(directory, start)
+
+
+if __name__ == "__main__":
+    main()
