@@ -1,0 +1,134 @@
+"""Optimizers and schedulers of torch by name: what ``optimizer="adamw"`` means."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+
+from unipar.errors import ConfigError, did_you_mean
+
+_NEED_CALLS = {
+    "lbfgs": "it evaluates the model several times a step",
+    "lambdalr": "it is made from a function",
+    "multiplicativelr": "it is made from a function",
+    "reducelronplateau": "it is stepped with a metric",
+    "sequentiallr": "it is made from other schedulers",
+    "chainedscheduler": "it is made from other schedulers",
+}
+
+
+def _classes(module: Any, base: type) -> dict[str, type]:
+    return {
+        name.lower(): found
+        for name, found in vars(module).items()
+        if inspect.isclass(found) and issubclass(found, base) and found is not base
+        if not name.startswith("_") and name.lower() not in _NEED_CALLS
+    }
+
+
+OPTIMIZERS: Mapping[str, type] = _classes(torch.optim, Optimizer)
+"""The optimizers of ``torch.optim`` that a plain step can drive, by lower-cased name."""
+
+SCHEDULERS: Mapping[str, type] = _classes(lr_scheduler, lr_scheduler.LRScheduler)
+"""The schedulers of ``torch.optim.lr_scheduler`` made from plain values, by lower-cased name."""
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """Builds an optimizer of ``torch.optim``; an :data:`unipar.strategy.OptimizerFactory`.
+
+    Attributes:
+        name: the class's name, lower-cased.
+        options: its keyword arguments.
+
+    Raises:
+        ConfigError: there is no such optimizer, or it does not take these arguments.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Built once on a dummy, so that a wrong value is found before any process starts.
+        weight = nn.Parameter(torch.zeros(1, 1))
+        _build("optimizer", OPTIMIZERS, self.name, [weight], self.options)
+
+    def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        """Build it over the parameters that require grad.
+
+        Raises:
+            ConfigError: none of them does, or the optimizer cannot take their shapes.
+        """
+        trainable = [parameter for _, parameter in named_parameters if parameter.requires_grad]
+        if not trainable:
+            raise ConfigError(
+                "the model has no trainable parameter (requires_grad is False for all, or there "
+                "is none): unfreeze what should be trained."
+            )
+        return _build("optimizer", OPTIMIZERS, self.name, trainable, self.options)
+
+
+@dataclass(frozen=True)
+class NamedScheduler:
+    """Builds a scheduler of ``torch.optim.lr_scheduler``, stepped once an optimizer step.
+
+    Attributes:
+        name: the class's name, lower-cased.
+        options: its keyword arguments; lengths count optimizer steps.
+
+    Raises:
+        ConfigError: there is no such scheduler, or it does not take these arguments.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # momentum is there because cycling schedulers want an optimizer that has one.
+        self(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
+
+    def __call__(self, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+        """Build it over ``optimizer``."""
+        return _build("lr_scheduler", SCHEDULERS, self.name, optimizer, self.options)
+
+
+def _build(
+    kind: str, classes: Mapping[str, type], name: str, over: Any, options: Mapping[str, Any]
+) -> Any:
+    found = classes.get(name.lower())
+    if found is None:
+        why = _NEED_CALLS.get(name.lower())
+        raise ConfigError(
+            f"{kind} '{name}' cannot be used by name: {why}. Pass a function that builds it."
+            if why
+            else f"there is no {kind} '{name}'.{did_you_mean(name.lower(), classes)} "
+            f"Allowed: {', '.join(sorted(classes))}, or a function that builds one."
+        )
+    _, *parameters = inspect.signature(found).parameters.values()
+    known = [parameter.name for parameter in parameters]
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        raise ConfigError(
+            f"{kind} '{name}' has no argument '{unknown[0]}'.{did_you_mean(unknown[0], known)} "
+            f"Allowed: {', '.join(known)}."
+        )
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    missing = [key for key in required if key not in options]
+    if missing:
+        raise ConfigError(f"{kind} '{name}' needs {', '.join(missing)}.")
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    try:
+        return found(over, **values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(
+            f"{kind} '{name}' does not take {given or 'these values'}: {error}."
+        ) from error

@@ -1,0 +1,261 @@
+"""Finding strategies by entry point, and making one from what a user wrote.
+
+A distribution offers a strategy in the entry-point group ``unipar.strategies``:
+
+.. code-block:: toml
+
+    [project.entry-points."unipar.strategies"]
+    mine = "my_package.strategy:MyStrategy"
+
+No strategy is imported until it is asked for by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from pydantic import ValidationError
+
+from unipar.documents import parse_value
+from unipar.errors import ConfigError, did_you_mean
+from unipar.problems import config_error
+from unipar.strategy import Availability, Capabilities, Needs, Strategy, StrategyOptions
+
+_log = logging.getLogger(__name__)
+
+GROUP = "unipar.strategies"
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class StrategyInfo:
+    """An installed strategy, as ``unipar doctor`` lists it.
+
+    Attributes:
+        name: its registered name.
+        distribution: the installed distribution that offers it, with its version.
+        availability: whether it can run here, and what is missing if not.
+        capabilities: what it can do with its default options; ``None`` when it cannot say.
+    """
+
+    name: str
+    distribution: str
+    availability: Availability
+    capabilities: Capabilities | None
+
+
+def names() -> list[str]:
+    """The names of all installed strategies, sorted; imports none of them."""
+    return sorted({point.name for point in metadata.entry_points(group=GROUP)})
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """Import the strategy called ``name``, and nothing else.
+
+    Raises:
+        ConfigError: no distribution, or more than one, offers it; or it fails to import.
+    """
+    point = _entry_point(name)
+    try:
+        found = point.load()
+    except Exception as error:
+        raise ConfigError(
+            f"strategy '{name}' of {_distribution(point)} fails to import from '{point.value}': "
+            f"{type(error).__name__}: {error}. Reinstall or upgrade that distribution."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Strategy)):
+        raise ConfigError(
+            f"strategy '{name}' of {_distribution(point)}: '{point.value}' is no subclass of "
+            "unipar.Strategy."
+        )
+    return found
+
+
+def resolve(
+    strategy: str | Mapping[str, Any] | StrategyOptions, needs: Needs | None = None
+) -> Strategy:
+    """Make the strategy that was asked for.
+
+    Args:
+        strategy: a name (``"fsdp"``), a name with options (``"fsdp:sharding=hybrid"``), a mapping
+            (``{"name": "fsdp", "sharding": "hybrid"}``), an options object, or ``"auto"``.
+        needs: what is known of the run; ``"auto"`` asks every strategy that can run here how well
+            it suits them, and takes the best (the first by name among equals).
+
+    Raises:
+        ConfigError: there is no such strategy or option, or none suits the run.
+    """
+    if isinstance(strategy, StrategyOptions):
+        return strategy_class(type(strategy).strategy)(strategy)
+    wanted = as_mapping(strategy)
+    name = wanted.pop("name")
+    if name != AUTO:
+        return make(name, wanted)
+    if wanted:
+        raise ConfigError(
+            f"strategy 'auto' takes no options ({', '.join(map(str, wanted))} given): "
+            "options belong to a strategy that is named."
+        )
+    if needs is None:
+        raise ConfigError(f"strategy 'auto' needs a run to choose for; name one of {_installed()}.")
+    return _best(needs)
+
+
+def make(name: str, options: Mapping[str, Any]) -> Strategy:
+    """Make the strategy ``name`` from options not yet validated.
+
+    Raises:
+        ConfigError: there is no such strategy, or an option is unknown or has a wrong value.
+    """
+    found = strategy_class(name)
+    try:
+        return found(found.options_type.model_validate(dict(options)))
+    except ValidationError as error:
+        raise config_error(
+            error, found.options_type, options, subject=f"strategy '{name}'"
+        ) from error
+
+
+def as_mapping(strategy: str | Mapping[str, Any] | StrategyOptions) -> dict[str, Any]:
+    """What was written, as ``{"name": …, **options}``; the options are not validated.
+
+    Raises:
+        ConfigError: it has no name, or an inline option is not ``key=value``.
+    """
+    if isinstance(strategy, StrategyOptions):
+        return {
+            "name": type(strategy).strategy,
+            **strategy.model_dump(mode="json", exclude_unset=True),
+        }
+    if isinstance(strategy, str):
+        return _parse_inline(strategy)
+    if isinstance(strategy, Mapping):
+        if not isinstance(strategy.get("name"), str):
+            raise ConfigError(
+                f"strategy {dict(strategy)!r} has no name: "
+                "write {'name': 'fsdp', …}. Installed: " + _installed() + "."
+            )
+        return dict(strategy)
+    raise ConfigError(
+        f"strategy {strategy!r} ({type(strategy).__name__}) was given. Allowed: a name, "
+        f"'name:option=value,…', a mapping with 'name', or an options object. "
+        f"Installed: {_installed()}."
+    )
+
+
+def table() -> list[StrategyInfo]:
+    """Every installed strategy, whether it can run here, and what it can do."""
+    return [_info(name) for name in names()]
+
+
+def _info(name: str) -> StrategyInfo:
+    try:
+        point = _entry_point(name)
+    except ConfigError as error:
+        return StrategyInfo(name, "", Availability(False, str(error)), None)
+    distribution = _distribution(point)
+    try:
+        found = strategy_class(name)
+    except ConfigError as error:
+        remedy = f"pip install --force-reinstall {_distribution(point, version=False)}"
+        return StrategyInfo(name, distribution, Availability(False, str(error), remedy), None)
+    try:
+        capabilities = found(found.options_type()).capabilities()
+    except ValidationError:
+        # Some option has no default, so there is no such thing as its default capabilities.
+        capabilities = None
+    return StrategyInfo(name, distribution, found.availability(), capabilities)
+
+
+def _best(needs: Needs) -> Strategy:
+    bids: list[tuple[float, str, type[Strategy]]] = []
+    refused: list[str] = []
+    for name in names():
+        try:
+            found = strategy_class(name)
+            available = found.availability()
+        except ConfigError as error:
+            refused.append(str(error))
+            continue
+        if not available.ok:
+            refused.append(f"{name}: {available.reason} {available.remedy}".rstrip())
+        elif (bid := found.bid(needs)) > 0:
+            bids.append((bid, name, found))
+        else:
+            refused.append(f"{name}: not offered for {needs.devices} device(s).")
+    if not bids:
+        reasons = "\n".join(f"  - {reason}" for reason in refused) or "  none is installed."
+        raise ConfigError(f"strategy 'auto' found none for this run; name one.\n{reasons}")
+    bid, name, _ = min(bids, key=lambda entry: (-entry[0], entry[1]))
+    _log.info("strategy 'auto' chose '%s' (bid %g). Not chosen: %s", name, bid, "; ".join(refused))
+    return make(name, {})
+
+
+def _entry_point(name: str) -> metadata.EntryPoint:
+    # One distribution may be seen twice (an editable install beside its build metadata).
+    found = {
+        (_distribution(point, version=False), point.value): point
+        for point in metadata.entry_points(group=GROUP)
+        if point.name == name
+    }
+    if not found:
+        known = [*names(), AUTO]
+        raise ConfigError(
+            f"there is no strategy '{name}'.{did_you_mean(name, known)} Installed: {_installed()}. "
+            "A strategy of another framework comes with that framework's own unipar package."
+        )
+    if len(found) > 1:
+        owners = " and ".join(sorted(f"{_distribution(p)} ({p.value})" for p in found.values()))
+        raise ConfigError(
+            f"strategy '{name}' is offered by {owners}; uninstall all but one of them."
+        )
+    return next(iter(found.values()))
+
+
+def _distribution(point: metadata.EntryPoint, *, version: bool = True) -> str:
+    if point.dist is None:
+        return "an unknown distribution"
+    return f"{point.dist.name} {point.dist.version}" if version else point.dist.name
+
+
+def _installed() -> str:
+    return ", ".join([*names(), AUTO])
+
+
+def _parse_inline(text: str) -> dict[str, Any]:
+    name, colon, rest = text.partition(":")
+    parsed: dict[str, Any] = {"name": name.strip()}
+    for item in _split(rest) if colon else []:
+        key, equals, value = item.partition("=")
+        key = key.strip()
+        if not equals or not key.isidentifier():
+            raise ConfigError(
+                f"strategy '{text}': '{item.strip()}' is not option=value. "
+                "Write it like 'fsdp:sharding=hybrid,cpu_offload=true'."
+            )
+        if key in parsed:
+            raise ConfigError(f"strategy '{text}': '{key}' is given twice; remove one.")
+        parsed[key] = parse_value(value.strip())
+    return parsed
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that are inside no bracket and no quote."""
+    parts, depth, quote, start = [], 0, "", 0
+    for at, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "[{(":
+            depth += 1
+        elif char in "]})":
+            depth -= 1
+        elif char == "," and depth == 0:
+            parts.append(text[start:at])
+            start = at + 1
+    return [*parts, text[start:]]
