@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -52,12 +52,16 @@ class OptimizerConfig(BaseModel, frozen=True, extra="allow"):
 
     name: str = Field("adamw", description="Class of torch.optim, lower-cased: adamw, sgd, …")
 
-    def factory(self) -> NamedOptimizer:
-        """The function that builds it over a model's trainable parameters.
+    @model_validator(mode="after")
+    def _can_be_built(self) -> OptimizerConfig:
+        try:
+            self.factory()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
-        Raises:
-            ConfigError: there is no such optimizer, or it does not take these arguments.
-        """
+    def factory(self) -> NamedOptimizer:
+        """The function that builds it over a model's trainable parameters."""
         return NamedOptimizer(self.name, self.model_extra or {})
 
 
@@ -69,12 +73,16 @@ class SchedulerConfig(BaseModel, frozen=True, extra="allow"):
         "Its lengths count optimizer steps."
     )
 
-    def factory(self) -> NamedScheduler:
-        """The function that builds it over an optimizer.
+    @model_validator(mode="after")
+    def _can_be_built(self) -> SchedulerConfig:
+        try:
+            self.factory()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
-        Raises:
-            ConfigError: there is no such scheduler, or it does not take these arguments.
-        """
+    def factory(self) -> NamedScheduler:
+        """The function that builds it over an optimizer."""
         return NamedScheduler(self.name, self.model_extra or {})
 
 
@@ -275,31 +283,29 @@ class RunConfig(RunFields, frozen=True):
             values = dict(cast("Mapping[str, Any]", source or {}))
         _refuse_import_paths(values, document)
         given = {key: value for key, value in overrides.items() if value is not UNSET}
-        return validate(cls, merge(values, given), document=document, over=given)
+
+        def where(key: KeyPath) -> str:
+            return document.where(key) if document and not holds(given, key) else ""
+
+        return validate(cls, merge(values, given), where=where)
 
 
 def validate(
     model: type[_ModelT],
     values: Mapping[str, Any],
     *,
-    document: Document | None = None,
-    over: Mapping[str, Any] | None = None,
+    where: Callable[[KeyPath], str] = lambda key: "",
 ) -> _ModelT:
-    """Validate ``values``, naming the file and line of every problem that comes from a file.
+    """Validate ``values`` as a ``model``.
 
     Args:
         model: the pydantic model.
         values: all values, merged.
-        document: the file that some of them come from.
-        over: the values that were laid over the file's, which are not to be found in it.
+        where: tells where a key was set, such as a file and line, or an empty string.
 
     Raises:
         ConfigError: every problem, with its key, what was given and what is allowed.
     """
-
-    def where(key: KeyPath) -> str:
-        return document.where(key) if document and not _holds(over or {}, key) else ""
-
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -307,7 +313,8 @@ def validate(
         raise config_error(error, model, values, subject=subject, where=where) from error
 
 
-def _holds(values: Any, key: KeyPath) -> bool:
+def holds(values: Any, key: KeyPath) -> bool:
+    """Whether nested mappings hold ``key``."""
     for part in key:
         if not isinstance(values, Mapping) or part not in values:
             return False

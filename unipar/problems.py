@@ -32,12 +32,13 @@ def config_error(
         where: tells the source of a key, such as a file and line, or an empty string.
     """
     schema = model.model_json_schema()
+    listed: set[KeyPath] = set()
     problems: dict[tuple[KeyPath, str], str] = {}
     for item in error.errors():
         key, value = _follow(item["loc"], given)
         kind = item["type"]
         if kind == "extra_forbidden":
-            problems[key, kind] = _unknown_key(schema, key)
+            problems[key, kind] = _unknown_key(schema, key, listed)
         elif kind == "missing":
             missing = (*key, item["loc"][-1])
             problems[missing, kind] = f"'{dotted(missing)}' is missing."
@@ -88,14 +89,14 @@ def _has(value: Any, part: str | int) -> bool:
     return isinstance(value, Mapping) and part in value
 
 
-def _unknown_key(schema: dict[str, Any], key: KeyPath) -> str:
-    names = sorted(
-        name for parent in _at(schema, key[:-1]) for name in parent.get("properties", {})
-    )
-    given = str(key[-1])
-    kind = "key" if names else "key (none is allowed here)"
-    listed = f" Allowed: {_listing(names)}." if names else ""
-    return f"unknown {kind} '{dotted(key)}'.{did_you_mean(given, names)}{listed}"
+def _unknown_key(schema: dict[str, Any], key: KeyPath, listed: set[KeyPath]) -> str:
+    parent = key[:-1]
+    names = sorted(name for one in _at(schema, parent) for name in one.get("properties", {}))
+    allowed = f" Allowed: {_listing(names)}." if names else " None is allowed here."
+    if parent in listed:  # Said once; a screen has room for no more.
+        allowed = ""
+    listed.add(parent)
+    return f"unknown key '{dotted(key)}'.{did_you_mean(str(key[-1]), names)}{allowed}"
 
 
 def _bad_value(schema: dict[str, Any], key: KeyPath, value: Any, fallback: str) -> str:
@@ -142,6 +143,8 @@ def _allowed(branch: dict[str, Any]) -> list[str]:
         return [_literal(value) for value in branch["enum"]]
     if "const" in branch:
         return [_literal(branch["const"])]
+    if "examples" in branch:
+        return [f"text like {example!r}" for example in branch["examples"][:1]]
     kind = branch.get("type")
     if kind in ("integer", "number"):
         return [("a whole number" if kind == "integer" else "a number") + _bounds(branch)]

@@ -1,0 +1,173 @@
+"""A run file: the fields of a run, and import paths for what only code can say."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, field_validator
+
+from unipar.config import OptimizerConfig, RunFields, SchedulerConfig
+from unipar.documents import KeyPath
+from unipar.errors import ConfigError
+from unipar.importing import PATTERN, load
+from unipar.problems import dotted
+
+ImportPath = Annotated[
+    str, StringConstraints(pattern=PATTERN), Field(examples=["package.module:name"])
+]
+
+
+class Target(BaseModel, frozen=True, extra="allow"):
+    """An import path, with keyword arguments beside it."""
+
+    target: ImportPath = Field(description="What to import: package.module:name")
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The keyword arguments that were written beside ``target``."""
+        return dict(self.model_extra or {})
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return _BY_TARGET if "target" in value else _BY_NAME
+    if isinstance(value, Target):
+        return _BY_TARGET
+    return _BY_PATH if isinstance(value, str) else _BY_NAME
+
+
+# Spelled so that they cannot be taken for keys in the location of an error.
+_BY_PATH, _BY_NAME, _BY_TARGET = "<path>", "<name>", "<target>"
+_ByPath = Annotated[ImportPath, Tag(_BY_PATH)]
+_ByTarget = Annotated[Target, Tag(_BY_TARGET)]
+
+
+class RunFile(RunFields, frozen=True):
+    """What a YAML or TOML run file holds."""
+
+    model: ImportPath | Target
+    """A module, or a function that builds one: package.module:name, or a mapping with target."""
+    data: ImportPath | Target
+    """The training data, or a function that gives it."""
+    eval_data: ImportPath | Target | None = None
+    """The evaluation data, or a function that gives it."""
+    loss: ImportPath | Target | None = None
+    """loss(model, batch); left out: the model's output has a loss."""
+    predict: ImportPath | Target | None = None
+    """predict(model, batch): what metrics see of a batch."""
+    metrics: dict[str, ImportPath | Target] = {}  # noqa: RUF012
+    """Evaluation metrics by name: functions, or torchmetrics classes."""
+    callbacks: tuple[ImportPath | Target, ...] = ()
+    """Callback classes, or functions that give callbacks."""
+    optimizer: Annotated[
+        _ByPath | Annotated[OptimizerConfig, Tag(_BY_NAME)] | _ByTarget, Discriminator(_form)
+    ] = OptimizerConfig(name="adamw")
+    """An optimizer of torch.optim by its lower-cased name, with its arguments; or a function of
+    the named parameters by import path."""
+    lr_scheduler: (
+        Annotated[
+            _ByPath | Annotated[SchedulerConfig, Tag(_BY_NAME)] | _ByTarget, Discriminator(_form)
+        ]
+        | None
+    ) = None
+    """A scheduler of torch.optim.lr_scheduler by its lower-cased name, with its arguments; or a
+    function of the optimizer by import path."""
+
+    @field_validator("optimizer", "lr_scheduler", mode="before")
+    @classmethod
+    def _name_only(cls, given: Any) -> Any:
+        return {"name": given} if isinstance(given, str) and ":" not in given else given
+
+    def arguments(self, where: Callable[[KeyPath], str] = lambda key: "") -> dict[str, Any]:
+        """Import everything and give the arguments of :func:`unipar.fit`.
+
+        Functions that give data are called; ``model`` and the factories are not.
+
+        Args:
+            where: tells where a key was set, such as a file and line, or an empty string.
+
+        Raises:
+            ConfigError: something cannot be imported or called; with its place and key.
+        """
+
+        def imported(key: str, use: Callable[[Any, dict[str, Any]], Any]) -> Any:
+            return _import(getattr(self, key), use, (key,), where)
+
+        arguments: dict[str, Any] = {
+            "model": imported("model", _bind),
+            "data": imported("data", _call),
+            "eval_data": imported("eval_data", _call),
+            "loss": imported("loss", _bind_or_make),
+            "predict": imported("predict", _bind_or_make),
+            "metrics": {
+                name: _import(path, _bind_or_make, ("metrics", name), where)
+                for name, path in self.metrics.items()
+            },
+            "callbacks": [
+                _import(path, _call, ("callbacks", index), where)
+                for index, path in enumerate(self.callbacks)
+            ],
+        }
+        for key in ("optimizer", "lr_scheduler"):
+            value = getattr(self, key)
+            named = isinstance(value, (OptimizerConfig, SchedulerConfig))
+            arguments[key] = value if named else imported(key, _bind)
+        plain = {key: getattr(self, key) for key in RunFields.model_fields}
+        return {**plain, **{key: value for key, value in arguments.items() if value is not None}}
+
+
+def _import(
+    path: str | Target | None,
+    use: Callable[[Any, dict[str, Any]], Any],
+    key: KeyPath,
+    where: Callable[[KeyPath], str],
+) -> Any:
+    if path is None:
+        return None
+    target = path if isinstance(path, Target) else Target(target=path)
+    try:
+        return use(load(target.target), target.kwargs)
+    except ConfigError as error:
+        place = where(key)
+        prefix = f"{place}: {dotted(key)}" if place else dotted(key)
+        raise ConfigError(f"{prefix}: {error}") from error
+
+
+def _bind(found: Any, kwargs: dict[str, Any]) -> Any:
+    if not kwargs:
+        return found
+    _check_arguments(found, kwargs, partial=True)
+    return functools.partial(found, **kwargs)
+
+
+def _bind_or_make(found: Any, kwargs: dict[str, Any]) -> Any:
+    return _call(found, kwargs) if inspect.isclass(found) else _bind(found, kwargs)
+
+
+def _call(found: Any, kwargs: dict[str, Any]) -> Any:
+    if inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, functools.partial):
+        _check_arguments(found, kwargs, partial=False)
+        return found(**kwargs)
+    if kwargs:
+        _check_arguments(found, kwargs, partial=False)
+    return found
+
+
+def _check_arguments(found: Any, kwargs: dict[str, Any], *, partial: bool) -> None:
+    name = getattr(found, "__name__", type(found).__name__)
+    if not callable(found):
+        raise ConfigError(
+            f"'{name}' is an object, not a function, so it takes no arguments "
+            f"({', '.join(kwargs)} given)."
+        )
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # Some built-in functions have no signature to check against.
+        return
+    try:
+        (signature.bind_partial if partial else signature.bind)(**kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{name}{signature} cannot be called: {error}.") from error
