@@ -27,6 +27,7 @@ class RunInfo:
         output_dir: where the run's files go.
         start_step: steps already taken when the run begins; 0 unless it resumes.
         config: the resolved config, JSON values.
+        rank: the rank that this callback runs on.
     """
 
     strategy: str
@@ -39,6 +40,7 @@ class RunInfo:
     output_dir: Path
     start_step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,13 @@ class Callback:
         """After each training step."""
 
     def on_evaluate_end(self, run: RunInfo, step: int, metrics: Mapping[str, float]) -> None:
-        """After each evaluation; ``step`` is the number of steps taken by then."""
+        """After each evaluation.
+
+        Args:
+            run: the run.
+            step: the number of steps taken by then.
+            metrics: the evaluation's values by their plain names: ``loss``, ``accuracy``, …
+        """
 
     def on_checkpoint(self, run: RunInfo, step: int, path: Path) -> None:
         """After a checkpoint has been written whole."""

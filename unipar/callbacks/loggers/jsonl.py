@@ -1,0 +1,83 @@
+"""Metrics as JSON lines: the file that every run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from unipar.callbacks.base import RunInfo
+from unipar.callbacks.loggers.base import Logger
+
+
+class JSONLLogger(Logger):
+    """Appends one JSON object a line to ``metrics.jsonl`` in the output directory.
+
+    Training rows hold ``step``, ``epoch``, ``loss``, …; evaluation rows hold ``step`` and names
+    that begin with ``eval/``. A value that is NaN or infinite is ``null``. A row is in the file as
+    soon as its step has ended. When a run resumes, rows of later steps than the one it resumes
+    from are dropped first, so each step is there once; a run from step 0 starts the file anew.
+
+    Args:
+        filename: the file's name within the output directory.
+    """
+
+    def __init__(self, filename: str = "metrics.jsonl") -> None:
+        self.filename = filename
+        self._file: TextIO | None = None
+        self._encode = json.JSONEncoder(allow_nan=False).encode
+
+    def start(self, run: RunInfo) -> None:
+        path = run.output_dir / self.filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _truncate(path, run.start_step)
+        # Line buffered: with slow steps a row would otherwise wait minutes for company.
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        assert self._file is not None, "log before start"
+        row = {"step": step, **metrics}
+        try:
+            line = self._encode(row)
+        except ValueError:  # NaN and infinity are no JSON
+            line = self._encode({key: _finite(value) for key, value in row.items()})
+        self._file.write(line + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float | None]]:
+    """The rows of a ``metrics.jsonl``, a last line cut short by a crash left out."""
+    return [row for row, _ in _rows(Path(path))]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, float | None], str]]:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:  # the line that a killed process was writing
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield row, line.rstrip("\n") + "\n"
+
+
+def _truncate(path: Path, last_step: int) -> None:
+    """Keep the rows up to ``last_step``; a crash leaves either the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as kept:
+        kept.writelines(line for row, line in _rows(path) if (row["step"] or 0) <= last_step)
+        kept.flush()
+        os.fsync(kept.fileno())
+    temporary.replace(path)

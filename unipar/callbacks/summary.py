@@ -1,0 +1,42 @@
+"""The table that closes a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from unipar.callbacks.base import RunInfo
+from unipar.callbacks.text import count, duration, memory
+
+if TYPE_CHECKING:
+    from unipar.result import RunResult
+
+
+def summary(run: RunInfo, result: RunResult) -> Table:
+    """What a finished run did, as a table of two columns."""
+    table = Table(title="run finished", show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("strategy", run.strategy)
+    table.add_row("world size", f"{run.world_size} x {run.device}")
+    if result.history:
+        last = result.history[-1]
+        table.add_row("steps", f"{last.step:,}")
+        table.add_row("final loss", f"{last.loss:.4f}")
+    if result.evaluations:
+        step, metrics = result.evaluations[-1]
+        for name, value in metrics.items():
+            table.add_row(f"evaluation {name}", f"{value:.4g} (step {step:,})")
+    table.add_row("items/s", count(result.items_per_second))
+    table.add_row("peak memory per rank", _by_rank(result.peak_memory))
+    table.add_row("wall time", duration(result.wall_time))
+    table.add_row("checkpoint", str(result.checkpoint) if result.checkpoint else "none")
+    table.add_row("output", str(result.output_dir))
+    return table
+
+
+def _by_rank(peaks: list[int]) -> str:
+    if len(peaks) <= 8:
+        return ", ".join(memory(peak) for peak in peaks)
+    return f"{memory(min(peaks))} to {memory(max(peaks))} over {len(peaks)} ranks"
