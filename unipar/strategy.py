@@ -252,6 +252,8 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     options_type: ClassVar[type[StrategyOptions]]
+    rewrites_module: ClassVar[bool] = False
+    """Whether :meth:`prepare` changes a module beyond use outside of the run."""
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 
 class Flag(IntEnum):
@@ -203,7 +204,7 @@ def join(placement: Placement, *, process_group: bool = True) -> World:
         timeout = timedelta(seconds=placement.timeout)
         if placement.size == 1:
             dist.init_process_group(
-                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+                backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
             )
         else:
             dist.init_process_group(

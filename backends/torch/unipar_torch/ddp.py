@@ -1,0 +1,176 @@
+"""DistributedDataParallel: a whole replica on each device, gradients averaged while they form."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from unipar.errors import ConfigError
+from unipar.strategy import (
+    Capabilities,
+    EngineSpec,
+    Needs,
+    Strategy,
+    StrategyOptions,
+    seeded_model,
+)
+from unipar.world import Placement, World
+from unipar_torch.engine import TorchEngine
+from unipar_torch.single import DEVICE_TYPES, PRECISIONS
+from unipar_torch.transforms import checkpoint_activations, compile_modules
+
+
+class DDPOptions(StrategyOptions):
+    """What DistributedDataParallel lets one tune."""
+
+    strategy: ClassVar[str] = "ddp"
+
+    bucket_cap_mb: float = Field(25.0, gt=0, description="Size of a gradient bucket, in MiB.")
+    static_graph: bool = Field(
+        False, description="The graph is the same in every step; finds unused parameters once."
+    )
+    find_unused_parameters: bool = Field(
+        False, description="Some parameters get no gradient in some steps; costs a graph walk."
+    )
+    gradient_as_bucket_view: bool = Field(
+        True, description="Gradients live in the communication buckets, which saves one copy."
+    )
+    broadcast_buffers: bool = Field(
+        True, description="Every forward starts from rank 0's buffers (BatchNorm statistics)."
+    )
+    sync_batchnorm: bool = Field(
+        False, description="BatchNorm over the global micro-batch; GPU only."
+    )
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = Field(
+        "none",
+        description="Compression of gradients in the all-reduce; all but 'none' lose precision.",
+    )
+    powersgd_rank: int = Field(4, ge=1, description="Rank of PowerSGD's approximation.")
+    powersgd_start: int = Field(
+        1000, ge=2, description="Steps of plain all-reduce before PowerSGD begins."
+    )
+    shard_optimizer: bool = Field(
+        False,
+        description="ZeRO stage 1: each rank keeps the optimizer state of its share of parameters.",
+    )
+
+
+class DDPStrategy(Strategy):
+    """PyTorch's DistributedDataParallel."""
+
+    name = "ddp"
+    options_type = DDPOptions
+    options: DDPOptions
+
+    @classmethod
+    def bid(cls, needs: Needs) -> float:
+        return 2.0 if needs.devices > 1 and needs.fits else 1.0
+
+    def capabilities(self) -> Capabilities:
+        sharded = frozenset({"optimizer"}) if self.options.shard_optimizer else frozenset()
+        return Capabilities(PRECISIONS, DEVICE_TYPES, sharded=sharded)
+
+    def check(self, spec: EngineSpec, placement: Placement) -> None:
+        if self.options.sync_batchnorm and placement.device_type == "cpu":
+            raise ConfigError(
+                "ddp: sync_batchnorm=true needs a GPU (torch.nn.SyncBatchNorm has no CPU kernel). "
+                "Leave it off, or use GroupNorm or LayerNorm, which do not depend on the batch."
+            )
+
+    def prepare(self, spec: EngineSpec, world: World) -> DDPEngine:
+        options = self.options
+        module = seeded_model(spec).to(world.device)
+        undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+        if options.sync_batchnorm:
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        undo.append(compile_modules([module], spec.compile))
+        model = ReplicatedModule(
+            module,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            bucket_cap_mb=options.bucket_cap_mb,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            broadcast_buffers=options.broadcast_buffers,
+        )
+        _compress(model, options)
+        return DDPEngine(spec, world, module, model, undo, options)
+
+
+class DDPEngine(TorchEngine):
+    """Gradients are averaged during the backward pass of the last micro-batch."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        model: DistributedDataParallel,
+        undo: list[Callable[[], None]],
+        options: DDPOptions,
+    ) -> None:
+        self._options = options
+        self._replica = model
+        super().__init__(spec, world, module, model, undo)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super()._build_optimizer()
+        return shard_optimizer(optimizer) if self._options.shard_optimizer else optimizer
+
+    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+        # A static graph is recorded in the first backward pass, which asserts if it is not reduced.
+        recording = self._options.static_graph and self.num_steps == 0
+        return contextlib.nullcontext() if last or recording else self._replica.no_sync()
+
+
+class ReplicatedModule(DistributedDataParallel):
+    """DDP that lets a loss function read the model's plain attributes (``model.config``)."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(super().__getattr__("module"), name)
+        if callable(value):
+            raise ConfigError(
+                f"the loss function uses model.{name}, which goes around DDP's forward: its "
+                "gradients would not be averaged over ranks. Call model(...) and let the module's "
+                f"forward use self.{name}."
+            )
+        return value
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
+    """The same optimizer with its state divided among ranks, parameter by parameter."""
+    accepted = inspect.signature(type(optimizer)).parameters
+    # AdamW's defaults hold `decoupled_weight_decay`, which its constructor does not take.
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
+    return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **defaults)
+
+
+def _compress(model: DistributedDataParallel, options: DDPOptions) -> None:
+    if options.compression == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif options.compression == "bf16":
+        # torch checks the hook by name and wants NCCL for its own bf16 one; gloo can do it too.
+        def bf16_hook(state: object, bucket: Any) -> Any:
+            return default_hooks.bf16_compress_hook(state, bucket)  # pyright: ignore
+
+        model.register_comm_hook(None, bf16_hook)
+    elif options.compression == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=options.powersgd_rank,
+            start_powerSGD_iter=options.powersgd_start,
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

@@ -1,0 +1,54 @@
+"""DataParallel: one process that splits each batch over its GPUs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from unipar.errors import ConfigError
+from unipar.strategy import Capabilities, EngineSpec, Strategy, StrategyOptions, seeded_model
+from unipar.world import Placement, World, join
+from unipar_torch.engine import TorchEngine
+from unipar_torch.single import PRECISIONS
+from unipar_torch.transforms import checkpoint_activations
+
+
+class DPOptions(StrategyOptions):
+    """Which GPUs are used is up to ``CUDA_VISIBLE_DEVICES``."""
+
+    strategy: ClassVar[str] = "dp"
+
+
+class DPStrategy(Strategy):
+    """``torch.nn.DataParallel``; ``ddp`` is faster, and this is here to compare with."""
+
+    name = "dp"
+    options_type = DPOptions
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            PRECISIONS, frozenset({"cuda"}), max_devices=1, custom_loop=False, compile=False
+        )
+
+    def check(self, spec: EngineSpec, placement: Placement) -> None:
+        if placement.device_type != "cuda":
+            raise ConfigError(
+                "strategy 'dp' (torch.nn.DataParallel) splits a batch over the GPUs of one "
+                "process, and there is no GPU here. Use strategy='ddp', which runs on CPUs too."
+            )
+        if placement.size > 1:
+            raise ConfigError(
+                f"strategy 'dp' is one process that drives all GPUs, and {placement.size} "
+                "processes were asked for. Use devices=1, or strategy='ddp'."
+            )
+
+    def setup(self, placement: Placement) -> World:
+        return join(placement, process_group=False)
+
+    def prepare(self, spec: EngineSpec, world: World) -> TorchEngine:
+        module = seeded_model(spec).to(world.device)
+        undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+        model = nn.DataParallel(module, device_ids=list(range(torch.cuda.device_count())))
+        return TorchEngine(spec, world, module, model, undo)

@@ -1,0 +1,324 @@
+"""The training step of PyTorch's own strategies."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unipar.batch import Batch, MicroBatch
+from unipar.data.move import move_to
+from unipar.errors import ConfigError, NonFiniteLossError
+from unipar.loss import Loss, LossFn, LossSum, check_loss
+from unipar.state import EngineState, StateSource
+from unipar.strategy import Engine, EngineSpec, StepResult
+from unipar.world import LossReduction, World
+from unipar_torch.state import export_state, import_state
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TorchEngine(Engine):
+    """A module whose gradients the subclasses' hooks reduce; here, on one process, nobody does.
+
+    Loss and gradient are means over all items of the global batch. The count of items is known
+    beforehand when the loss is a mean over samples. With :class:`LossSum` it is known only after
+    the last micro-batch: gradients are then normalized by an estimate, made on the first
+    micro-batch, and corrected before clipping.
+
+    Args:
+        spec: what the user asked for.
+        world: the joined processes.
+        module: the user's module, on its device.
+        model: what the loss function is given: the module, or the framework's wrapper of it.
+        undo: called by :meth:`close`, newest first.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        model: nn.Module | None = None,
+        undo: Iterable[Callable[[], None]] = (),
+    ) -> None:
+        self.spec, self.world = spec, world
+        self.module = module
+        self._model = module if model is None else model
+        self._undo = list(undo)
+        self._device = world.device
+        self._dtype = COMPUTE_DTYPES[spec.precision]
+        self._mixed = self._dtype is not torch.float32
+        self.optimizer = None
+        self.lr_scheduler = None
+        if spec.optimizer is not None:
+            self.optimizer = self._build_optimizer()
+            if spec.lr_scheduler is not None:
+                self.lr_scheduler = spec.lr_scheduler(self.optimizer)
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._scaler = (
+            torch.amp.GradScaler(self._device.type) if self._dtype is torch.float16 else None
+        )
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._clear()
+
+    # -- what a way of being distributed changes -------------------------------------------------
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        assert self.spec.optimizer is not None
+        return self.spec.optimizer(self.module.named_parameters())
+
+    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of one of several micro-batches."""
+        return contextlib.nullcontext()
+
+    def _gradient_norm(self, max_norm: float) -> float:
+        """Clip the gradients to ``max_norm`` unless it is infinite; their norm before."""
+        if math.isinf(max_norm):
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            return nn.utils.get_total_norm(grads).item()
+        return nn.utils.clip_grad_norm_(self._parameters, max_norm).item()
+
+    def _sync_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (ranks see different batches in BatchNorm)."""
+        if self.world.size > 1:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, src=0)
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        self._require_optimizer()
+        self._enter_training()
+        last = len(batch.microbatches) - 1
+        try:
+            if last == 0:
+                self._accumulate(batch.microbatches[0], loss_fn, batch, last=True)
+            else:
+                for index, microbatch in enumerate(batch.microbatches):
+                    with self._microbatch(index == last):
+                        self._accumulate(microbatch, loss_fn, batch, last=index == last)
+            return self._update()
+        except BaseException:
+            self._clear()
+            raise
+
+    def _accumulate(
+        self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
+    ) -> None:
+        loss = self._loss(self._model, microbatch, loss_fn, training=True)
+        samples = microbatch.num_samples
+        if not isinstance(loss, LossSum):
+            self._add(loss, samples, samples, last=last, num_items=batch.global_num_samples)
+        elif samples:
+            self._add(loss.total, 1, loss.count, last=last, microbatches=len(batch))
+        else:
+            self._add(loss.total, 0, 0, last=last, microbatches=len(batch))
+
+    def _add(
+        self,
+        loss: torch.Tensor,
+        weight: float,
+        count: torch.Tensor | float,
+        *,
+        last: bool,
+        num_items: float | None = None,
+        microbatches: int = 1,
+    ) -> None:
+        """Add the gradient of ``weight * loss / (items of the global batch)``.
+
+        Args:
+            loss: scalar tensor.
+            weight: what makes a sum over this micro-batch's items of it.
+            count: how many items those are.
+            last: whether no micro-batch follows.
+            num_items: items of the global batch, if known beforehand.
+            microbatches: how many like this one to expect, where ``num_items`` is not known.
+        """
+        first = self._total is None
+        part = loss.detach() * weight
+        self._total = part if first else self._total + part
+        self._count = self._count + count
+        if last:
+            self._reduction = self.world.start_reduce_loss(self._total, self._count)
+        if num_items is not None:
+            self._normalizer = float(num_items)
+        elif first:
+            estimate = self.world.start_reduce_loss(part, count).wait()[1]
+            self._normalizer = max(estimate * microbatches, 1.0)
+        # Gradients are averaged over ranks, and should be summed.
+        factor = weight * self.world.size / self._normalizer
+        self._backward(loss if factor == 1.0 else loss * factor)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward()
+
+    def _update(self) -> StepResult:
+        assert self._reduction is not None
+        loss, count = self._reduction.wait()
+        normalizer = self._normalizer
+        self._clear()
+        optimizer = self._require_optimizer()
+        self.num_steps += 1
+        if not math.isfinite(loss) and self.spec.on_nan != "ignore":
+            optimizer.zero_grad()
+            return self._not_finite("loss", loss, count)
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        if count != normalizer:
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            torch._foreach_mul_(grads, normalizer / count)
+        norm = None
+        if self.spec.max_grad_norm is not None:
+            norm = self._gradient_norm(self.spec.max_grad_norm)
+            finite = math.isfinite(norm) or self._scaler is not None
+            if not finite and self.spec.on_nan != "ignore":
+                optimizer.zero_grad()
+                return self._not_finite("gradient norm", loss, count)
+        skipped = not self._step_optimizer(optimizer)
+        if self.lr_scheduler is not None and not skipped:
+            self.lr_scheduler.step()
+        optimizer.zero_grad()
+        return StepResult(loss, count, norm, skipped)
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step, and return whether the weights changed (fp16 gradients may have overflowed)."""
+        if self._scaler is None:
+            optimizer.step()
+            return True
+        scale = self._scaler.get_scale()
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        return self._scaler.get_scale() >= scale
+
+    def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
+        if self.spec.on_nan == "skip":
+            return StepResult(loss, count, None, skipped=True)
+        step = self.num_steps
+        self.num_steps -= 1
+        raise NonFiniteLossError(
+            f"the {what} of step {step} is not finite (loss {loss}); the weights are as they were "
+            "before that step. Lower the learning rate, clip with max_grad_norm=1.0, look at the "
+            "batch, or pass on_nan='skip' to leave such batches out.",
+            step=step,
+        )
+
+    def _require_optimizer(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise ConfigError(
+                f"engine '{self.spec.name}' was prepared without an optimizer: "
+                "pass prepare(model, optimizer=...) to train it."
+            )
+        return self.optimizer
+
+    def _clear(self) -> None:
+        self._total: torch.Tensor | None = None
+        self._count: torch.Tensor | float = 0
+        self._normalizer = 0.0
+        self._reduction: LossReduction | None = None
+
+    # -- the user's own loop ---------------------------------------------------------------------
+
+    def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
+        self._require_optimizer()
+        check_loss(loss, training=True)
+        if isinstance(loss, LossSum):
+            self._add(loss.total, 1, loss.count, last=False)
+        elif num_items is not None:
+            self._add(loss, num_items, num_items, last=False)
+        else:
+            raise ConfigError(
+                "engine.backward(loss) needs to know how many items the loss is a mean of, since "
+                "micro-batches and ranks may hold different numbers: pass num_items=len(inputs), "
+                "or a unipar.LossSum(total, count)."
+            )
+
+    def step(self) -> StepResult:
+        if self._total is None:
+            raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
+        self._reduction = self.world.start_reduce_loss(self._total, self._count)
+        return self._update()
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    def eval_step(self, microbatch: MicroBatch, loss_fn: LossFn) -> LossSum:
+        self._enter_evaluation()
+        with torch.no_grad():
+            loss = self._loss(self.module, microbatch, loss_fn, training=False)
+        total, count = (
+            (loss.total, loss.count)
+            if isinstance(loss, LossSum)
+            else (loss * microbatch.num_samples, microbatch.num_samples)
+        )
+        if microbatch.num_samples == 0:
+            return LossSum(torch.zeros_like(total, dtype=torch.float64), 0)
+        return LossSum(total.double(), count)
+
+    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        self._enter_training()
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        with torch.random.fork_rng(), self._microbatch(last=False):
+            try:
+                loss = self._loss(self._model, microbatch, loss_fn, training=True)
+                (loss.total if isinstance(loss, LossSum) else loss).backward()
+            finally:
+                for parameter in self._parameters:
+                    parameter.grad = None
+                with torch.no_grad():
+                    for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
+                        buffer.copy_(saved)
+
+    def _loss(
+        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
+    ) -> Loss:
+        data = move_to(microbatch.data, self._device)
+        if self._mixed:
+            with torch.autocast(self._device.type, self._dtype):
+                loss = loss_fn(model, data)
+        else:
+            loss = loss_fn(model, data)
+        check_loss(loss, training=training)
+        return loss
+
+    def _enter_training(self) -> None:
+        if self._modes:
+            for module, training in self._modes:
+                module.training = training
+            self._modes = []
+
+    def _enter_evaluation(self) -> None:
+        if not self._modes:
+            self._sync_buffers()
+            self._modes = [(module, module.training) for module in self.module.modules()]
+            self.module.eval()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def export_state(self) -> EngineState:
+        self._sync_buffers()
+        state = export_state(self.module, self.optimizer, self.lr_scheduler, self.world)
+        if self._scaler is not None:
+            state.extra["scaler"] = self._scaler.state_dict()
+        state.extra["num_steps"] = self.num_steps
+        return state
+
+    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
+        own = self.optimizer if optimizer else None
+        import_state(source, self.module, own, self.lr_scheduler if optimizer else None)
+        if not optimizer:
+            return
+        if self._scaler is not None and "scaler" in source.extra:
+            self._scaler.load_state_dict(dict(source.extra["scaler"]))
+        self.num_steps = int(source.extra.get("num_steps", 0))
+
+    def close(self) -> None:
+        self._enter_training()
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,59 @@
+"""The plain loop on one device: the reference that every other strategy is compared with."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from unipar.errors import ConfigError
+from unipar.strategy import (
+    Capabilities,
+    EngineSpec,
+    Needs,
+    Strategy,
+    StrategyOptions,
+    seeded_model,
+)
+from unipar.world import Placement, World, join
+from unipar_torch.engine import TorchEngine
+from unipar_torch.transforms import checkpoint_activations, compile_modules
+
+PRECISIONS = frozenset({"fp32", "bf16", "fp16"})
+DEVICE_TYPES = frozenset({"cpu", "cuda"})
+
+
+class SingleOptions(StrategyOptions):
+    """The plain loop has nothing to tune."""
+
+    strategy: ClassVar[str] = "single"
+
+
+class SingleStrategy(Strategy):
+    """One process, one device, no process group."""
+
+    name = "single"
+    options_type = SingleOptions
+
+    @classmethod
+    def bid(cls, needs: Needs) -> float:
+        return 2.0 if needs.devices == 1 else 0.0
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(PRECISIONS, DEVICE_TYPES, max_devices=1)
+
+    def check(self, spec: EngineSpec, placement: Placement) -> None:
+        if placement.size > 1:
+            raise ConfigError(
+                f"strategy 'single' runs on one device, and {placement.size} were asked for. "
+                "Use strategy='ddp' (or 'auto'), or devices=1."
+            )
+
+    def setup(self, placement: Placement) -> World:
+        return join(placement, process_group=False)
+
+    def prepare(self, spec: EngineSpec, world: World) -> TorchEngine:
+        module = seeded_model(spec).to(world.device)
+        undo = [
+            checkpoint_activations(module, spec.activation_checkpointing),
+            compile_modules([module], spec.compile),
+        ]
+        return TorchEngine(spec, world, module, undo=undo)

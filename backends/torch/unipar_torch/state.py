@@ -1,0 +1,200 @@
+"""The canonical state of a PyTorch module and optimizer, whole or sharded as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from unipar.errors import CheckpointError
+from unipar.plain import from_json, to_json
+from unipar.state import EngineState, GroupState, LocalState, StateSource, TensorInfo
+from unipar.world import World
+
+_HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Hyperparameters that say how the optimizer computes on this device, so they are not restored."""
+
+
+def export_state(
+    module: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None, world: World
+) -> EngineState:
+    """Describe weights, optimizer and scheduler. Collective where the optimizer is sharded."""
+    weights, aliases = named_weights(module)
+    state = EngineState(
+        [LocalState.of(name, tensor) for name, tensor in weights.items()], aliases=aliases
+    )
+    if optimizer is not None:
+        moments, scalars = _moments(module, optimizer)
+        state.optimizer = _on_every_rank(moments, world) if _is_partial(optimizer) else moments
+        state.groups = param_groups(module, optimizer)
+        state.extra["scalars"] = scalars
+    if scheduler is not None:
+        state.extra["lr_scheduler"] = to_json(scheduler.state_dict(), "lr_scheduler")
+    return state
+
+
+def import_state(
+    source: StateSource,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: LRScheduler | None,
+) -> None:
+    """Fill weights, optimizer and scheduler from a stored state. Collective."""
+    weights, _ = named_weights(module)
+    source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
+    if optimizer is not None:
+        source.fill_optimizer(_allocate_moments(source, module, optimizer))
+        _restore_groups(source.groups, module, optimizer)
+    if scheduler is not None and "lr_scheduler" in source.extra:
+        scheduler.load_state_dict(
+            from_json(source.extra["lr_scheduler"], like=scheduler.state_dict())
+        )
+
+
+def named_weights(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by name, each once; and the other names of tied ones."""
+    weights: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[int, str] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"'{name}' in the model's state dict is a {type(value).__name__}, not a tensor, "
+                "and cannot be saved without pickle. Register it as a buffer."
+            )
+        if id(value) in names:
+            aliases[name] = names[id(value)]
+        else:
+            names[id(value)] = name
+            weights[name] = value
+    return weights, aliases
+
+
+def param_groups(module: nn.Module, optimizer: Optimizer) -> tuple[GroupState, ...]:
+    names = {id(p): name for name, p in module.named_parameters()}
+    return tuple(
+        GroupState(
+            tuple(names[id(p)] for p in group["params"]),
+            {
+                key: to_json(value, f"optimizer hyperparameter '{key}'")
+                for key, value in group.items()
+                if key not in {"params", "param_names"}
+            },
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def _local(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds this rank's state (``ZeroRedundancyOptimizer`` wraps one)."""
+    return getattr(optimizer, "optim", optimizer)
+
+
+def _is_partial(optimizer: Optimizer) -> bool:
+    """Whether ranks hold the state of different parameters."""
+    return _local(optimizer) is not optimizer
+
+
+def _local_parameters(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Any, Any]]:
+    names = {id(p): name for name, p in module.named_parameters()}
+    for group in _local(optimizer).param_groups:
+        for parameter in group["params"]:
+            yield names[id(parameter)], parameter, group
+
+
+def _moments(
+    module: nn.Module, optimizer: Optimizer
+) -> tuple[list[LocalState], dict[str, dict[str, Any]]]:
+    moments: list[LocalState] = []
+    scalars: dict[str, dict[str, Any]] = {}
+    state = _local(optimizer).state
+    for name, parameter, _ in _local_parameters(module, optimizer):
+        for key, value in state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                moments.append(LocalState.of(f"{name}.{key}", value))
+            elif value is not None:
+                where = f"optimizer state '{key}' of '{name}'"
+                scalars.setdefault(name, {})[key] = to_json(value, where)
+    return moments, scalars
+
+
+def _on_every_rank(moments: list[LocalState], world: World) -> list[LocalState]:
+    """The moments of all ranks in one order, those of other ranks as absent."""
+    own = {moment.name: moment for moment in moments}
+    listed: dict[str, TensorInfo] = {}
+    for infos in world.gather([(m.name, m.shape, m.dtype) for m in moments]):
+        listed.update({name: TensorInfo(shape, dtype) for name, shape, dtype in infos})
+    return [own.get(name) or LocalState.absent(name, *listed[name]) for name in sorted(listed)]
+
+
+def _allocate_moments(
+    source: StateSource, module: nn.Module, optimizer: Optimizer
+) -> list[LocalState]:
+    """Give each of this rank's parameters the state that is stored for it, yet to be filled."""
+    local = _local(optimizer)
+    scalars = source.extra.get("scalars", {})
+    known = {name for name, _ in module.named_parameters()}
+    strangers = sorted(set(source.optimizer) - known)
+    if strangers:
+        raise CheckpointError(
+            f"the checkpoint holds optimizer state of {len(strangers)} parameters that this model "
+            f"does not have: {', '.join(strangers[:8])}{', …' if len(strangers) > 8 else ''}."
+        )
+    states: list[LocalState] = []
+    for name, parameter, group in _local_parameters(module, optimizer):
+        stored = source.optimizer.get(name, {})
+        values: dict[str, Any] = dict(scalars.get(name, {}))
+        for key, info in stored.items():
+            values[key] = _allocate(f"{name}.{key}", key, info, parameter, group)
+            states.append(LocalState.of(f"{name}.{key}", values[key]))
+        if values:
+            local.state[parameter] = values
+    return states
+
+
+def _allocate(
+    name: str, key: str, info: TensorInfo, parameter: torch.Tensor, group: dict[str, Any]
+) -> torch.Tensor:
+    if key == "step" and info.shape == ():
+        # PyTorch keeps step counters on the host unless the optimizer's kernel reads them.
+        on_device = group.get("fused") or group.get("capturable")
+        return torch.zeros((), dtype=info.dtype, device=parameter.device if on_device else "cpu")
+    if info.shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False)
+    if isinstance(parameter, DTensor):
+        raise CheckpointError(
+            f"optimizer state '{name}' has shape {info.shape} and its parameter has "
+            f"{tuple(parameter.shape)}: state that is not shaped like its parameter cannot be "
+            "sharded. Resume under a strategy that keeps parameters whole."
+        )
+    return torch.zeros(info.shape, dtype=info.dtype, device=parameter.device)
+
+
+def _restore_groups(
+    stored: tuple[GroupState, ...], module: nn.Module, optimizer: Optimizer
+) -> None:
+    if not stored:
+        return
+    index_of = {name: index for index, group in enumerate(stored) for name in group.params}
+    current = param_groups(module, optimizer)
+    chosen: list[int] = []
+    for number, group in enumerate(current):
+        indices = {index_of.get(name) for name in group.params}
+        if len(indices) > 1 or None in indices:
+            raise CheckpointError(
+                f"parameter group {number} of the optimizer ({len(group.params)} parameters) does "
+                "not match one stored group: the checkpoint has groups of "
+                f"{[len(g.params) for g in stored]} parameters, this optimizer "
+                f"{[len(g.params) for g in current]}. Build the same groups as the saved run did."
+            )
+        chosen.append(next(iter(indices), number))  # pyright: ignore[reportArgumentType]
+    for number, index in enumerate(chosen):
+        group = optimizer.param_groups[number]
+        for key, value in stored[index].hyperparameters.items():
+            if key not in _HOW_NOT_WHAT:
+                group[key] = from_json(value, like=group.get(key))

@@ -1,0 +1,96 @@
+"""Refusing, before any process starts, what a strategy cannot do."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from unipar.errors import ConfigError
+from unipar.strategy import Capabilities, EngineSpec, Strategy
+from unipar.world import Placement
+
+
+def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placement) -> None:
+    """Raise :class:`ConfigError` for the first thing asked for that the strategy cannot do.
+
+    Args:
+        strategy: with its options.
+        spec: what is asked of an engine.
+        placement: ``size`` and ``device_type`` of the run; the rest is not looked at.
+    """
+    able = strategy.capabilities()
+    for problem in (
+        _device(able, placement),
+        _one_of("precision", spec.precision, able.precisions),
+        _needs(able.clipping, spec.max_grad_norm is not None, "max_grad_norm", "None"),
+        _needs(
+            able.activation_checkpointing,
+            spec.activation_checkpointing != "off",
+            "activation_checkpointing",
+            "'off'",
+        ),
+        _needs(able.compile, spec.compile is not False, "compile", "False"),
+        _needs(able.skip_nan, spec.on_nan == "skip", "on_nan='skip'", "'raise'"),
+        _needs(
+            able.accumulation,
+            (spec.accumulation or 1) > 1,
+            f"accumulation (micro_batch_size={spec.micro_batch_size} makes "
+            f"{spec.accumulation} micro-batches a step)",
+            "a micro_batch_size of global_batch_size / devices",
+        ),
+    ):
+        if problem:
+            raise ConfigError(f"strategy '{strategy.name}': {problem}")
+    _check_device_supports(spec, placement)
+    strategy.check(spec, placement)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Raise :class:`ConfigError` if no parameter of the model requires a gradient."""
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        has = f"all {len(parameters)} parameters are frozen" if parameters else "it has none"
+        raise ConfigError(
+            f"the model ({type(model).__name__}) has no trainable parameter: {has}. "
+            "Set requires_grad_(True) on those to train, or evaluate instead of training."
+        )
+
+
+def _device(able: Capabilities, placement: Placement) -> str:
+    if placement.device_type not in able.device_types:
+        return (
+            f"runs on {_listing(able.device_types)}, and this run is on {placement.device_type}. "
+            "Choose another strategy, or set device."
+        )
+    if able.max_devices is not None and placement.size > able.max_devices:
+        return (
+            f"takes at most {able.max_devices} device(s), and {placement.size} were asked for. "
+            f"Set devices={able.max_devices}, or use strategy='auto'."
+        )
+    return ""
+
+
+def _one_of(name: str, value: str, allowed: frozenset[str]) -> str:
+    if value in allowed:
+        return ""
+    return f"{name}={value!r} is not supported. Allowed: {_listing(allowed)}."
+
+
+def _needs(able: bool, asked: bool, what: str, instead: str) -> str:
+    if able or not asked:
+        return ""
+    return f"{what} is not supported. Use {instead}, or another strategy."
+
+
+def _check_device_supports(spec: EngineSpec, placement: Placement) -> None:
+    if spec.precision == "bf16" and placement.device_type == "cuda":
+        import torch
+
+        if not torch.cuda.is_bf16_supported():
+            raise ConfigError(
+                f"precision='bf16' is not supported by {torch.cuda.get_device_name()}. "
+                "Use precision='fp16' or 'fp32'."
+            )
+
+
+def _listing(values: frozenset[str]) -> str:
+    return ", ".join(sorted(values))

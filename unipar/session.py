@@ -1,0 +1,283 @@
+"""A run for people who keep their own loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from unipar import registry
+from unipar.batch import Batch
+from unipar.checks import check_capabilities, check_trainable
+from unipar.data import Loader
+from unipar.devices import DeviceChoice, device_memory, resolve_device_type
+from unipar.errors import ConfigError
+from unipar.evaluate import Metric, Predict, evaluate
+from unipar.loss import LossFn
+from unipar.strategy import (
+    Capabilities,
+    Engine,
+    EngineSpec,
+    ModelFactory,
+    Needs,
+    OnNaN,
+    OptimizerFactory,
+    Precision,
+    SchedulerFactory,
+    StrategyOptions,
+)
+from unipar.world import Placement, World
+
+log = logging.getLogger("unipar")
+
+
+class Session:
+    """The processes of one run under one strategy, and the engines in it.
+
+    Use it as a context manager, in a process that ``torchrun``, ``srun`` or ``mpirun`` started, or
+    in a plain one for a single device::
+
+        with unipar.Session(strategy="ddp", precision="bf16") as session:
+            engine = session.prepare(model, optimizer=make_adamw, max_grad_norm=1.0)
+            for batch in session.loader(dataset, global_batch_size=64):
+                step = engine.train_step(batch, loss_fn)
+
+    Args:
+        strategy: a name, a mapping with ``name``, an options object, or ``"auto"``.
+        precision: the compute dtype of every engine; weights and reductions stay fp32.
+        device: ``"auto"`` takes the GPU where there is one.
+        seed: seeds torch's generators and the order of data.
+        timeout: seconds that a collective waits for a rank.
+        on_nan: what a step with a non-finite loss does.
+        placement: where this process stands; found in the environment when left out.
+
+    Attributes:
+        world: the joined processes, inside the ``with`` block.
+        strategy: the resolved strategy.
+        engines: the prepared engines, by name.
+
+    Raises:
+        ConfigError: the strategy is unknown or cannot run here.
+    """
+
+    world: World
+
+    def __init__(
+        self,
+        strategy: str | Mapping[str, Any] | StrategyOptions = "auto",
+        *,
+        precision: Precision = "fp32",
+        device: DeviceChoice = "auto",
+        seed: int = 0,
+        timeout: float = 1800.0,
+        on_nan: OnNaN = "raise",
+        placement: Placement | None = None,
+    ) -> None:
+        device_type = resolve_device_type(device)
+        self._placement = placement or find_placement(device_type, timeout)
+        needs = Needs(self._placement.size, None, device_memory(device_type))
+        self.strategy = registry.resolve(strategy, needs)
+        self.engines: dict[str, Engine] = {}
+        self._precision: Precision = precision
+        self._on_nan: OnNaN = on_nan
+        self._seed = seed
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the strategy can do with its options."""
+        return self.strategy.capabilities()
+
+    def __enter__(self) -> Session:
+        check_capabilities(self.strategy, self._spec(nn.Identity()), self._placement)
+        self.world = self.strategy.setup(self._placement)
+        torch.manual_seed(self._seed)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for engine in self.engines.values():
+            engine.close()
+        self.strategy.teardown()
+        self.world.leave()
+
+    def _spec(self, model: nn.Module | ModelFactory, **asked: Any) -> EngineSpec:
+        return EngineSpec(
+            model, precision=self._precision, on_nan=self._on_nan, seed=self._seed, **asked
+        )
+
+    def prepare(
+        self,
+        model: nn.Module | ModelFactory,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        max_grad_norm: float | None = None,
+        activation_checkpointing: Literal["off", "full"] | Iterable[str] = "off",
+        compile: bool | dict[str, Any] = False,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        accumulation: int | None = None,
+        name: str = "model",
+    ) -> Engine:
+        """Put a model under the strategy, then build its optimizer and scheduler. Collective.
+
+        Args:
+            model: a module, or a function without arguments that builds one.
+            optimizer: called with the named parameters once they have their final form.
+            lr_scheduler: called with the optimizer; stepped once for each optimizer step.
+            max_grad_norm: the 2-norm that gradients are clipped to; ``math.inf`` only measures.
+            activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
+            compile: ``True``, or keyword arguments of :meth:`torch.nn.Module.compile`.
+            global_batch_size: samples of a full step over all ranks, where the framework must
+                know it beforehand.
+            micro_batch_size: samples of one forward pass on one rank, likewise.
+            accumulation: micro-batches of a full step on one rank, likewise.
+            name: the engine's name in checkpoints; each engine of a session needs its own.
+
+        Raises:
+            ConfigError: the strategy cannot do what is asked, or nothing can be trained.
+        """
+        if name in self.engines:
+            raise ConfigError(
+                f"this session already has an engine named '{name}'. "
+                "Give each its own: prepare(model, name='discriminator', …)."
+            )
+        if self.engines and not self.capabilities.several_engines:
+            raise ConfigError(
+                f"strategy '{self.strategy.name}' holds one model in a session. "
+                "Train the models one after the other, or use another strategy."
+            )
+        policy = activation_checkpointing
+        spec = self._spec(
+            model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            max_grad_norm=max_grad_norm,
+            activation_checkpointing=policy if isinstance(policy, str) else tuple(policy),
+            compile=compile,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            accumulation=accumulation,
+            name=name,
+        )
+        if optimizer is not None and isinstance(model, nn.Module):
+            check_trainable(model)
+        check_capabilities(self.strategy, spec, self._placement)
+        engine = self.strategy.prepare(spec, self.world)
+        self.engines[name] = engine
+        if self.world.rank > 0:
+            # Dropout must differ between ranks; rank 0 keeps the stream that a plain loop has.
+            torch.manual_seed(self._seed + 1_000_003 * self.world.rank)
+        return engine
+
+    def loader(
+        self,
+        data: Any,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | None = None,
+        shuffle: bool | None = None,
+        num_workers: int | None = None,
+    ) -> Loader:
+        """This rank's share of the data, in the global order that (seed, epoch) make.
+
+        Args:
+            data: a dataset, ``DataLoader``, tensor, tuple of tensors, or list of samples.
+            global_batch_size: samples of one step over all ranks.
+            micro_batch_size: samples of one forward pass on one rank; left out: the rank's whole
+                share of the global batch.
+            shuffle: whether each epoch has an order of its own; left out: as the data says.
+            num_workers: processes that load samples.
+
+        Raises:
+            DataError: the data is empty, or smaller than a global batch.
+        """
+        return Loader(
+            data,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            data_rank=self.world.data_rank,
+            data_size=self.world.data_size,
+            seed=self._seed,
+            shuffle=shuffle,
+            num_workers=num_workers,
+        )
+
+    def evaluate(
+        self,
+        engine: Engine,
+        batches: Iterable[Batch],
+        loss: LossFn | None = None,
+        *,
+        metrics: Mapping[str, Metric] | None = None,
+        predict: Predict | None = None,
+    ) -> dict[str, float]:
+        """Mean loss and metrics with every sample counted once; see :func:`unipar.evaluate`."""
+        return evaluate(engine, batches, loss, self.world, metrics=metrics, predict=predict)
+
+    def save(
+        self, directory: str | Path, *, step: int | None = None, loader: Loader | None = None
+    ) -> Path:
+        """Write a checkpoint of all engines, and of the loader's position. Collective.
+
+        Args:
+            directory: holds the checkpoints; each is a directory ``step-…`` in it.
+            step: the number it is filed under; left out: the first engine's step count.
+            loader: whose position to save too.
+
+        Raises:
+            CheckpointError: it cannot be written; the last good one is kept.
+        """
+        from unipar import checkpoint
+
+        if step is None:
+            step = max((engine.num_steps for engine in self.engines.values()), default=0)
+        progress = {"loader": loader.state_dict()} if loader is not None else {}
+        return checkpoint.save(
+            Path(directory),
+            self.engines,
+            self.world,
+            step=step,
+            progress={"seed": self._seed, **progress},
+            strategy=self.strategy.name,
+        )
+
+    def load(self, path: str | Path, *, loader: Loader | None = None, optimizer: bool = True) -> int:
+        """Take over a checkpoint of any strategy and world size. Collective.
+
+        Args:
+            path: a checkpoint, or a directory of them, of which the newest is taken.
+            loader: what to set to the saved position.
+            optimizer: whether to restore more than the weights.
+
+        Returns:
+            The number of steps it was saved after.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another model.
+        """
+        from unipar import checkpoint
+
+        manifest = checkpoint.load(Path(path), self.engines, self.world, optimizer=optimizer)
+        if loader is not None and "loader" in manifest.progress:
+            loader.load_state_dict(manifest.progress["loader"])
+        return manifest.step
+
+
+def find_placement(device_type: str, timeout: float) -> Placement:
+    """Where the environment says this process stands; alone, when it says nothing."""
+    import dataclasses
+
+    from unipar import launch
+
+    found = launch.detect() or Placement()
+    return dataclasses.replace(found, device_type=device_type, timeout=timeout)
