@@ -1,6 +1,7 @@
 """Starting the processes of a run, and finding those that something else has started."""
 
+from unipar.launch.detection import detect
 from unipar.launch.local import run
 from unipar.launch.progress import mark
 
-__all__ = ["mark", "run"]
+__all__ = ["detect", "mark", "run"]

@@ -2,72 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import socket
-from datetime import timedelta
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
 
+from unipar.errors import UniparError, WorkerError
+from unipar.launch import report
+from unipar.launch.failure import Failure, Kind, cause
+from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import RunDir
 
-_LOOPBACK = "127.0.0.1"
+logger = logging.getLogger("unipar.launch")
 
+WORKER = Path(__file__).with_name("worker.py")
 
-class LoopbackRendezvous(RendezvousHandler):
-    """A meeting point for the workers of one node, on a free port of the loopback interface.
-
-    Torch's own dynamic rendezvous listens on every interface and resolves the host's name, which
-    takes seconds where name service is slow.
-    """
-
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-
-    def get_backend(self) -> str:
-        return "loopback"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        # A store per attempt: a restarted group must not meet the keys of the one that failed.
-        listener = socket.socket()
-        listener.bind((_LOOPBACK, 0))
-        listener.listen(socket.SOMAXCONN)
-        port = listener.getsockname()[1]
-        store = TCPStore(
-            _LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=60),
-            master_listen_fd=listener.detach(),
-        )
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """There is no other node to tell."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+_POLL = 0.05
+# A rank that lost its connection may be seen to fail before the rank that it lost.
+_SETTLE = 3.0
+# The failed rank's own exit handlers (metrics writers, open files).
+_LAST_WORDS = 2.0
+_SHUTDOWN = 3
+# After an interrupt: until all ranks end, and until the rest end once one has failed.
+_INTERRUPT_GRACE = 600.0
+_INTERRUPT_REST = 30.0
 
 
 class WorkerLogs(LogsSpecs):
@@ -94,7 +58,131 @@ class WorkerLogs(LogsSpecs):
 
 
 class Agent(LocalElasticAgent):
-    pass
+    """Starts, restarts and ends the group; decides which rank's failure is the cause.
 
+    Attributes:
+        failure: the error of the last attempt that failed.
+        interrupts: how often the user has asked to stop (Ctrl-C).
+    """
 
-WORKER = Path(__file__).with_name("worker.py")
+    def __init__(self, spec: api.WorkerSpec, run: RunDir, *, timeout: float) -> None:
+        super().__init__(spec, WorkerLogs(run), exit_barrier_timeout=_SHUTDOWN)
+        self._run_dir = run
+        self._timeout = timeout
+        self._attempts: list[WorkerGroup] = []
+        self._interrupted_at = 0.0
+        self.failure: UniparError | None = None
+        self.interrupts = 0
+
+    def interrupt(self) -> None:
+        """Ask the workers to stop; a second call makes them. Safe in a signal handler."""
+        self.interrupts += 1
+        if self.interrupts == 1:
+            self._interrupted_at = time.monotonic()
+            if self._attempts:
+                self._attempts[-1].signal(signal.SIGINT)
+
+    def close(self) -> None:
+        """End whatever the workers of any attempt have left running, and close the port."""
+        for group in self._attempts:
+            group.sweep()
+        # A store closes with its last reference, and an error's traceback would keep this one.
+        self._store = self._worker_group.store = None
+
+    # -- what torch's agent calls ----------------------------------------------------------------
+    # Torch's ``prof`` decorator hides the signatures of the methods that it wraps from checkers.
+
+    def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: api.WorkerGroup
+    ) -> dict[int, Any]:
+        restart = len(self._attempts)
+        pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        context = self._pcontext
+        assert isinstance(context, SubprocessContext)
+        processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
+        self._attempts.append(WorkerGroup(processes, self._run_dir.attempt(restart)))
+        if self.interrupts:
+            self._attempts[-1].signal(signal.SIGINT)
+        return pids
+
+    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, worker_group: api.WorkerGroup
+    ) -> api.RunResult:
+        group = self._attempts[-1]
+        if self.interrupts:
+            self._await_interrupted(group)
+            raise KeyboardInterrupt
+        if not group.failures():
+            return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        failures = self._settle(group)
+        if self.interrupts:
+            return self._monitor_workers(worker_group)
+        self.failure = self._explain(group, failures)
+        self._shutdown(timeout=_SHUTDOWN)
+        if not isinstance(self.failure, WorkerError):
+            # What the library refuses on purpose, it would refuse again.
+            raise self.failure
+        left = worker_group.spec.max_restarts - len(self._attempts) + 1
+        if left > 0:
+            headline = str(self.failure).splitlines()[0]
+            logger.warning("%s. Restarting all ranks (%d restarts left).", headline, left - 1)
+        return api.RunResult(state=api.WorkerState.FAILED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        super()._shutdown(death_sig, min(timeout, _SHUTDOWN))
+        for group in self._attempts:
+            group.sweep()
+
+    # -- telling what happened -------------------------------------------------------------------
+
+    def _settle(self, group: WorkerGroup) -> list[Failure]:
+        """The failures once the cause is among them, or no more can be expected."""
+        deadline = time.monotonic() + _SETTLE
+        last_words = time.monotonic() + _LAST_WORDS
+        while True:
+            failures = group.failures()
+            now = time.monotonic()
+            first = cause(failures)
+            heard = len(failures) + len(group.finished()) >= group.size
+            if first.kind in (Kind.ERROR, Kind.INTERRUPT):
+                if first.rank not in group.running() or now > last_words:
+                    return failures
+            elif heard or now > deadline:
+                return failures
+            if self.interrupts:
+                return failures
+            time.sleep(_POLL)
+
+    def _explain(self, group: WorkerGroup, failures: list[Failure]) -> UniparError:
+        first = cause(failures)
+        if first.error is not None:
+            return first.error
+        failed = {failure.rank for failure in failures}
+        missing = [rank for rank in group.running() if rank not in failed]
+        if first.kind is Kind.TIMEOUT and missing:
+            return report.hung(group, sorted(failed), missing, self._timeout)
+        return report.failed(group, first)
+
+    def _await_interrupted(self, group: WorkerGroup) -> None:
+        """Let the workers end by themselves after an interrupt, within reason.
+
+        Raises:
+            UniparError: one of the library's own errors on the way out, such as a checkpoint
+                that could not be written.
+        """
+        first_failed = None
+        while group.running() and self.interrupts < 2:
+            now = time.monotonic()
+            if first_failed is None and group.failures():
+                first_failed = now
+            if now - self._interrupted_at > _INTERRUPT_GRACE:
+                break
+            if first_failed is not None and now - first_failed > _INTERRUPT_REST:
+                break
+            time.sleep(_POLL)
+        errors = [failure for failure in group.failures() if failure.error is not None]
+        self._shutdown(timeout=_SHUTDOWN)
+        if errors and self.interrupts < 2:
+            error = cause(errors).error
+            assert error is not None
+            raise error

@@ -2,31 +2,101 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
+import shutil
 import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import process
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+from unipar.errors import ConfigError
+from unipar.launch.failure import Kind, write_failure
+from unipar.launch.progress import open_marks
 from unipar.launch.rundir import RunDir
 from unipar.world import Placement
+
+_PARENT_POLL = 1.0
+# Longer than the launching process takes to tell who is missing and end this process.
+_LINGER = 15.0
 
 
 def serve(directory: str, start: dict[str, Any]) -> None:
     """Run the payload of ``directory`` in this process, as the rank that the environment names."""
     run = RunDir(Path(directory))
     placement = _placement(start)
-    with run.payload.open("rb") as file:
-        fn = pickle.load(file)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    value = fn(placement)
-    if placement.rank == 0:
-        partial = run.result.with_suffix(".partial")
-        with partial.open("wb") as file:
-            cloudpickle.dump(value, file)
-        partial.rename(run.result)
+    attempt = run.attempt(placement.restart)
+    open_marks(attempt.mark(placement.rank))
+    # A killed process cannot remove the directory that it makes for its sockets.
+    process.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
+    stack = attempt.stack(placement.rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    threading.Thread(target=_end_with, args=(start["parent"], run.root), daemon=True).start()
+    try:
+        fn = _load(run.payload)
+        value = None
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            value = fn(placement)
+        except SystemExit as stop:
+            if stop.code not in (None, 0):
+                raise
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if placement.rank == 0:
+            _save(value, run.result)
+    except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            kind = write_failure(error, attempt, placement.rank)
+        except OSError:
+            traceback.print_exception(error)
+            sys.exit(1)
+        if kind is Kind.TIMEOUT:
+            # Leaving would close this rank's connections and give other waiting ranks a second
+            # kind of error before their own time is up.
+            time.sleep(_LINGER)
+        sys.exit(130 if kind is Kind.INTERRUPT else 1)
+
+
+def _load(payload: Path) -> Callable[[Placement], Any]:
+    try:
+        with payload.open("rb") as file:
+            return pickle.load(file)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"A worker process cannot load the function that it was sent: {error}. Functions and "
+            "classes of modules are sent by name, so their module must be importable: put its "
+            "directory on PYTHONPATH, or define them in the main script or the notebook."
+        ) from error
+
+
+def _save(value: Any, path: Path) -> None:
+    try:
+        data = cloudpickle.dumps(value)
+    except (pickle.PicklingError, TypeError) as error:
+        raise ConfigError(
+            f"Rank 0 returned a {type(value).__name__}, which cannot be sent to the calling "
+            f"process: {error}. Return plain values, tensors or arrays."
+        ) from error
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(data)
+    partial.rename(path)
+
+
+def _end_with(parent: int, directory: Path) -> None:
+    """End this process and its children when the launching process is gone."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _placement(start: dict[str, Any]) -> Placement:

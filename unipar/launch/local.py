@@ -2,60 +2,218 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import pickle
 import shutil
+import signal
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import util
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
+
+from unipar.errors import ConfigError, WorkerError
 from unipar.launch.rundir import RunDir
 from unipar.world import Placement
 
+if TYPE_CHECKING:
+    from unipar.launch.agent import Agent
+
 T = TypeVar("T")
+
+_ELASTIC = "torch.distributed.elastic"
+_ELASTIC_EVENTS = "torchelastic-events-null"
 
 
 def run(
     fn: Callable[[Placement], T],
     *,
     devices: int,
+    num_nodes: int = 1,
     device_type: str = "cpu",
     timeout: float = 1800.0,
     max_restarts: int = 0,
 ) -> T:
-    """Call ``fn(placement)`` in ``devices`` new processes and return what rank 0's call returns."""
-    import cloudpickle
-    from torch.distributed.elastic.agent.server import WorkerSpec
+    """Call ``fn(placement)`` in ``devices`` new processes and return what rank 0's call returns.
 
-    from unipar.launch import agent as _agent
+    ``fn`` is sent by value, so it may be a lambda or a closure, and may be defined in a script
+    without ``if __name__ == "__main__"``, in a notebook or in ``python -c``. Rank 0 prints to this
+    process's terminal; what other ranks print is shown with the failure, if they fail. Whatever
+    happens, no process, port or file of the run is left when this returns.
 
+    Args:
+        fn: what every process runs. Its ``placement`` says which process it is.
+        devices: number of processes, one for each device.
+        num_nodes: number of machines; more than one takes an external launcher.
+        device_type: the kind of device, which ``placement`` carries.
+        timeout: how long a collective waits for a rank, in seconds.
+        max_restarts: how often the whole group is started again after a rank fails. Errors of
+            unipar's own are not retried.
+
+    Raises:
+        ConfigError: what was asked cannot be started here.
+        UniparError: a rank raised one; it is raised here as it is.
+        WorkerError: a rank raised anything else, was killed, or stopped taking part.
+        KeyboardInterrupt: the user interrupted the run. The first Ctrl-C goes to the workers as
+            SIGINT, so that they can save; the second ends them.
+    """
+    _check(devices, num_nodes, device_type)
     directory = RunDir.create()
     try:
-        with directory.payload.open("wb") as file:
-            cloudpickle.dump(fn, file)
-        start = {
-            "path": sys.path,
-            "argv": sys.argv,
-            "environ": {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // devices))},
-            "timeout": timeout,
-            "device_type": device_type,
-        }
-        directory.start.write_text(json.dumps(start))
-        spec = WorkerSpec(
-            role="unipar",
-            local_world_size=devices,
-            rdzv_handler=_agent.LoopbackRendezvous(directory.root.name),
-            entrypoint=sys.executable,
-            args=("-u", str(_agent.WORKER), str(directory.root)),
-            max_restarts=max_restarts,
-            monitor_interval=0.05,
-        )
-        agent = _agent.Agent(spec, _agent.WorkerLogs(directory))
-        result = agent.run()
-        if result.is_failed():
-            raise RuntimeError(result.failures)
+        _write_payload(fn, directory)
+        _write_start(directory, devices=devices, device_type=device_type, timeout=timeout)
+        _run_agent(directory, devices=devices, timeout=timeout, max_restarts=max_restarts)
+        if not directory.result.exists():
+            raise WorkerError("Rank 0 ended before its function had returned.", rank=0)
         with directory.result.open("rb") as file:
             return pickle.load(file)
     finally:
         shutil.rmtree(directory.root, ignore_errors=True)
+
+
+def _check(devices: int, num_nodes: int, device_type: str) -> None:
+    if num_nodes > 1:
+        raise ConfigError(
+            f"num_nodes={num_nodes}, but only a cluster's launcher can start processes on other "
+            "machines. Start the same script on each of them by\n"
+            f"  torchrun --nnodes={num_nodes} --nproc-per-node={devices} "
+            "--rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 SCRIPT\n"
+            "or, under Slurm,\n"
+            f"  srun --nodes={num_nodes} --ntasks-per-node={devices} python SCRIPT"
+        )
+    if devices < 1:
+        raise ConfigError(f"devices={devices}; give 1 or more.")
+    if device_type != "cpu":
+        available = torch.get_device_module(device_type).device_count()
+        if devices > available:
+            raise ConfigError(
+                f"devices={devices}, but this machine has {available} of type {device_type}. "
+                f"Ask for at most {available}, or for device='cpu'."
+                if available
+                else f"This machine has no device of type {device_type}; use device='cpu'."
+            )
+
+
+def _write_payload(fn: Callable[..., Any], directory: RunDir) -> None:
+    import cloudpickle
+
+    try:
+        payload = cloudpickle.dumps(fn)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"The worker processes cannot be sent what they need: {error}. Everything that the "
+            "function uses is copied to them, so create open files, locks, connections and "
+            "generators inside it."
+        ) from error
+    directory.payload.write_bytes(payload)
+
+
+def _write_start(directory: RunDir, *, devices: int, device_type: str, timeout: float) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    environ = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // devices))}
+    if sys.platform == "linux":
+        # Otherwise gloo listens on the interface of the host's name, where it has one.
+        environ["GLOO_SOCKET_IFNAME"] = "lo"
+    start = {
+        "path": sys.path,
+        "argv": sys.argv,
+        "environ": environ,
+        "parent": os.getpid(),
+        "timeout": timeout,
+        "device_type": device_type,
+    }
+    directory.start.write_text(json.dumps(start))
+
+
+def _run_agent(directory: RunDir, *, devices: int, timeout: float, max_restarts: int) -> None:
+    # Torch's agent is slow to import, and needed only here.
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    from unipar.launch.agent import WORKER, Agent
+    from unipar.launch.rendezvous import LoopbackRendezvous
+
+    flags = util._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
+    spec = WorkerSpec(
+        role="unipar",
+        local_world_size=devices,
+        rdzv_handler=LoopbackRendezvous(directory.root.name),
+        entrypoint=sys.executable,
+        args=(*flags, "-u", str(WORKER), str(directory.root)),
+        max_restarts=max_restarts,
+        monitor_interval=0.05,
+    )
+    agent = Agent(spec, directory, timeout=timeout)
+    ended_by = None
+    result: Any = None
+    with _quiet_elastic(), _signals(agent):
+        try:
+            result = cast(Any, agent.run())
+        except SignalException as end:
+            ended_by = end.sigval
+        finally:
+            agent.close()
+    if ended_by is not None:
+        shutil.rmtree(directory.root, ignore_errors=True)
+        # With the caller's own handler back in place, the signal does what it would have done.
+        signal.raise_signal(ended_by)
+        raise SystemExit(128 + ended_by)
+    if agent.interrupts:
+        raise KeyboardInterrupt
+    if result.is_failed():
+        assert agent.failure is not None
+        raise agent.failure
+
+
+@contextlib.contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Keep torch's agent from logging each worker's end, unless the user asked by ``LOGLEVEL``."""
+    if "LOGLEVEL" in os.environ:
+        yield
+        return
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(_ELASTIC)]
+    loggers = [logging.getLogger(name) for name in (*names, _ELASTIC_EVENTS)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        # Not by level, which torch sets anew when it first logs an event.
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+@contextlib.contextmanager
+def _signals(agent: Agent) -> Iterator[None]:
+    """Let Ctrl-C reach the workers, and termination end them, for the length of the block.
+
+    Torch's agent handles the signals that ``TORCHELASTIC_SIGNALS_TO_HANDLE`` names, and leaves
+    its handlers in place; it would also revive signals that the caller ignores (``nohup``).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ending = [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ending)}
+    handled = [number for number in ending if before[number] is not signal.SIG_IGN]
+    name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    setting = os.environ.get(name)
+    os.environ[name] = ",".join(number.name for number in handled)
+    if before[signal.SIGINT] is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: agent.interrupt())
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+        if setting is None:
+            os.environ.pop(name)
+        else:
+            os.environ[name] = setting

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+PREAMBLE = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from unipar.errors import *
+from unipar.launch import mark, run
+from unipar.world import joined
+
+# A test run in the background of a shell inherits an ignored SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+here = Path(sys.argv[1])
+"""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No process, listening port or temporary file of a run may outlive its test."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    deadline = time.monotonic() + 5
+    while left := _left(str(scratch)):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.1)
+    assert list(scratch.iterdir()) == []
+
+
+def _left(scratch: str) -> list[str]:
+    """Processes that hold this test's directory in their environment, and this one's ports."""
+    left = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get("TMPDIR") == scratch:
+                left.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    listening = [c for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
+    return left + [f"port {connection.laddr.port}" for connection in listening]
+
+
+class Script:
+    """A script of its own process, as a user would start it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def start(self, body: str, **options) -> subprocess.Popen[str]:
+        path = self.directory / "script.py"
+        path.write_text(PREAMBLE + textwrap.dedent(body))
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        return subprocess.Popen([sys.executable, str(path), str(self.directory)], **options)
+
+    def run(self, body: str, *, timeout: float = 60, **options) -> subprocess.CompletedProcess[str]:
+        process = self.start(body, **options)
+        out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def wait_for(self, *names: str, timeout: float = 30) -> None:
+        """Wait until the script has made these files."""
+        deadline = time.monotonic() + timeout
+        while not all((self.directory / name).exists() for name in names):
+            assert time.monotonic() < deadline, f"no {names}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    return Script(tmp_path)
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGINT)

@@ -1,0 +1,36 @@
+"""Finding the launcher that has started this process, if one has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unipar.launch.environment import Environment
+from unipar.launch.mpi import OpenMpi, Pmi
+from unipar.launch.slurm import Slurm
+from unipar.launch.torchrun import Torchrun
+from unipar.world import Placement
+
+# The innermost first: torchrun runs inside srun, mpirun inside an allocation of Slurm, and srun
+# itself sets PMI's variables.
+ENVIRONMENTS: tuple[type[Environment], ...] = (Torchrun, OpenMpi, Slurm, Pmi)
+
+
+def detect(variables: Mapping[str, str] | None = None) -> Placement | None:
+    """Where this process stands in a world that torchrun, srun or mpirun has started.
+
+    Its ``timeout`` and ``device_type`` are the defaults, for no launcher knows them.
+
+    Args:
+        variables: the environment to look in, the process's own by default.
+
+    Returns:
+        The placement, or ``None`` for a process that no launcher has started.
+
+    Raises:
+        ConfigError: a launcher's variables are incomplete or contradict each other.
+    """
+    for environment in ENVIRONMENTS:
+        found = environment(variables)
+        if found.detect():
+            return found.placement()
+    return None

@@ -1,0 +1,77 @@
+"""What every launcher's environment variables must tell."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from unipar.errors import ConfigError
+from unipar.world import Placement
+
+
+class Environment(ABC):
+    """The environment variables of one launcher.
+
+    Args:
+        variables: the variables, the process's own by default.
+    """
+
+    name: str
+    """The launcher's command, as messages name it."""
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        self.variables = os.environ if variables is None else variables
+
+    @abstractmethod
+    def detect(self) -> bool:
+        """Whether this launcher has started the process."""
+
+    @abstractmethod
+    def placement(self) -> Placement:
+        """Where the process stands.
+
+        Raises:
+            ConfigError: a variable is missing, is not a number, or contradicts another.
+        """
+
+    def text(self, *names: str) -> str:
+        """The first of the variables ``names`` that is set."""
+        for name in names:
+            if self.variables.get(name):
+                return self.variables[name]
+        raise ConfigError(
+            f"{self.name} seems to have started this process, but {' or '.join(names)} is not set. "
+            f"Start all processes by {self.name}, or unset its variables "
+            f"({', '.join(self._present())}) to start them from here."
+        )
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The first of the variables ``names`` that is set, as a count from 0."""
+        if default is not None and not any(self.variables.get(name) for name in names):
+            return default
+        text = self.text(*names)
+        if not text.isdecimal():
+            name = next(name for name in names if self.variables.get(name))
+            raise ConfigError(f"{name}={text!r}, as {self.name} should set it, is not a number.")
+        return int(text)
+
+    def below(self, rank: int, rank_name: str, size: int, size_name: str) -> None:
+        """Check that a rank fits its size."""
+        if rank >= size:
+            raise ConfigError(
+                f"{rank_name}={rank}, but {size_name}={size}: ranks count from 0, so {rank_name} "
+                f"must be at most {size - 1}. One of them comes from another launch; unset it."
+            )
+
+    def address(self) -> str | None:
+        """The meeting point that the user has set, as ``tcp://host:port``, or ``None``."""
+        if not self.variables.get("MASTER_PORT") or not self.variables.get("MASTER_ADDR"):
+            return None
+        return f"tcp://{self.text('MASTER_ADDR')}:{self.number('MASTER_PORT')}"
+
+    def _present(self) -> list[str]:
+        return sorted(name for name in self.variables if name.startswith(self.prefixes))
+
+    prefixes: tuple[str, ...] = ()
+    """How this launcher's variables begin."""

@@ -1,0 +1,216 @@
+"""How a worker's failure is written down, and which of several failures is the cause."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import pickle
+import re
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from unipar.errors import UniparError
+from unipar.launch.rundir import Attempt
+
+_MAX_MESSAGE = 2000
+_MAX_FRAMES = 12
+_MAX_CHAIN = 3
+_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted|likely)|broken pipe|socket|"
+    r"remote process exited|recvvalue failed",
+    re.IGNORECASE,
+)
+
+
+class Kind(str, Enum):
+    """What a failure says about its rank."""
+
+    ERROR = "error"
+    """The rank failed by itself."""
+    INTERRUPT = "interrupt"
+    """The rank was interrupted (Ctrl-C)."""
+    TIMEOUT = "timeout"
+    """The rank waited in a collective until its time was up: another rank is missing."""
+    LOST = "lost"
+    """The rank lost its connection to another one, which is the one that failed."""
+
+
+def classify(error: BaseException) -> Kind:
+    """Whether ``error`` began on this rank, or came from another one through a collective."""
+    if isinstance(error, KeyboardInterrupt):
+        return Kind.INTERRUPT
+    # The library's own errors speak for themselves, whatever brought them about.
+    if isinstance(error, UniparError):
+        return Kind.ERROR
+    for link in _chain(error):
+        text = str(link)
+        if isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and "gloo" in text):
+            if _TIMEOUT.search(text):
+                return Kind.TIMEOUT
+            if _LOST.search(text):
+                return Kind.LOST
+    return Kind.ERROR
+
+
+def write_failure(error: BaseException, attempt: Attempt, rank: int) -> Kind:
+    """Leave word of ``error`` for the launching process.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    kind = classify(error)
+    if isinstance(error, UniparError):
+        _replace(attempt.error(rank), _pack(error))
+    links = [
+        {"title": _title(link), "frames": _frames(traceback.extract_tb(link.__traceback__))}
+        for link in _chain(error)[-_MAX_CHAIN:]
+    ]
+    record = {"kind": kind.value, "time": time.time(), "links": links}
+    _replace(attempt.record(rank), json.dumps(record).encode())
+    return kind
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One rank's end, as the launching process sees it.
+
+    Attributes:
+        rank: the rank.
+        kind: what the failure says about the rank.
+        time: when it happened, in seconds since the epoch.
+        title: what happened, in a line: ``ValueError: …`` or ``killed by SIGKILL``.
+        traceback: as text, shortened to the user's frames; empty when there is none.
+        error: the exception itself, where it is one of the library's own.
+    """
+
+    rank: int
+    kind: Kind
+    time: float
+    title: str
+    traceback: str = ""
+    error: UniparError | None = None
+
+
+def read_failure(attempt: Attempt, rank: int) -> Failure | None:
+    """The failure that ``rank`` has written down, or ``None``."""
+    try:
+        record = json.loads(attempt.record(rank).read_bytes())
+    except FileNotFoundError:
+        return None
+    links = record["links"]
+    path = attempt.error(rank)
+    return Failure(
+        rank=rank,
+        kind=Kind(record["kind"]),
+        time=record["time"],
+        title=links[-1]["title"],
+        traceback=_format(links),
+        error=_unpack(path.read_bytes()) if path.exists() else None,
+    )
+
+
+def cause(failures: list[Failure]) -> Failure:
+    """The failure that brought about the others: the first that no other rank explains."""
+    order = [Kind.ERROR, Kind.INTERRUPT, Kind.TIMEOUT, Kind.LOST]
+    return min(failures, key=lambda failure: (order.index(failure.kind), failure.time))
+
+
+def shorten_stack(text: str) -> str:
+    """A ``faulthandler`` dump, turned to read from the outermost call and cut to user frames."""
+    calls = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text, re.MULTILINE)
+    frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in reversed(calls)]
+    return _format([{"title": "", "frames": _frames(frames)}]) if frames else ""
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """``error`` and the exceptions that led to it, the first of them first."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        hidden = link.__suppress_context__
+        link = link.__cause__ or (None if hidden else link.__context__)
+    return links[::-1]
+
+
+def _title(error: BaseException) -> str:
+    title = "".join(traceback.format_exception_only(type(error), error)).strip()
+    return title if len(title) <= _MAX_MESSAGE else title[:_MAX_MESSAGE] + " … (cut)"
+
+
+def _frames(stack: Any) -> list[Any]:
+    """The user's frames of ``stack``; a number stands for that many frames of libraries."""
+    frames = list(stack)
+    shown = [frame for frame in frames if not _internal(frame.filename)] or frames[-3:]
+    shown = shown[-_MAX_FRAMES:]
+    kept: list[Any] = []
+    for frame in frames:
+        if any(frame is one for one in shown):
+            kept.append([frame.filename, frame.lineno, frame.name, frame.line])
+        elif kept and isinstance(kept[-1], int):
+            kept[-1] += 1
+        elif kept:
+            kept.append(1)
+    return kept
+
+
+def _internal(filename: str) -> bool:
+    names = ["torch", *(name for name in list(sys.modules) if re.fullmatch(r"unipar(_\w+)?", name))]
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in names]
+    roots = tuple(os.path.dirname(file) + os.sep for file in files if file)
+    return filename.startswith(("<frozen", *roots))
+
+
+def _format(links: list[Any]) -> str:
+    lines: list[str] = []
+    for link in links:
+        for frame in link["frames"]:
+            if isinstance(frame, int):
+                lines.append(f"  … {frame} more inside libraries")
+                continue
+            filename, lineno, name, text = frame
+            lines.append(f'  File "{filename}", line {lineno}, in {name}')
+            # A notebook's cells are known to the process that runs the notebook alone.
+            text = text or linecache.getline(filename, lineno).strip()
+            if text:
+                lines.append(f"    {text}")
+        if link["title"]:
+            lines.append(link["title"])
+    return "\n".join(lines)
+
+
+def _pack(error: UniparError) -> bytes:
+    """The parts of ``error``: calling its class with them again may need other arguments."""
+    state = {}
+    for name, value in vars(error).items():
+        try:
+            cloudpickle.dumps(value)
+        except (pickle.PicklingError, TypeError, AttributeError):
+            continue
+        state[name] = value
+    return cloudpickle.dumps((type(error), tuple(map(str, error.args)), state))
+
+
+def _unpack(data: bytes) -> UniparError:
+    cls, args, state = pickle.loads(data)
+    error = cls.__new__(cls)
+    error.args = args
+    vars(error).update(state)
+    return error
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file that is either whole or absent."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_bytes(data)
+    partial.replace(path)

@@ -1,0 +1,103 @@
+"""The worker processes of one attempt, as the launching process sees and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from unipar.launch.failure import Failure, Kind, read_failure
+from unipar.launch.rundir import Attempt
+
+_STACK_WAIT = 1.0
+_SWEEP_WAIT = 2.0
+
+
+@dataclass
+class WorkerGroup:
+    """Processes by rank, the files they write, and when each was first seen to have ended."""
+
+    processes: Mapping[int, subprocess.Popen]
+    attempt: Attempt
+    _ended: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        return len(self.processes)
+
+    def running(self) -> list[int]:
+        return [rank for rank, process in self.processes.items() if process.poll() is None]
+
+    def finished(self) -> list[int]:
+        """The ranks that ended well."""
+        return [rank for rank, process in self.processes.items() if process.poll() == 0]
+
+    def failures(self) -> list[Failure]:
+        """The ranks that have failed until now: by a record of theirs, or by how they exited."""
+        found = []
+        for rank, process in self.processes.items():
+            code = process.poll()
+            failure = read_failure(self.attempt, rank)
+            if failure is None and code:
+                when = self._ended.setdefault(rank, time.time())
+                failure = Failure(rank, _kind_of_exit(code), when, _describe_exit(code))
+            if failure is not None:
+                found.append(failure)
+        return found
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every running worker, but not to its children."""
+        for rank in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, number)
+
+    def ask_stack(self, rank: int) -> str:
+        """Where the worker stands in its Python code, or an empty string if it does not answer."""
+        path = self.attempt.stack(rank)
+        if not path.exists():
+            return ""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        deadline = time.monotonic() + _STACK_WAIT
+        while time.monotonic() < deadline and not path.stat().st_size:
+            time.sleep(0.05)
+        # The dump is written frame by frame.
+        time.sleep(0.05)
+        return path.read_text(errors="replace")
+
+    def sweep(self) -> None:
+        """End what the workers have left behind, such as a data loader's processes."""
+        left = {process.pid for process in self.processes.values()}
+        deadline = time.monotonic() + _SWEEP_WAIT
+        while left and time.monotonic() < deadline:
+            left = {group for group in left if _kill_group(group)}
+            time.sleep(0.02 if left else 0)
+
+
+def _kill_group(group: int) -> bool:
+    """Kill a process group; whether it still had members."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _kind_of_exit(code: int) -> Kind:
+    return Kind.INTERRUPT if code in (-signal.SIGINT, 130) else Kind.ERROR
+
+
+def _describe_exit(code: int) -> str:
+    if code > 0:
+        return f"exited with status {code} without a Python error"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if -code == signal.SIGKILL:
+        return f"was killed by {name}, as the system does when memory runs out"
+    return f"was killed by {name}"
