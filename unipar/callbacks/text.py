@@ -4,13 +4,13 @@ from __future__ import annotations
 
 
 def count(value: float) -> str:
-    """``950``, ``12.3k``, ``1.20M``: three figures or so."""
+    """``950``, ``12.3k``, ``1.2M``: about three figures."""
     if abs(value) < 10:
         return f"{value:.3g}"
     for limit, divisor, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M")):
         if abs(value) < 0.9995 * limit:
             return f"{value / divisor:.{1 if suffix else 0}f}{suffix}"
-    return f"{value / 1e9:.2f}G"
+    return f"{value / 1e9:.1f}G"
 
 
 def memory(num_bytes: float) -> str:
