@@ -57,6 +57,9 @@ $(VENV)/.dev: $(PINS) | $(BIN)/python
 	@touch $(VENV)/.demo $@
 
 $(BIN)/python:
+	@command -v $(PYTHON) > /dev/null || { \
+	  echo "There is no '$(PYTHON)' here. Name a Python 3.10 or newer:" >&2; \
+	  echo "make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "unipar needs Python 3.10 or newer; '$(PYTHON)' is: $$($(PYTHON) --version 2>&1)" >&2; \
 	  echo "Choose another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
