@@ -208,6 +208,16 @@ class Engine(ABC):
             torch.OutOfMemoryError: it does not. Nothing has changed.
         """
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward pass (only with ``capabilities.custom_loop``).
+
+        In the compute dtype, and through what the framework has wrapped around the module: calling
+        :attr:`module` instead would go past it. Inputs are to be on ``world.device``.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
+        )
+
     def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
         """Add a micro-batch's gradients (only with ``capabilities.custom_loop``).
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,6 +142,10 @@ class TorchEngine(Engine):
             microbatches: how many like this one to expect, where ``num_items`` is not known.
         """
         first = self._total is None
+        if first:
+            # Another engine's loss may have gone through this model (a GAN's generator's).
+            for parameter in self._parameters:
+                parameter.grad = None
         part = loss.detach() * weight
         self._total = part if first else self._total + part
         self._count = self._count + count
@@ -225,6 +230,14 @@ class TorchEngine(Engine):
         self._reduction: LossReduction | None = None
 
     # -- the user's own loop ---------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._enter_training()
+        if not self._mixed:
+            return self._model(*args, **kwargs)
+        with torch.autocast(self._device.type, self._dtype):
+            return self._model(*args, **kwargs)
 
     def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
         self._require_optimizer()
