@@ -1,1 +1,94 @@
-"""The pytest plugin."""
+"""The pytest plugin, which pytest loads wherever unipar is installed.
+
+It must not be noticed by test suites that have nothing to do with the kit: it imports nothing, and
+its options exist only where the command line names ``unipar.testing``, or where a ``conftest.py``
+calls :func:`add_options`::
+
+    pytest --pyargs unipar.testing --strategy ddp --strategy fsdp:sharding=hybrid --world-sizes 1,2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from unipar.testing.kit import Measurements
+    from unipar.testing.pool import WorldPools
+
+_ADDED = "_unipar_options_added"
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the kit's options to a test suite's own; call it in ``pytest_addoption``."""
+    if getattr(parser, _ADDED, False):
+        return
+    setattr(parser, _ADDED, True)
+    group = parser.getgroup("unipar", "unipar's conformance kit")
+    group.addoption(
+        "--strategy",
+        action="append",
+        dest="unipar_strategies",
+        metavar="NAME[:option=value,…]",
+        help="strategy to run the kit against; may be given several times",
+    )
+    group.addoption(
+        "--world-sizes",
+        dest="unipar_world_sizes",
+        metavar="N,N,…",
+        help="numbers of ranks to run it at (default: 1,2,4)",
+    )
+    group.addoption(
+        "--device-type",
+        dest="unipar_device_type",
+        default="cpu",
+        choices=["cpu", "cuda"],
+        help="where the ranks run (default: cpu)",
+    )
+    group.addoption(
+        "--parity-json",
+        dest="unipar_parity_json",
+        metavar="FILE",
+        help="write the largest differences from the reference to FILE",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> None:
+    own = str(Path(__file__).parent)
+    if any(arg.startswith("unipar.testing") or own in str(Path(arg).resolve()) for arg in args):
+        add_options(parser)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "conformance_proof" not in metafunc.fixturenames:
+        return
+    from unipar.testing.selection import proofs
+
+    parameters = proofs(metafunc.config, metafunc.module)
+    metafunc.parametrize("conformance_proof", parameters, ids=str)
+
+
+@pytest.fixture(scope="session")
+def world_pool(request: pytest.FixtureRequest) -> Iterator[WorldPools]:
+    """``world_pool(2).run(fn, *args)`` calls ``fn(placement, *args)`` on two running ranks."""
+    from unipar.testing.pool import WorldPools
+
+    pools = WorldPools(request.config.getoption("unipar_device_type", "cpu"))
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="session")
+def conformance_measurements(request: pytest.FixtureRequest) -> Iterator[Measurements]:
+    """What the kit measures in this session; written at its end where ``--parity-json`` asks."""
+    from unipar.testing.kit import Measurements
+
+    measurements = Measurements()
+    yield measurements
+    path = request.config.getoption("unipar_parity_json", None)
+    if path:
+        measurements.write(Path(path))

@@ -1,0 +1,69 @@
+"""Whether a strategy is what it says it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+from unipar.strategy import EngineSpec, Precision
+from unipar.testing.cases.case import case
+from unipar.testing.cases.numbers import PLAIN
+from unipar.testing.harness import Part
+from unipar.testing.kit import Kit, Run
+from unipar.world import Placement
+
+
+@case
+def refuses_what_it_denies(kit: Kit) -> None:
+    """Whatever the capabilities deny is a ConfigError, before any process starts."""
+    spec = PLAIN.spec(kit.size)
+    asked: list[EngineSpec] = [
+        *(replace(spec, precision=precision) for precision in get_args(Precision)),
+        replace(spec, accumulation=4),
+        replace(spec, max_grad_norm=1.0),
+        replace(spec, activation_checkpointing="full"),
+        replace(spec, compile=True),
+        replace(spec, on_nan="skip"),
+    ]
+    for one in asked:
+        kit.refuses_spec(one)
+    for device_type in ("cpu", "cuda", "no-such-device"):
+        kit.refuses_spec(spec, replace(kit.placement, device_type=device_type))
+    limit = kit.capabilities.max_devices
+    if limit is not None:
+        too_many = Placement(size=limit + 1, device_type=kit.placement.device_type)
+        if not kit.refuses_spec(spec, too_many):
+            raise AssertionError(f"{kit.target.name} has max_devices={limit} and takes {limit + 1}")
+
+
+@case
+def shards_what_it_claims(kit: Kit) -> None:
+    """Ranks hold less than everything of what is sharded, and everything of what is not."""
+    (run,) = kit.train(replace(PLAIN, num_steps=1))
+    claims = kit.capabilities.sharded
+    _check_shares(kit, run, "parameters", "parameters" in claims)
+    _check_shares(kit, run, "optimizer", "optimizer" in claims)
+
+
+def _check_shares(kit: Kit, run: Run, what: str, claimed: bool) -> None:
+    parts = [
+        own.state.weights if what == "parameters" else own.state.optimizer for own in run.ranks
+    ]
+    # Step counters are one number each, and need not be divided.
+    whole = sum(math.prod(part.shape) for part in parts[0] if part.shape)
+    held = [sum(_held(part) for part in own if part.shape) for own in parts]
+    # Two ranks may be two replicas by choice (hybrid sharding), which four are no longer.
+    if claimed and kit.size > 2 and max(held) == whole:
+        raise AssertionError(
+            f"{kit.target.name} claims to shard {what}, and a rank holds all {whole} elements"
+        )
+    if not claimed and min(held) < whole:
+        raise AssertionError(
+            f"{kit.target.name} does not claim to shard {what}, and its ranks hold {held} of "
+            f"{whole} elements: say so in its capabilities"
+        )
+
+
+def _held(part: Part) -> int:
+    return sum(tensor.numel() for tensor in part.tensors)

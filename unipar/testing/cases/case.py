@@ -1,0 +1,41 @@
+"""A case: a name, the function that checks it, and where it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from unipar.testing.kit import Kit
+from unipar.testing.scenarios import Scenario
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that every strategy owes.
+
+    Attributes:
+        name: what it is called in a test's id.
+        check: raises AssertionError, saying what was seen and what was expected.
+        max_size: the largest world in which it means anything, or ``None``.
+    """
+
+    name: str
+    check: Callable[[Kit], None]
+    max_size: int | None = None
+
+    def applies(self, size: int) -> bool:
+        return self.max_size is None or size <= self.max_size
+
+
+def case(check: Callable[[Kit], None]) -> Case:
+    return Case(check.__name__, check)
+
+
+def _refuses_the_world(kit: Kit) -> None:
+    """More processes than ``max_devices`` are refused before any of them starts."""
+    if not kit.refuses(Scenario()):
+        raise AssertionError(f"{kit.target.name} takes {kit.size} devices; the case is misplaced")
+
+
+refuses_world = Case("refuses_the_world", _refuses_the_world)
+"""Stands for all cases where a strategy cannot have that many devices."""

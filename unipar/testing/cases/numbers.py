@@ -1,0 +1,141 @@
+"""The numbers of a run: losses, gradient norms, learning rates and weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from unipar.testing import models
+from unipar.testing.cases.case import case
+from unipar.testing.compare import difference
+from unipar.testing.kit import TOLERANCE, Kit
+from unipar.testing.scenarios import (
+    NUM_SAMPLES,
+    Scenario,
+    predict_tokens,
+    reference_trace,
+    sgd,
+    warmup_and_decay,
+)
+
+PLAIN = Scenario(scheduler=warmup_and_decay)
+CLIPPED = Scenario(optimizer=sgd, max_grad_norm=0.25)
+TOKENS = Scenario(
+    model=models.Tied,
+    data=partial(models.sentences, NUM_SAMPLES),
+    terms=predict_tokens,
+    weighted=True,
+)
+HALF_PRECISION_FACTOR = 4.0
+"""How many times the reference's own deviation in half precision a strategy's may be: frameworks
+differ in which operations they leave in fp32, and so in how often a value is rounded."""
+
+MOST_SKIPPED = {"bf16": 0, "fp16": 4}
+"""Steps that may overflow until a loss scaler, which starts at 2**16, has found its scale."""
+
+
+@case
+def equals_the_reference(kit: Kit) -> None:
+    """Losses, gradient norms, weights, learning rates and samples, with a ragged last batch."""
+    (run,) = kit.train(PLAIN)
+    kit.check(run, PLAIN)
+    for rank, own in enumerate(run.ranks):
+        if own.scheduler_steps != PLAIN.num_steps:
+            raise AssertionError(
+                f"rank {rank} stepped its scheduler {own.scheduler_steps} times in "
+                f"{PLAIN.num_steps} steps"
+            )
+
+
+@case
+def accumulates(kit: Kit) -> None:
+    """Four micro-batches a step make the same run as one."""
+    scenario = replace(PLAIN, accumulation=4)
+    if kit.refuses(scenario):
+        return
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+@case
+def clips(kit: Kit) -> None:
+    """Gradients are clipped to ``max_grad_norm``, and their norm before is reported.
+
+    Plain SGD shows it: AdamW's step hardly depends on the gradient's length.
+    """
+    clipped = [CLIPPED, replace(CLIPPED, accumulation=4)]
+    if kit.refuses(CLIPPED):
+        return
+    norms = reference_trace(CLIPPED).grad_norms
+    limit = CLIPPED.max_grad_norm or 0.0
+    if not sum((norm or 0.0) > limit for norm in norms) > 10:
+        raise AssertionError(f"max_grad_norm={limit} does not bite: the norms are {norms}")
+    scenarios = [s for s in clipped if not kit.refuses(s)]
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, accumulation {scenario.accumulation}")
+
+
+@case
+def measures_the_norm_only_when_asked(kit: Kit) -> None:
+    """Without ``max_grad_norm`` there is no norm to report, and nothing is clipped."""
+    scenario = replace(PLAIN, max_grad_norm=None, num_steps=3)
+    (run,) = kit.train(scenario)
+    if any(norm is not None for norm in run.trace.grad_norms):
+        raise AssertionError(f"norms were measured that nobody asked for: {run.trace.grad_norms}")
+    kit.check(run, scenario)
+
+
+@case
+def weighs_tokens(kit: Kit) -> None:
+    """A mean over tokens, of which micro-batches and ranks hold unequal numbers, some none."""
+    both = [TOKENS, replace(TOKENS, accumulation=4, max_grad_norm=0.5)]
+    scenarios = [scenario for scenario in both if not kit.refuses(scenario)]
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, accumulation {scenario.accumulation}")
+
+
+@case
+def keeps_to_bf16(kit: Kit) -> None:
+    """bf16 is as far from fp32 as the reference under bf16 autocast, and no further.
+
+    The bound is measured: :data:`HALF_PRECISION_FACTOR` times what rounding does to the reference.
+    """
+    _half_precision(kit, replace(PLAIN, precision="bf16"))
+
+
+@case
+def keeps_to_fp16(kit: Kit) -> None:
+    """fp16 likewise, its gradients scaled so that none underflows."""
+    _half_precision(kit, replace(PLAIN, precision="fp16"))
+
+
+def _half_precision(kit: Kit, scenario: Scenario) -> None:
+    if kit.refuses(scenario):
+        return
+    (run,) = kit.train(scenario)
+    skipped = frozenset(step for step, was in enumerate(run.trace.skipped) if was)
+    if len(skipped) > MOST_SKIPPED[scenario.precision]:
+        raise AssertionError(
+            f"{kit.target.name} skipped {len(skipped)} of {scenario.num_steps} steps"
+        )
+    for step in skipped:
+        run.trace.grad_norms[step] = None
+    exact = reference_trace(replace(scenario, precision="fp32", leave_out=skipped))
+    rounding = difference(reference_trace(replace(scenario, leave_out=skipped)), exact)
+    found = difference(run.trace, exact)
+    print(f"{scenario.precision} reference from fp32: {rounding}; {kit.target.name}: {found}")
+    kit.measurements.add(kit.target.name, kit.size, scenario.precision, found)
+    for name, tensor in run.trace.weights.items():
+        if tensor.dtype != exact.weights[name].dtype:
+            raise AssertionError(f"the master weight {name} is {tensor.dtype}")
+    for what in ("loss", "grad_norm", "weights"):
+        own, bound = getattr(found, what), HALF_PRECISION_FACTOR * getattr(rounding, what)
+        if not own <= bound:
+            raise AssertionError(
+                f"{kit.target.name} in {scenario.precision}: {what} is {own:.1e} from fp32, and the "
+                f"reference {getattr(rounding, what):.1e}; allowed: {HALF_PRECISION_FACTOR:g} times"
+            )
+    if found.largest <= TOLERANCE:
+        raise AssertionError(
+            f"{kit.target.name}: precision={scenario.precision!r} changed nothing: {found} from fp32"
+        )

@@ -1,0 +1,133 @@
+"""Steps that must not be taken, and runs that must come out alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from unipar.errors import NonFiniteLossError
+from unipar.strategy import Strategy
+from unipar.testing import models
+from unipar.testing.cases.case import case
+from unipar.testing.cases.numbers import PLAIN, TOKENS
+from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
+from unipar.testing.harness import Exported, batches, learning_rates
+from unipar.testing.kit import Kit
+from unipar.testing.scenarios import NUM_SAMPLES, Scenario, sgd, warmup_and_decay
+from unipar.world import World
+
+POISONED = Scenario(
+    data=partial(models.poisoned_points, NUM_SAMPLES, 41), scheduler=warmup_and_decay
+)
+"""One sample in 66 is not a number: it is in one batch of each epoch of five, on one rank."""
+
+
+def _bad_batches(scenario: Scenario) -> frozenset[int]:
+    return frozenset(step for step, indices in enumerate(scenario.order()) if 41 in indices)
+
+
+@case
+def repeats_itself(kit: Kit) -> None:
+    """The same run twice gives the same bits: losses, norms, weights and moments."""
+    scenarios = [s for s in (PLAIN, replace(TOKENS, accumulation=4)) if not kit.refuses(s)]
+    first = kit.train(*scenarios)
+    second = kit.train(*scenarios)
+    for one, other in zip(first, second, strict=True):
+        for what in ("losses", "grad_norms"):
+            values = getattr(one.trace, what), getattr(other.trace, what)
+            if values[0] != values[1]:
+                raise AssertionError(
+                    f"{kit.target.name}: the same run twice gave other {what}: "
+                    f"{values[0]} and {values[1]}"
+                )
+        assert_equal_weights(
+            other.trace.weights, one.trace.weights, 0.0, subject=f"{kit.target.name}, repeated"
+        )
+        assert_equal_weights(
+            other.optimizer, one.optimizer, 0.0, subject=f"{kit.target.name}, moments repeated"
+        )
+
+
+@case
+def stops_at_a_loss_that_is_not_finite(kit: Kit) -> None:
+    """``on_nan="raise"`` raises on every rank, names the step, and leaves everything as it was."""
+    bad = min(_bad_batches(POISONED))
+    results = kit.run(_run_into_nan, POISONED)
+    for rank, (step, _, _, rates) in enumerate(results):
+        if step != bad + 1:
+            raise AssertionError(f"rank {rank} stopped at step {step}; the bad one is {bad + 1}")
+        if rates[0] != rates[1]:
+            raise AssertionError(f"rank {rank}: a step that was not taken moved the learning rate")
+    before, after = [r[1] for r in results], [r[2] for r in results]
+    assert_equal_weights(assemble_weights(after), assemble_weights(before), 0.0)
+    assert_equal_weights(
+        assemble([e.optimizer for e in after]), assemble([e.optimizer for e in before]), 0.0
+    )
+
+
+def _run_into_nan(
+    strategy: Strategy, world: World, scenario: Scenario
+) -> tuple[int | None, Exported, Exported, tuple[Any, Any]]:
+    engine = strategy.prepare(scenario.spec(world.data_size), world)
+    before, rates = Exported.of(engine), learning_rates(engine)
+    for batch in batches(scenario, world):
+        try:
+            engine.train_step(batch, scenario.loss)
+        except NonFiniteLossError as error:
+            return error.step, before, Exported.of(engine), (rates, learning_rates(engine))
+        before, rates = Exported.of(engine), learning_rates(engine)
+    return None, before, before, (rates, rates)
+
+
+@case
+def skips_a_loss_that_is_not_finite(kit: Kit) -> None:
+    """``on_nan="skip"`` goes on, on every rank, as if the batch had not been there."""
+    scenario = replace(POISONED, on_nan="skip", leave_out=_bad_batches(POISONED))
+    scenarios = [scenario, replace(scenario, accumulation=4, max_grad_norm=0.5, optimizer=sgd)]
+    scenarios = [s for s in scenarios if not kit.refuses(s)]
+    for run, asked in zip(kit.train(*scenarios) if scenarios else [], scenarios, strict=True):
+        kit.check(run, asked, subject=f"{kit.target.name}, skipping")
+
+
+@case
+def skips_overflow(kit: Kit) -> None:
+    """A step whose fp16 gradients overflow is skipped, and moves neither weights nor schedule."""
+    scenario = Scenario(precision="fp16", scheduler=warmup_and_decay, num_steps=4)
+    if kit.refuses(scenario):
+        return
+    for rank, (results, before, after, rates) in enumerate(kit.run(_overflow, scenario)):
+        if results != [True, False]:
+            raise AssertionError(
+                f"rank {rank}: of an overflowing and a usual step, skipped was {results}"
+            )
+        if rates[0] != rates[1]:
+            raise AssertionError(f"rank {rank}: a skipped step moved the learning rate")
+        assert_equal_weights(
+            {p.name: p.tensors[0] for p in after.weights if p.tensors},
+            {p.name: p.tensors[0] for p in before.weights if p.tensors},
+            0.0,
+            subject=f"{kit.target.name}, rank {rank}, skipped",
+        )
+
+
+def _overflow(
+    strategy: Strategy, world: World, scenario: Scenario
+) -> tuple[list[bool], Exported, Exported, tuple[Any, Any]]:
+    engine = strategy.prepare(scenario.spec(world.data_size), world)
+    stream = batches(scenario, world)
+    before, rates = Exported.of(engine), learning_rates(engine)
+
+    def huge(model: Any, batch: Any) -> torch.Tensor:
+        loss = scenario.loss(model, batch)
+        assert isinstance(loss, torch.Tensor)
+        # Finite in the forward pass; its gradient is infinite in fp16 once the scaler is through.
+        return loss * 1e30
+
+    overflowed = engine.train_step(next(stream), huge)
+    after, later = Exported.of(engine), learning_rates(engine)
+    usual = engine.train_step(next(stream), scenario.loss)
+    engine.close()
+    return [overflowed.skipped, usual.skipped], before, after, (rates, later)

@@ -1,0 +1,144 @@
+"""What models may look like."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from unipar.testing import models
+from unipar.testing.cases.case import Case, case
+from unipar.testing.cases.numbers import PLAIN, TOKENS
+from unipar.testing.compare import assert_equal_weights
+from unipar.testing.kit import Kit
+from unipar.testing.reference import copy_weights
+from unipar.testing.scenarios import (
+    Scenario,
+    grouped,
+    pass_dict,
+    pass_keywords,
+    pass_tuple,
+    warmup_and_decay,
+)
+
+FROZEN = Scenario(model=models.Frozen)
+GROUPS = Scenario(optimizer=grouped, scheduler=warmup_and_decay)
+BUFFERS = Scenario(model=models.Buffered)
+FORWARDS = (
+    Scenario(model=models.TakesDict, terms=pass_dict, num_steps=3),
+    Scenario(model=models.TakesTuple, terms=pass_tuple, num_steps=3),
+    Scenario(model=models.TakesKeywords, terms=pass_keywords, num_steps=3),
+)
+
+
+@case
+def keeps_tied_weights_tied(kit: Kit) -> None:
+    """One tensor with two names is exported once, known by both, and trained as one."""
+    (run,) = kit.train(TOKENS)
+    kit.check(run, TOKENS)
+    tied = {"embedding.weight", "head.weight"}
+    for rank, own in enumerate(run.ranks):
+        exported = tied.intersection(part.name for part in own.state.weights)
+        aliases = {frozenset(pair) for pair in own.state.aliases.items()}
+        if len(exported) != 1 or frozenset(tied) not in aliases:
+            raise AssertionError(
+                f"rank {rank} exports {sorted(exported)} and aliases {own.state.aliases}; tied "
+                "weights are one tensor with an alias"
+            )
+
+
+@case
+def leaves_frozen_weights(kit: Kit) -> None:
+    """Parameters that require no gradient stay as they are, to the bit; the others train."""
+    (run,) = kit.train(FROZEN)
+    kit.check(run, FROZEN)
+    model = FROZEN.build()
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    before = copy_weights(model)
+    assert_equal_weights(
+        {name: run.trace.weights[name] for name in frozen},
+        {name: before[name] for name in frozen},
+        0.0,
+        subject=f"{kit.target.name}, frozen",
+    )
+    moments = {name.rsplit(".", 1)[0] for name in run.optimizer}
+    if frozen & moments:
+        raise AssertionError(f"the optimizer keeps state of frozen weights: {frozen & moments}")
+
+
+@case
+def keeps_parameter_groups(kit: Kit) -> None:
+    """Learning rate, decay and betas of each group are its own, under one scheduler."""
+    (run,) = kit.train(GROUPS)
+    kit.check(run, GROUPS)
+
+
+@case
+def keeps_buffers(kit: Kit) -> None:
+    """Buffers, persistent or not, and BatchNorm with fixed statistics.
+
+    Statistics that follow the batches depend on what a rank sees, so nothing equal can be asked of
+    them on several ranks; on one they are the reference's (see ``follows_batch_statistics``).
+    """
+    (run,) = kit.train(BUFFERS)
+    kit.check(run, BUFFERS)
+
+
+def _follows_batch_statistics(kit: Kit) -> None:
+    """On one rank, with one micro-batch, BatchNorm in training is the plain loop's."""
+    scenario = Scenario(model=models.Normalized)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+follows_batch_statistics = Case("follows_batch_statistics", _follows_batch_statistics, max_size=1)
+
+
+@case
+def passes_any_forward(kit: Kit) -> None:
+    """Forwards that take a dict, a tuple or keywords, and return a dict."""
+    for run, scenario in zip(kit.train(*FORWARDS), FORWARDS, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.model.__name__}")
+
+
+@case
+def builds_from_a_function(kit: Kit) -> None:
+    """A function gives the weights of the model that it builds, to the bit, and the same run."""
+    fresh = [
+        Scenario(model=model, factory=True, num_steps=0, seed=7)
+        for model in (models.Network, models.Buffered, models.Tied, models.Frozen)
+    ]
+    trained = [replace(BUFFERS, factory=True), replace(TOKENS, factory=True)]
+    runs = kit.train(*fresh, *trained)
+    for run, scenario in zip(runs, fresh, strict=False):
+        assert_equal_weights(
+            run.trace.weights,
+            copy_weights(scenario.build()),
+            0.0,
+            subject=f"{kit.target.name}, {scenario.model.__name__} from a function",
+        )
+    for run, scenario in zip(runs[len(fresh) :], trained, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.model.__name__}")
+
+
+@case
+def recomputes_activations(kit: Kit) -> None:
+    """Activation checkpointing changes memory, and no number."""
+    scenarios = [
+        replace(PLAIN, activation_checkpointing="full"),
+        replace(PLAIN, activation_checkpointing=("Block",), accumulation=4, num_steps=5),
+    ]
+    scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
+    for run, scenario in zip(kit.train(*scenarios) if scenarios else [], scenarios, strict=True):
+        kit.check(run, scenario)
+
+
+@case
+def compiles(kit: Kit) -> None:
+    """``torch.compile`` changes speed, and no number."""
+    scenario = replace(PLAIN, compile_backend="aot_eager", num_steps=5)
+    if kit.refuses(scenario):
+        return
+    torch._dynamo.reset()
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)

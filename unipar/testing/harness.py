@@ -1,0 +1,151 @@
+"""What runs on each rank: a scenario under a strategy, and everything that it leaves to be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from unipar.batch import Batch
+from unipar.data.move import move_to
+from unipar.loss import LossSum
+from unipar.state import Box, TensorState
+from unipar.strategy import Engine, StepResult, Strategy
+from unipar.testing.reference import Trace
+from unipar.testing.scenarios import Scenario
+from unipar.world import Placement, World
+
+
+class Part(NamedTuple):
+    """What one rank holds of one tensor of an engine's state."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    tensors: list[torch.Tensor]
+
+
+@dataclass
+class Exported:
+    """One rank's part of an engine's state, copied."""
+
+    weights: list[Part]
+    optimizer: list[Part]
+    aliases: dict[str, str]
+
+    @classmethod
+    def of(cls, engine: Engine) -> Exported:
+        state = engine.export_state()
+        return cls(
+            [_part(tensor) for tensor in state.weights],
+            [_part(tensor) for tensor in state.optimizer],
+            dict(state.aliases),
+        )
+
+
+def _part(state: TensorState) -> Part:
+    tensors = [tensor.detach().cpu().clone() for tensor in state.read()]
+    return Part(state.name, state.shape, state.dtype, state.boxes, tensors)
+
+
+@dataclass
+class RankRun:
+    """What one rank saw of a run.
+
+    Attributes:
+        trace: as in the reference; its weights are left empty.
+        samples: the indices of the samples that this rank trained on, step by step.
+        state: this rank's part of the engine's state at the end.
+        scheduler_steps: how often the scheduler was stepped, or ``None`` without one.
+    """
+
+    trace: Trace
+    state: Exported
+    samples: list[list[int]] = field(default_factory=list)
+    scheduler_steps: int | None = None
+
+
+def on_strategy(
+    placement: Placement, make: Callable[[], Strategy], fn: Callable[..., Any], args: tuple
+) -> Any:
+    """Call ``fn(strategy, world, *args)`` between a strategy's setup and teardown."""
+    strategy = make()
+    world = strategy.setup(placement)
+    try:
+        return fn(strategy, world, *args)
+    finally:
+        strategy.teardown()
+        world.leave()
+
+
+def train_all(strategy: Strategy, world: World, scenarios: tuple[Scenario, ...]) -> list[RankRun]:
+    return [train(strategy, world, scenario) for scenario in scenarios]
+
+
+def train(
+    strategy: Strategy, world: World, scenario: Scenario, *, custom_loop: bool = False
+) -> RankRun:
+    """Train under the strategy, by ``train_step`` or by a loop around ``backward`` and ``step``."""
+    torch.manual_seed(scenario.seed)
+    engine = strategy.prepare(scenario.spec(world.data_size), world)
+    try:
+        trace, samples = Trace(), []
+        for batch in batches(scenario, world):
+            trace.lrs.append(learning_rates(engine))
+            samples.append(trained_on(batch))
+            if custom_loop:
+                record(trace, custom_step(engine, world, batch, scenario.loss))
+            else:
+                record(trace, engine.train_step(batch, scenario.loss))
+        scheduler = engine.lr_scheduler
+        steps = None if scheduler is None else scheduler.last_epoch
+        return RankRun(trace, Exported.of(engine), samples, steps)
+    finally:
+        engine.close()
+
+
+def batches(scenario: Scenario, world: World, *, start: int = 0) -> Iterator[Batch]:
+    """This rank's share of each global batch of the scenario, epoch after epoch."""
+    loader = scenario.loader(world.data_rank, world.data_size)
+    step = 0
+    while step < scenario.num_steps:
+        for batch in loader:
+            if step == scenario.num_steps:
+                return
+            if step >= start:
+                yield batch
+            step += 1
+
+
+def learning_rates(engine: Engine) -> tuple[float, ...]:
+    assert engine.optimizer is not None
+    return tuple(float(group["lr"]) for group in engine.optimizer.param_groups)
+
+
+def trained_on(batch: Batch, key: str = "index") -> list[int]:
+    return [int(i) for m in batch if m.num_samples for i in m.data[key]]
+
+
+def record(trace: Trace, result: StepResult) -> None:
+    trace.losses.append(result.loss)
+    trace.num_items.append(float(result.num_items))
+    trace.grad_norms.append(result.grad_norm)
+    trace.skipped.append(result.skipped)
+
+
+def custom_step(
+    engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
+) -> StepResult:
+    """A user's own loop over the micro-batches of a step."""
+    for microbatch in batch:
+        loss = loss_fn(engine, move_to(microbatch.data, world.device))
+        if not isinstance(loss, LossSum):
+            engine.backward(loss, num_items=microbatch.num_samples)
+        elif microbatch.num_samples:
+            engine.backward(loss)
+        else:
+            engine.backward(LossSum(loss.total * 0.0, 0))
+    return engine.step()

@@ -1,0 +1,216 @@
+"""One strategy at one world size, and how a case asks things of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unipar.checks import check_capabilities
+from unipar.errors import ConfigError
+from unipar.registry import resolve
+from unipar.strategy import Capabilities, EngineSpec, Strategy
+from unipar.testing.compare import Difference, assemble, assemble_weights, assert_equal_runs
+from unipar.testing.harness import RankRun, on_strategy, train_all
+from unipar.testing.pool import WorkerPool, WorldPools
+from unipar.testing.reference import Trace
+from unipar.testing.scenarios import Scenario, reference_trace
+from unipar.world import Placement
+
+TOLERANCE = 1e-5
+"""Relative, in fp32, over 20 steps, for every strategy (see :class:`~unipar.testing.compare.Difference`)."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A strategy under test.
+
+    Attributes:
+        name: as ``--strategy`` takes it: ``name`` or ``name:option=value,…``.
+        make: builds a new one; carried to the ranks by cloudpickle.
+    """
+
+    name: str
+    make: Callable[[], Strategy]
+
+    @classmethod
+    def named(cls, text: str) -> Target:
+        return cls(text, partial(resolve, text))
+
+
+@dataclass
+class Run:
+    """What all ranks together saw.
+
+    Attributes:
+        trace: as in the reference.
+        samples: the samples of each step, of all ranks, in order of rank.
+        optimizer: the optimizer's moments, whole, by name.
+        ranks: what each rank returned.
+    """
+
+    trace: Trace
+    samples: list[list[int]]
+    optimizer: dict[str, torch.Tensor]
+    ranks: list[RankRun]
+
+
+@dataclass
+class Measurements:
+    """The largest differences from the reference that were seen, for ``--parity-json``."""
+
+    found: dict[tuple[str, int, str], Difference] = field(default_factory=dict)
+
+    def add(self, strategy: str, size: int, kind: str, difference: Difference) -> None:
+        key = (strategy, size, kind)
+        self.found[key] = self.found.get(key, Difference()) | difference
+
+    def write(self, path: Path) -> None:
+        rows = [
+            {"strategy": strategy, "world_size": size, "precision": kind, **asdict(difference)}
+            for (strategy, size, kind), difference in self.found.items()
+        ]
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+class Kit:
+    """A strategy at a world size, on running processes."""
+
+    def __init__(
+        self, target: Target, size: int, pools: WorldPools, measurements: Measurements | None = None
+    ) -> None:
+        self.target, self.size, self._pools = target, size, pools
+        self.measurements = measurements or Measurements()
+
+    @property
+    def pool(self) -> WorkerPool:
+        return self._pools(self.size)
+
+    @property
+    def placement(self) -> Placement:
+        """Rank 0's, for what is checked before any process starts."""
+        return Placement(size=self.size, local_size=self.size, device_type=self._pools.device_type)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.target.make().capabilities()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call ``fn(strategy, world, *args)`` on every rank; the results, by rank."""
+        return self.pool.run(on_strategy, self.target.make, fn, args, timeout=timeout)
+
+    def train(self, *scenarios: Scenario) -> list[Run]:
+        """Train each scenario by ``train_step``."""
+        return merge_all(self.run(train_all, scenarios))
+
+    def check(
+        self, run: Run, scenario: Scenario, *, tolerance: float = TOLERANCE, subject: str = ""
+    ) -> Difference:
+        """Assert that a run is the reference's run of the scenario."""
+        expected = reference_trace(scenario)
+        if scenario.max_grad_norm is None:
+            run.trace.grad_norms = expected.grad_norms
+        assert_same_samples(run, scenario)
+        found = assert_equal_runs(
+            run.trace, expected, tolerance, subject=subject or self.target.name
+        )
+        self.measurements.add(self.target.name, self.size, scenario.precision, found)
+        return found
+
+    def refuses(self, *scenarios: Scenario) -> bool:
+        """Whether the capabilities deny one of the scenarios; if so, it has to be refused."""
+        denied = [s for s in scenarios if self.refuses_spec(s.spec(self.size))]
+        return bool(denied)
+
+    def refuses_spec(self, spec: EngineSpec, placement: Placement | None = None) -> bool:
+        """Whether the capabilities deny ``spec``.
+
+        Raises:
+            AssertionError: they do, and asking for it is no ConfigError.
+        """
+        placement = placement or self.placement
+        reasons = denials(self.capabilities, spec, placement)
+        if not reasons:
+            return False
+        try:
+            check_capabilities(self.target.make(), spec, placement)
+        except ConfigError as error:
+            if len(str(error)) < 20:
+                raise AssertionError(f"the refusal says too little: {error}") from error
+            return True
+        raise AssertionError(
+            f"{self.target.name} says that it has no {', '.join(reasons)}, and takes it silently"
+        )
+
+
+def denials(capabilities: Capabilities, spec: EngineSpec, placement: Placement) -> list[str]:
+    """What of a request a strategy says that it cannot do."""
+    limit = capabilities.max_devices
+    asked = {
+        f"precision {spec.precision}": spec.precision not in capabilities.precisions,
+        f"device {placement.device_type}": placement.device_type not in capabilities.device_types,
+        f"world of {placement.size}": limit is not None and placement.size > limit,
+        "accumulation": (spec.accumulation or 1) > 1 and not capabilities.accumulation,
+        "clipping": spec.max_grad_norm is not None and not capabilities.clipping,
+        "activation checkpointing": spec.activation_checkpointing != "off"
+        and not capabilities.activation_checkpointing,
+        "compile": bool(spec.compile) and not capabilities.compile,
+        "skipping": spec.on_nan == "skip" and not capabilities.skip_nan,
+    }
+    return [what for what, denied in asked.items() if denied]
+
+
+def merge_all(by_rank: list[list[RankRun]]) -> list[Run]:
+    return [merge(list(ranks)) for ranks in zip(*by_rank, strict=True)]
+
+
+def merge(ranks: list[RankRun]) -> Run:
+    """One run from what its ranks saw.
+
+    Raises:
+        AssertionError: ranks were told different results, or hold different values of one tensor.
+    """
+    first = ranks[0].trace
+    for rank, own in enumerate(ranks):
+        for what in ("losses", "grad_norms", "num_items", "skipped", "lrs"):
+            _assert_told_alike(what, getattr(own.trace, what), getattr(first, what), rank)
+    trace = Trace(first.losses, first.grad_norms, first.num_items, first.lrs, first.skipped)
+    trace.weights = assemble_weights([own.state for own in ranks])
+    samples = [
+        [i for share in step for i in share]
+        for step in zip(*(r.samples for r in ranks), strict=True)
+    ]
+    return Run(trace, samples, assemble([own.state.optimizer for own in ranks]), ranks)
+
+
+def _assert_told_alike(what: str, own: list, first: list, rank: int) -> None:
+    if repr(own) != repr(first):
+        raise AssertionError(f"rank {rank} was told other {what} than rank 0: {own} and {first}")
+
+
+def assert_same_samples(run: Run, scenario: Scenario) -> None:
+    """Each global batch holds the samples of the global order, each once, whatever the ranks."""
+    order = scenario.order()
+    _assert_epochs(order, len(scenario.data()))
+    for step, (trained, expected) in enumerate(zip(run.samples, order, strict=True), start=1):
+        if sorted(trained) != sorted(expected):
+            raise AssertionError(
+                f"step {step} trained on samples {trained}, and its global batch is {expected}"
+            )
+
+
+def _assert_epochs(order: Iterable[list[int]], num_samples: int) -> None:
+    """The global order visits every sample once before it visits any again."""
+    seen: set[int] = set()
+    for batch in order:
+        repeated = seen.intersection(batch)
+        if repeated or len(set(batch)) < len(batch):
+            raise AssertionError(f"samples {sorted(repeated)} come twice in one epoch")
+        seen.update(batch)
+        if len(seen) == num_samples:
+            seen = set()

@@ -1,0 +1,169 @@
+"""Small models and data sets that are awkward in one way each."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+FEATURES, CLASSES, VOCABULARY, LENGTH = 6, 3, 11, 7
+
+
+class Samples(Dataset):
+    """Tensors of one length; an item is a dict of their rows and its own ``index``."""
+
+    def __init__(self, **columns: torch.Tensor) -> None:
+        self.columns = {"index": torch.arange(len(next(iter(columns.values())))), **columns}
+
+    def __len__(self) -> int:
+        return len(self.columns["index"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+    def batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        """These samples, collated."""
+        return {name: column[indices] for name, column in self.columns.items()}
+
+
+def points(num_samples: int) -> Samples:
+    """Points with labels that a linear model cannot tell."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_samples, FEATURES, generator=generator)
+    y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
+    return Samples(x=x, y=y)
+
+
+def poisoned_points(num_samples: int, poisoned: int) -> Samples:
+    """:func:`points`, of which one is not a number."""
+    data = points(num_samples)
+    data.columns["x"][poisoned] = math.nan
+    return data
+
+
+def sentences(num_samples: int) -> Samples:
+    """Token rows of unequal length: labels after the end are -100, and some rows are all -100."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
+    labels = (tokens * 3 + 1) % VOCABULARY
+    lengths = torch.randint(0, LENGTH + 1, (num_samples,), generator=generator)
+    labels[torch.arange(LENGTH)[None] >= lengths[:, None]] = -100
+    return Samples(tokens=tokens, labels=labels)
+
+
+def faces(num_samples: int) -> Samples:
+    """Two-dimensional points on a ring, and the noise to make some from."""
+    generator = torch.Generator().manual_seed(3)
+    angle = torch.rand(num_samples, generator=generator) * 2 * math.pi
+    real = torch.stack([angle.cos(), angle.sin()], dim=1)
+    return Samples(real=real, noise=torch.randn(num_samples, 4, generator=generator))
+
+
+class Block(nn.Module):
+    """A residual block, so that there is something to wrap."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    """Blocks between two linear layers; its widths divide by no number of ranks."""
+
+    def __init__(self, inputs: int = FEATURES, outputs: int = CLASSES, width: int = 9) -> None:
+        super().__init__()
+        self.inward = nn.Linear(inputs, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.outward = nn.Linear(width, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outward(x)
+
+
+class Frozen(Network):
+    """Trains nothing of its first layer and of half a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward.requires_grad_(False)
+        self.blocks[0].get_submodule("up").requires_grad_(False)
+
+
+class Buffered(nn.Module):
+    """BatchNorm whose statistics are fixed, and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Network(outputs=9)
+        self.norm = nn.BatchNorm1d(9).eval()
+        self.head = nn.Linear(9, CLASSES)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 9))
+        self.register_buffer("scratch", torch.full((9,), 0.25), persistent=False)
+        assert self.norm.running_mean is not None
+        self.norm.running_mean.copy_(torch.linspace(-0.2, 0.2, 9))
+
+    def train(self, mode: bool = True) -> Buffered:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.norm(self.net(x)) * self.scale + self.scratch))
+
+
+class Normalized(nn.Module):
+    """BatchNorm whose statistics follow the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias: its gradient would be rounding error, which AdamW makes a step of.
+        self.inward = nn.Linear(FEATURES, 9, bias=False)
+        self.norm = nn.BatchNorm1d(9)
+        self.outward = nn.Linear(9, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outward(torch.tanh(self.norm(self.inward(x))))
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its output layer too."""
+
+    def __init__(self, width: int = 9) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class TakesDict(Network):
+    def forward(self, inputs: dict[str, Any]) -> torch.Tensor:  # pyright: ignore
+        return super().forward(inputs["x"]) * inputs["factors"][0]
+
+
+class TakesTuple(Network):
+    def forward(self, inputs: tuple[torch.Tensor, float]) -> torch.Tensor:  # pyright: ignore
+        x, factor = inputs
+        return super().forward(x) * factor
+
+
+class TakesKeywords(Network):
+    def forward(self, *, x: torch.Tensor, factor: float = 1.0) -> dict[str, Any]:  # pyright: ignore
+        return {"logits": super().forward(x) * factor}

@@ -1,0 +1,235 @@
+"""Processes that are started once and run many distributed tests, each in a fresh world.
+
+Starting Python and importing torch takes seconds on each rank, and a test milliseconds. A pool
+pays for the start once::
+
+    losses = world_pool(2).run(train, model)  # train(placement, model) on both ranks
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import cloudpickle
+
+from unipar.testing.worker import Outcome, Task, read_frame, write_frame
+from unipar.world import Placement
+
+GRACE = 5.0
+"""Seconds that the other ranks have to end once one has failed."""
+
+# A rank whose peer has left says this; the peer's own error is the one to show.
+_COLLATERAL = re.compile(r"Connection (closed|reset)|Broken pipe|Timed out waiting|heartbeat", re.I)
+
+
+class TaskFailed(RuntimeError):
+    """A task did not come to an end: a rank died, or the time ran out."""
+
+
+class RemoteTraceback(Exception):
+    """The traceback of an exception, as text, from the process that raised it."""
+
+
+class WorkerPool:
+    """``size`` processes that run functions as the ranks of a world.
+
+    The processes start at the first :meth:`run`, end with :meth:`close` or when this process does,
+    however it does, and are replaced after a task that did not end.
+
+    Args:
+        size: number of ranks.
+        device_type: what :class:`~unipar.world.Placement` says to each task.
+    """
+
+    def __init__(self, size: int, *, device_type: str = "cpu") -> None:
+        self.size, self.device_type = size, device_type
+        self._workers: list[_Worker] = []
+        self._replies: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Call ``fn(placement, *args)`` on every rank, and return the results by rank.
+
+        ``placement.init_method`` is good for one process group, which :func:`unipar.world.join`
+        makes; a group that the function leaves behind is destroyed.
+
+        Args:
+            fn: any function; cloudpickle carries it.
+            args: what else it is called with, the same on each rank.
+            timeout: seconds after which the pool is killed.
+
+        Raises:
+            TaskFailed: a rank died, or the time ran out; says where each rank was.
+            Exception: what the first failing rank raised, its own traceback being the cause.
+        """
+        payload = cloudpickle.dumps((fn, args))
+        self._start()
+        with tempfile.TemporaryDirectory(prefix="unipar-world-") as directory:
+            try:
+                return self._run(fn, payload, directory, timeout)
+            except BaseException:
+                # Also on Ctrl-C: ranks in the middle of a task cannot be used again.
+                if any(worker.busy for worker in self._workers):
+                    self._kill()
+                raise
+
+    def _run(self, fn: Callable[..., Any], payload: bytes, directory: str, limit: float) -> list:
+        meeting = f"file://{directory}/store" if self.size > 1 else None
+        for rank, worker in enumerate(self._workers):
+            placement = Placement(
+                rank=rank,
+                size=self.size,
+                local_rank=rank,
+                local_size=self.size,
+                init_method=meeting,
+                timeout=limit,
+                device_type=self.device_type,
+            )
+            worker.send(Task(payload, placement, sys.path))
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + limit
+        name = getattr(fn, "__qualname__", repr(fn))
+        while len(outcomes) < self.size:
+            try:
+                rank, outcome = self._replies.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                if any(outcome.traceback for outcome in outcomes.values()):
+                    break
+                raise TaskFailed(self._describe_hang(name, outcomes, limit)) from None
+            worker = self._workers[rank]
+            if outcome is None:
+                code, output = worker.process.wait(), worker.output()
+                raise TaskFailed(f"{name}: rank {rank} died (exit code {code})\n{output}")
+            worker.busy = False
+            outcomes[rank] = outcome
+            if outcome.traceback:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.traceback}
+        if failed:
+            own = [rank for rank in failed if not _COLLATERAL.search(failed[rank].traceback)]
+            rank = (own or list(failed))[0]
+            error = pickle.loads(failed[rank].payload)
+            raise error from RemoteTraceback(f"\nrank {rank}:\n{failed[rank].traceback}")
+        return [pickle.loads(outcomes[rank].payload) for rank in range(self.size)]
+
+    def _describe_hang(self, name: str, outcomes: dict[int, Outcome], limit: float) -> str:
+        for worker in self._workers:
+            if worker.busy:
+                worker.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        waiting = [rank for rank, worker in enumerate(self._workers) if worker.busy]
+        lines = [f"{name} did not end within {limit:g} s on ranks {waiting} of {self.size}"]
+        lines += [f"rank {rank}:\n{self._workers[rank].output()}" for rank in waiting]
+        return "\n".join(lines)
+
+    def _start(self) -> None:
+        if not self._workers:
+            self._replies = queue.SimpleQueue()
+            self._workers = [_Worker(rank, self._replies) for rank in range(self.size)]
+
+    def _kill(self) -> None:
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.process.kill()
+        for worker in workers:
+            worker.end()
+
+    def close(self) -> None:
+        """End the processes. The pool can be used again."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.hang_up()
+        for worker in workers:
+            worker.end()
+
+
+class _Worker:
+    """One process: what it is asked, what it answers, and what it prints."""
+
+    def __init__(self, rank: int, replies: queue.SimpleQueue) -> None:
+        self._stderr = tempfile.TemporaryFile()
+        self._mark = 0
+        self.busy = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "unipar.testing.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(sys.path)},
+            # Ctrl-C is for the test session; it then ends the workers itself.
+            start_new_session=True,
+        )
+        threading.Thread(
+            target=_forward, args=(self.process.stdout, rank, replies), daemon=True
+        ).start()
+
+    def send(self, task: Task) -> None:
+        self._mark = os.fstat(self._stderr.fileno()).st_size
+        self.busy = True
+        assert self.process.stdin is not None
+        # A worker that has died since the last task is noticed when its reply is awaited.
+        with suppress(BrokenPipeError):
+            write_frame(self.process.stdin, pickle.dumps(task))  # pyright: ignore[reportArgumentType]
+
+    def output(self, limit: int = 4000) -> str:
+        """The end of what the process has printed since the task began."""
+        size = os.fstat(self._stderr.fileno()).st_size
+        start = max(self._mark, size - limit)
+        return os.pread(self._stderr.fileno(), size - start, start).decode(errors="replace")
+
+    def hang_up(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def end(self) -> None:
+        try:
+            self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.hang_up()
+        self._stderr.close()
+
+
+def _forward(stream: IO[bytes], rank: int, replies: queue.SimpleQueue) -> None:
+    with stream:
+        while (frame := read_frame(stream)) is not None:  # pyright: ignore[reportArgumentType]
+            replies.put((rank, pickle.loads(frame)))
+    replies.put((rank, None))
+
+
+def _python_path(entries: Sequence[str]) -> str:
+    """``sys.path`` without the standard library, which a worker finds by itself."""
+    own = {str(Path(entry).resolve()) for entry in (sys.prefix, sys.base_prefix)}
+    kept = [e for e in entries if e and not any(str(Path(e).resolve()).startswith(p) for p in own)]
+    return os.pathsep.join(kept)
+
+
+class WorldPools:
+    """Pools by number of ranks, each started when it is first asked for."""
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.device_type = device_type
+        self._pools: dict[int, WorkerPool] = {}
+
+    def __call__(self, size: int) -> WorkerPool:
+        if size not in self._pools:
+            self._pools[size] = WorkerPool(size, device_type=self.device_type)
+        return self._pools[size]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

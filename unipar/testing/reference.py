@@ -1,0 +1,158 @@
+"""The plain PyTorch loops, written by hand, that every strategy has to equal.
+
+Nothing of unipar is imported here: one process, whole global batches given as they are, one forward
+and one backward pass for each, the loss as a sum over a count, and its own clipping. What these
+loops do is what "the same run" means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+Terms = Callable[[Any, Any], tuple[torch.Tensor, Any]]
+"""``terms(model, batch)``: the loss summed over the batch's items, and how many items those are."""
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass
+class Trace:
+    """What can be seen of a run from outside.
+
+    Attributes:
+        losses: mean loss over the items of each global batch, before its update.
+        grad_norms: 2-norm of each step's whole gradient, before clipping.
+        num_items: items of each global batch.
+        lrs: the learning rate of each parameter group, as each step used it.
+        skipped: whether each step left the weights alone.
+        weights: parameters and buffers at the end, by the names of ``state_dict``.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float | None] = field(default_factory=list)
+    num_items: list[float] = field(default_factory=list)
+    lrs: list[tuple[float, ...]] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def train(
+    model: nn.Module,
+    batches: Sequence[Any],
+    terms: Terms,
+    make_optimizer: MakeOptimizer,
+    *,
+    make_scheduler: MakeScheduler | None = None,
+    max_grad_norm: float | None = None,
+    autocast: torch.dtype | None = None,
+    leave_out: Collection[int] = (),
+) -> Trace:
+    """Train on each global batch once, in order.
+
+    Args:
+        model: trained in place, in the mode it is in.
+        batches: the global batches, collated.
+        terms: the loss of a batch as a sum and a count.
+        make_optimizer: called with the model's named parameters.
+        make_scheduler: called with the optimizer; stepped after each step that was taken.
+        max_grad_norm: the 2-norm that the gradient is scaled down to.
+        autocast: the dtype of the forward pass, where it is not fp32.
+        leave_out: batches (from 0) that must change nothing.
+    """
+    optimizer = make_optimizer(model.named_parameters())
+    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    trace = Trace()
+    for index, batch in enumerate(batches):
+        trace.lrs.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+            total, count = terms(model, batch)
+        loss = total / count
+        trace.losses.append(loss.item())
+        trace.num_items.append(float(count))
+        trace.skipped.append(index in leave_out)
+        if index in leave_out:
+            trace.grad_norms.append(None)
+            continue
+        loss.backward()
+        trace.grad_norms.append(_clip(model, max_grad_norm))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    trace.weights = copy_weights(model)
+    return trace
+
+
+def evaluate(model: nn.Module, batches: Sequence[Any], terms: Terms) -> tuple[float, float]:
+    """The loss summed over all items of all batches, and their number."""
+    model.eval()
+    with torch.no_grad():
+        pairs = [terms(model, batch) for batch in batches]
+    return sum(total.item() for total, _ in pairs), sum(float(count) for _, count in pairs)
+
+
+def train_gan(
+    generator: nn.Module,
+    discriminator: nn.Module,
+    batches: Sequence[Mapping[str, torch.Tensor]],
+    make_optimizer: MakeOptimizer,
+) -> tuple[Trace, Trace]:
+    """Train two models in turn, one step of each on every batch (``real`` and ``noise``).
+
+    The discriminator's loss has as many items as the batch has samples, each seen real and fake.
+    """
+    optimizer_g = make_optimizer(generator.named_parameters())
+    optimizer_d = make_optimizer(discriminator.named_parameters())
+    bce = nn.functional.binary_cross_entropy_with_logits
+    trace_g, trace_d = Trace(), Trace()
+    for batch in batches:
+        real, noise = batch["real"], batch["noise"]
+        optimizer_d.zero_grad()
+        on_real = discriminator(real)
+        on_fake = discriminator(generator(noise).detach())
+        loss = bce(on_real, torch.ones_like(on_real)) + bce(on_fake, torch.zeros_like(on_fake))
+        loss.backward()
+        optimizer_d.step()
+        _record(trace_d, loss, len(real))
+
+        optimizer_g.zero_grad()
+        judged = discriminator(generator(noise))
+        loss = bce(judged, torch.ones_like(judged))
+        loss.backward()
+        optimizer_g.step()
+        _record(trace_g, loss, len(real))
+    trace_g.weights, trace_d.weights = copy_weights(generator), copy_weights(discriminator)
+    return trace_g, trace_d
+
+
+def _record(trace: Trace, loss: torch.Tensor, num_items: int) -> None:
+    trace.losses.append(loss.item())
+    trace.num_items.append(float(num_items))
+    trace.grad_norms.append(None)
+    trace.skipped.append(False)
+
+
+def copy_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _clip(model: nn.Module, max_grad_norm: float | None) -> float:
+    """Scale the gradient to ``max_grad_norm`` where it is longer; its 2-norm before.
+
+    The 1e-6 in the denominator is the convention of ``torch.nn.utils.clip_grad_norm_``.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+    if max_grad_norm is not None and norm > max_grad_norm:
+        for gradient in gradients:
+            gradient.mul_(max_grad_norm / (norm + 1e-6))
+    return norm

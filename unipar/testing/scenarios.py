@@ -1,0 +1,198 @@
+"""What the kit trains: a scenario is everything that a run depends on, but for who runs it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from unipar.data import Loader
+from unipar.loss import Loss, LossSum
+from unipar.strategy import EngineSpec, OnNaN, Precision
+from unipar.testing import models, reference
+from unipar.testing.models import Samples
+from unipar.testing.reference import Terms, Trace
+
+NUM_SAMPLES = 66
+"""Four global batches of 16, and a ragged fifth of 2, which leaves ranks of four without any."""
+
+
+def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return AdamW([p for _, p in named if p.requires_grad], lr=5e-3, eps=1e-6)
+
+
+def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    return SGD([p for _, p in named if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def grouped(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Biases and norms without decay, and the output layer at a tenth of the learning rate."""
+    named = list(named)
+    last = [p for name, p in named if name.startswith("outward")]
+    plain = [p for name, p in named if p.ndim == 1 and not name.startswith("outward")]
+    decayed = [p for name, p in named if p.ndim > 1 and not name.startswith("outward")]
+    return AdamW(
+        [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": plain, "weight_decay": 0.0},
+            {"params": last, "lr": 5e-4, "betas": (0.8, 0.95)},
+        ],
+        lr=5e-3,
+        eps=1e-6,
+    )
+
+
+def warmup_and_decay(optimizer: Optimizer) -> LRScheduler:
+    """A different learning rate in every step, so that one step too many or too few is seen."""
+    return LambdaLR(optimizer, _warmup_and_decay)
+
+
+def _warmup_and_decay(step: int) -> float:
+    return min(1.0, (step + 1) / 4) * (1.0 - step / 40)
+
+
+def classify(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    return functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+def predict_tokens(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    logits, labels = model(batch["tokens"]), batch["labels"]
+    total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def pass_dict(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    return _of_logits(model({"x": batch["x"], "factors": [2.0]}), batch)
+
+
+def pass_tuple(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    return _of_logits(model((batch["x"], 2.0)), batch)
+
+
+def pass_keywords(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    return _of_logits(model(x=batch["x"], factor=2.0)["logits"], batch)
+
+
+def _of_logits(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
+    return functional.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"])
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run: the same for the reference and for every strategy and world size.
+
+    Attributes:
+        terms: the loss as a sum over items and their count, as the reference takes it.
+        weighted: whether a strategy is given ``LossSum(*terms)``; otherwise it gets their quotient,
+            which must then be a mean over samples.
+        accumulation: micro-batches of a full global batch.
+        factory: give the strategy a function that builds the model, not the model.
+    """
+
+    model: Callable[[], nn.Module] = models.Network
+    data: Callable[[], Samples] = functools.partial(models.points, NUM_SAMPLES)
+    terms: Terms = classify
+    weighted: bool = False
+    optimizer: Callable[..., Optimizer] = adamw
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    num_steps: int = 20
+    global_batch_size: int = 16
+    accumulation: int = 1
+    precision: Precision = "fp32"
+    max_grad_norm: float | None = math.inf
+    on_nan: OnNaN = "raise"
+    activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"
+    compile_backend: str | None = None
+    factory: bool = False
+    seed: int = 0
+    leave_out: frozenset[int] = field(default=frozenset())
+
+    def build(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.model()
+
+    def spec(self, data_size: int) -> EngineSpec:
+        """What a strategy on ``data_size`` ranks is asked for."""
+        return EngineSpec(
+            model=self.model if self.factory else self.build(),
+            optimizer=self.optimizer,
+            lr_scheduler=self.scheduler,
+            precision=self.precision,
+            max_grad_norm=self.max_grad_norm,
+            activation_checkpointing=self.activation_checkpointing,
+            compile={"backend": self.compile_backend} if self.compile_backend else False,
+            on_nan=self.on_nan,
+            seed=self.seed,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size(data_size),
+            accumulation=self.accumulation,
+        )
+
+    def micro_batch_size(self, data_size: int) -> int:
+        return math.ceil(self.global_batch_size / data_size / self.accumulation)
+
+    def loader(self, data_rank: int, data_size: int, *, shuffle: bool = True) -> Loader:
+        return Loader(
+            self.data(),
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size(data_size),
+            data_rank=data_rank,
+            data_size=data_size,
+            seed=self.seed,
+            shuffle=shuffle,
+            num_workers=0,
+        )
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        total, count = self.terms(model, batch)
+        return LossSum(total, count) if self.weighted else total / count
+
+    def order(self) -> list[list[int]]:
+        """The indices of the samples of each global batch, as one process sees them."""
+        loader = replace(self, accumulation=1).loader(0, 1)
+        batches: list[list[int]] = []
+        while len(batches) < self.num_steps:
+            for batch in loader:
+                (microbatch,) = batch
+                batches.append(microbatch.data["index"].tolist())
+        return batches[: self.num_steps]
+
+
+def reference_trace(scenario: Scenario) -> Trace:
+    """The reference's run of ``scenario``; computed once for all strategies and world sizes."""
+    return _reference_trace(
+        replace(
+            scenario,
+            accumulation=1,
+            weighted=False,
+            factory=False,
+            activation_checkpointing="off",
+            compile_backend=None,
+            on_nan="raise",
+        )
+    )
+
+
+@functools.cache
+def _reference_trace(scenario: Scenario) -> Trace:
+    data = scenario.data()
+    clip = scenario.max_grad_norm
+    return reference.train(
+        scenario.build(),
+        [data.batch(indices) for indices in scenario.order()],
+        scenario.terms,
+        scenario.optimizer,
+        make_scheduler=scenario.scheduler,
+        max_grad_norm=None if clip is None or math.isinf(clip) else clip,
+        autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(scenario.precision),
+        leave_out=scenario.leave_out,
+    )

@@ -1,0 +1,83 @@
+"""Which cases are run against which strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+
+from unipar import registry
+from unipar.testing.cases import ALL, Case, refuses_world
+from unipar.testing.kit import Kit, Measurements, Target
+from unipar.testing.pool import WorldPools
+
+WORLD_SIZES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One case, of one strategy, at one world size."""
+
+    target: Target
+    size: int
+    case: Case
+
+    def __str__(self) -> str:
+        return f"{self.target.name}-{self.size}-{self.case.name}"
+
+    def run(self, pools: WorldPools, measurements: Measurements) -> None:
+        if pools.device_type == "cuda" and torch.cuda.device_count() < self.size:
+            pytest.skip(f"needs {self.size} GPUs, and there are {torch.cuda.device_count()}")
+        self.case.check(Kit(self.target, self.size, pools, measurements))
+
+
+def proofs(config: pytest.Config, module: ModuleType) -> list[Proof]:
+    """What to run, by strategy and then world size.
+
+    The strategies are those of ``--strategy``, or of the test module's ``STRATEGIES``; the sizes
+    those of ``--world-sizes``, or ``WORLD_SIZES``.
+
+    Raises:
+        pytest.UsageError: no strategy is named, or none of that name is installed.
+    """
+    strategies = config.getoption("unipar_strategies", None) or getattr(module, "STRATEGIES", ())
+    if not strategies:
+        raise pytest.UsageError(
+            "the conformance kit needs to know what to prove: "
+            "pytest --pyargs unipar.testing --strategy NAME[:option=value,…]. "
+            f"Installed: {', '.join(registry.names())}."
+        )
+    given = config.getoption("unipar_world_sizes", None)
+    sizes = _parse_sizes(given) if given else getattr(module, "WORLD_SIZES", WORLD_SIZES)
+    return [
+        proof for name in strategies for size in sizes for proof in _proofs_of(_target(name), size)
+    ]
+
+
+def _target(name: str) -> Target:
+    target = Target.named(name)
+    try:
+        target.make()
+    except Exception as error:
+        raise pytest.UsageError(f"--strategy {name}: {error}") from error
+    return target
+
+
+def _proofs_of(target: Target, size: int) -> Sequence[Proof]:
+    limit = target.make().capabilities().max_devices
+    if limit is not None and size > limit:
+        return [Proof(target, size, refuses_world)]
+    return [Proof(target, size, case) for case in ALL if case.applies(size)]
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = (0,)
+    if min(sizes) < 1:
+        raise pytest.UsageError(f"--world-sizes {text}: give whole numbers from 1, like 1,2,4")
+    return sizes
