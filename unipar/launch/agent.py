@@ -155,12 +155,12 @@ class Agent(LocalElasticAgent):
 
     def _explain(self, group: WorkerGroup, failures: list[Failure]) -> UniparError:
         first = cause(failures)
-        if first.error is not None:
-            return first.error
         failed = {failure.rank for failure in failures}
         missing = [rank for rank in group.running() if rank not in failed]
         if first.kind is Kind.TIMEOUT and missing:
             return report.hung(group, sorted(failed), missing, self._timeout)
+        if first.error is not None:
+            return first.error
         return report.failed(group, first)
 
     def _await_interrupted(self, group: WorkerGroup) -> None:

@@ -49,9 +49,6 @@ def classify(error: BaseException) -> Kind:
     """Whether ``error`` began on this rank, or came from another one through a collective."""
     if isinstance(error, KeyboardInterrupt):
         return Kind.INTERRUPT
-    # The library's own errors speak for themselves, whatever brought them about.
-    if isinstance(error, UniparError):
-        return Kind.ERROR
     for link in _chain(error):
         text = str(link)
         if isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and "gloo" in text):

@@ -39,9 +39,11 @@ class WorkerGroup:
     def failures(self) -> list[Failure]:
         """The ranks that have failed until now: by a record of theirs, or by how they exited."""
         found = []
+        written = set(os.listdir(self.attempt.directory))
         for rank, process in self.processes.items():
             code = process.poll()
-            failure = read_failure(self.attempt, rank)
+            recorded = self.attempt.record(rank).name in written
+            failure = read_failure(self.attempt, rank) if recorded else None
             if failure is None and code:
                 when = self._ended.setdefault(rank, time.time())
                 failure = Failure(rank, _kind_of_exit(code), when, _describe_exit(code))

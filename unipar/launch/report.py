@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from unipar.errors import WorkerError
@@ -10,6 +11,8 @@ from unipar.launch.group import WorkerGroup
 from unipar.launch.progress import Mark, read_mark
 
 _LOG_LINES = 10
+# Numpy, torch on the CPU and torch on a GPU each say it in a way of their own.
+_MEMORY = re.compile(r"MemoryError|out of memory|can't allocate memory|SIGKILL")
 
 
 def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
@@ -23,7 +26,7 @@ def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
                 f"It was in a collective that {_ranks(finished)} did not take part in, having "
                 "already returned: every rank must run the same collectives."
             )
-    if "MemoryError" in failure.title or "SIGKILL" in failure.title:
+    if _MEMORY.search(failure.title):
         lines.append("If memory ran out, use a smaller micro_batch_size or a sharded strategy.")
     if failure.traceback:
         lines += ["", f"Traceback of rank {failure.rank} (most recent call last):"]

@@ -74,10 +74,10 @@ def test_a_killed_rank_is_the_cause():
     assert "memory" in str(error)
 
 
-def test_running_out_of_memory_says_what_to_do():
-    error = caught(failing(lambda: bytearray(1 << 60)))
+@pytest.mark.parametrize("allocate", [bytearray, torch.ones])
+def test_running_out_of_memory_says_what_to_do(allocate):
+    error = caught(failing(lambda: allocate(1 << 50)))
     assert error.rank == 1
-    assert "MemoryError" in str(error)
     assert "smaller micro_batch_size" in str(error)
 
 
@@ -116,7 +116,7 @@ def test_the_children_of_a_killed_worker_end_too(tmp_path):
     pids.mkdir()
 
     def fn(placement):
-        loader = torch.utils.data.DataLoader(torch.ones(1000, 8), num_workers=2)
+        loader = torch.utils.data.DataLoader(range(1000), num_workers=2)  # pyright: ignore[reportArgumentType]
         for _ in loader:
             for process in [psutil.Process(), *psutil.Process().children()]:
                 (pids / str(process.pid)).touch()

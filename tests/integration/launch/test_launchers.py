@@ -1,0 +1,91 @@
+"""Processes that a launcher has started find each other by its variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
+JOIN = """
+import torch
+import torch.distributed as dist
+from unipar.launch import detect
+from unipar.world import joined
+
+placement = detect()
+with joined(placement) as world:
+    total = torch.ones(1) * (world.rank + 1)
+    dist.all_reduce(total)
+    print(world.rank, world.size, world.local_rank, total.item())
+"""
+LAUNCHERS = re.compile(r"^(SLURM|OMPI|PMI|PMIX|MPI|TORCHELASTIC)_|^(RANK|LOCAL_RANK|WORLD_SIZE)$")
+
+
+def together(per_rank: list[dict[str, str]]) -> list[str]:
+    """Run the script once for each environment, at the same time; what each printed."""
+    base = {name: value for name, value in os.environ.items() if not LAUNCHERS.match(name)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN],
+            env=base | variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for variables in per_rank
+    ]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [error for _, error in outputs] == ["", ""]
+    return [out.strip() for out, _ in outputs]
+
+
+def test_srun():
+    def variables(rank: int) -> dict[str, str]:
+        return {
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": str(rank),
+            "SLURM_LOCALID": str(rank),
+            "SLURM_NTASKS": "2",
+            "SLURM_NNODES": "1",
+            "SLURM_NODEID": "0",
+            "SLURM_NODELIST": "localhost",
+        }
+
+    assert together([variables(0), variables(1)]) == ["0 2 0 3.0", "1 2 1 3.0"]
+
+
+def test_mpirun():
+    def variables(rank: int) -> dict[str, str]:
+        return {
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "PMIX_NAMESPACE": "prterun-host-1@1",
+            "PMIX_SERVER_TMPDIR": tempfile.gettempdir(),
+        }
+
+    assert together([variables(0), variables(1)]) == ["0 2 0 3.0", "1 2 1 3.0"]
+
+
+def test_torchrun(tmp_path):
+    path = tmp_path / "join.py"
+    path.write_text(JOIN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--log-dir", str(tmp_path / "logs")]
+    done = subprocess.run(
+        [*command, "--nproc-per-node=2", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 2 0 3.0", "1 2 1 3.0"]
+    assert done.returncode == 0
