@@ -24,6 +24,10 @@ class WorkerGroup:
     processes: Mapping[int, subprocess.Popen]
     attempt: Attempt
     _ended: dict[int, float] = field(default_factory=dict)
+    _to_sweep: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._to_sweep = {process.pid for process in self.processes.values()}
 
     @property
     def size(self) -> int:
@@ -73,11 +77,11 @@ class WorkerGroup:
 
     def sweep(self) -> None:
         """End what the workers have left behind, such as a data loader's processes."""
-        left = {process.pid for process in self.processes.values()}
         deadline = time.monotonic() + _SWEEP_WAIT
-        while left and time.monotonic() < deadline:
-            left = {group for group in left if _kill_group(group)}
-            time.sleep(0.02 if left else 0)
+        while self._to_sweep and time.monotonic() < deadline:
+            # A group that is gone is never looked for again: its number may come to be another's.
+            self._to_sweep = {group for group in self._to_sweep if _kill_group(group)}
+            time.sleep(0.02 if self._to_sweep else 0)
 
 
 def _kill_group(group: int) -> bool:
