@@ -1,0 +1,115 @@
+"""One training loop, any distributed framework.
+
+``fit`` trains a model under the strategy that one field names. ``Session`` is for people who keep
+their own loop. Names are imported when they are first used, so that ``import unipar`` costs little
+more than ``import torch``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unipar.api import fit
+    from unipar.batch import Batch, MicroBatch
+    from unipar.callbacks import Callback, Logger, RunInfo, StepRecord
+    from unipar.checkpoint import load_model
+    from unipar.config import CheckpointConfig, RunConfig
+    from unipar.data import Loader
+    from unipar.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        NonFiniteLossError,
+        UniparError,
+        WorkerError,
+    )
+    from unipar.loss import LossSum
+    from unipar.result import RunResult
+    from unipar.session import Session
+    from unipar.strategy import (
+        Capabilities,
+        Engine,
+        EngineSpec,
+        StepResult,
+        Strategy,
+        StrategyOptions,
+    )
+    from unipar.world import Placement, World
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "fit": "api",
+    "Batch": "batch",
+    "MicroBatch": "batch",
+    "Callback": "callbacks",
+    "Logger": "callbacks",
+    "RunInfo": "callbacks",
+    "StepRecord": "callbacks",
+    "load_model": "checkpoint",
+    "CheckpointConfig": "config",
+    "RunConfig": "config",
+    "Loader": "data",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "NonFiniteLossError": "errors",
+    "UniparError": "errors",
+    "WorkerError": "errors",
+    "LossSum": "loss",
+    "RunResult": "result",
+    "Session": "session",
+    "Capabilities": "strategy",
+    "Engine": "strategy",
+    "EngineSpec": "strategy",
+    "StepResult": "strategy",
+    "Strategy": "strategy",
+    "StrategyOptions": "strategy",
+    "Placement": "world",
+    "World": "world",
+}
+
+__all__ = [
+    "Batch",
+    "Callback",
+    "Capabilities",
+    "CheckpointConfig",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "Engine",
+    "EngineSpec",
+    "Loader",
+    "Logger",
+    "LossSum",
+    "MicroBatch",
+    "NonFiniteLossError",
+    "Placement",
+    "RunConfig",
+    "RunInfo",
+    "RunResult",
+    "Session",
+    "StepRecord",
+    "StepResult",
+    "Strategy",
+    "StrategyOptions",
+    "UniparError",
+    "WorkerError",
+    "World",
+    "fit",
+    "load_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'unipar' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"unipar.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

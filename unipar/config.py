@@ -148,8 +148,9 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Whether to use torch.compile, or its keyword arguments."""
     seed: NonNegativeInt = 0
     """Seed of the data order, the model's initial weights and dropout."""
-    shuffle: bool = True
-    """Whether each epoch sees the samples in a new order."""
+    shuffle: bool | None = None
+    """Whether each epoch sees the samples in a new order; left out: yes, unless a DataLoader
+    without shuffling is given."""
     num_workers: NonNegativeInt | None = None
     """Data-loading processes of each rank; left out: the DataLoader's, or 0."""
     checkpoint: CheckpointConfig | Literal[False] = CheckpointConfig()
@@ -162,8 +163,8 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """How often a failed group of processes is started again from its newest checkpoint."""
     on_nan: OnNaN = "raise"
     """What a loss that is not finite does: stop the run, skip the step, or nothing."""
-    output_dir: Path = Path("runs")
-    """Where the run's files go."""
+    output_dir: Path | None = None
+    """Where the run's files go; left out: a new directory in `runs`, named by time."""
     loggers: tuple[str, ...] = ()
     """Where else metrics go, besides metrics.jsonl: tensorboard, wandb, mlflow, trackio."""
     progress: bool = True

@@ -66,7 +66,7 @@ def evaluate(
             if hasattr(metric, "to"):
                 metric.to(world.device)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def update(model: Any, data: Any, microbatch: MicroBatch) -> LossSum:
+    def update(microbatch: MicroBatch, model: Any, data: Any) -> LossSum:
         predictions, targets = (predict or _predict_pair)(model, data)
         if microbatch.num_samples:
             for name, metric in metrics.items():
@@ -81,7 +81,9 @@ def evaluate(
             if loss_fn is not None:
                 _add(sums["loss"], engine.eval_step(microbatch, loss_fn), 0)
             if metrics:
-                engine.eval_step(microbatch, lambda model, data, m=microbatch: update(model, data, m))
+                engine.eval_step(
+                    microbatch, lambda model, data, m=microbatch: update(model, data, m)
+                )
 
     every = world.gather(sums)
     results: dict[str, float] = {}

@@ -251,7 +251,9 @@ class Session:
             strategy=self.strategy.name,
         )
 
-    def load(self, path: str | Path, *, loader: Loader | None = None, optimizer: bool = True) -> int:
+    def load(
+        self, path: str | Path, *, loader: Loader | None = None, optimizer: bool = True
+    ) -> int:
         """Take over a checkpoint of any strategy and world size. Collective.
 
         Args:

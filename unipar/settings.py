@@ -34,8 +34,11 @@ class Layer:
         """What set ``key`` here; ``None`` where this source does not set it."""
         if not holds(self.values, key):
             return None
-        ends = range(len(key), 0, -1)
-        return next((self.origins[key[:end]] for end in ends if key[:end] in self.origins), None)
+        for end in range(len(key), 0, -1):
+            if key[:end] in self.origins:
+                return self.origins[key[:end]]
+        # Set only in part: what set the first part of it.
+        return next((name for one, name in self.origins.items() if one[: len(key)] == key), None)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
@@ -159,6 +160,11 @@ class World:
     def leave(self) -> None:
         """Give up the process group, if :func:`join` made it."""
         if self._owns_group and dist.is_initialized():
+            # Seen with torch 2.13: a gloo thread that drops the last reference to a tensor waits
+            # for the GIL, and the group's destructor waits for the thread while holding it; at
+            # the interpreter's exit the same thread aborts the process. A moment without the GIL
+            # lets the threads finish.
+            time.sleep(0.05)
             dist.destroy_process_group()
 
 

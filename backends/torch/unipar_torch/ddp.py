@@ -101,7 +101,7 @@ class DDPStrategy(Strategy):
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            broadcast_buffers=options.broadcast_buffers,
+            forward_sync_buffers=options.broadcast_buffers,
         )
         _compress(model, options)
         return DDPEngine(spec, world, module, model, undo, options)

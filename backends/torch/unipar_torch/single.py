@@ -9,6 +9,7 @@ from unipar.strategy import (
     Capabilities,
     EngineSpec,
     Needs,
+    Precision,
     Strategy,
     StrategyOptions,
     seeded_model,
@@ -17,7 +18,7 @@ from unipar.world import Placement, World, join
 from unipar_torch.engine import TorchEngine
 from unipar_torch.transforms import checkpoint_activations, compile_modules
 
-PRECISIONS = frozenset({"fp32", "bf16", "fp16"})
+PRECISIONS: frozenset[Precision] = frozenset({"fp32", "bf16", "fp16"})
 DEVICE_TYPES = frozenset({"cpu", "cuda"})
 
 

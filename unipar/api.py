@@ -1,0 +1,321 @@
+"""``fit``: train a model under any strategy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from torch import nn
+
+from unipar import checkpoint, launch, registry
+from unipar.callbacks import Callback, Logger
+from unipar.callbacks.loggers import resolve_loggers
+from unipar.checks import check_capabilities, check_trainable
+from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
+from unipar.data import Loader
+from unipar.devices import device_memory, resolve_device_type, resolve_num_devices
+from unipar.errors import ConfigError
+from unipar.evaluate import Metric, Predict
+from unipar.job import Job
+from unipar.loop import global_batch_size, train
+from unipar.loss import LossFn, model_output_loss
+from unipar.result import RunResult
+from unipar.strategy import (
+    EngineSpec,
+    ModelFactory,
+    Needs,
+    OnNaN,
+    OptimizerFactory,
+    Precision,
+    SchedulerFactory,
+    Strategy,
+    StrategyOptions,
+)
+from unipar.world import Placement
+
+
+def fit(
+    model: nn.Module | ModelFactory,
+    data: Any,
+    *,
+    strategy: str | Mapping[str, Any] | StrategyOptions | Unset = UNSET,
+    loss: LossFn | None = None,
+    optimizer: OptimizerFactory | str | Mapping[str, Any] | Unset = UNSET,
+    lr_scheduler: SchedulerFactory | str | Mapping[str, Any] | Unset | None = UNSET,
+    eval_data: Any = None,
+    metrics: Mapping[str, Metric] | None = None,
+    predict: Predict | None = None,
+    callbacks: Sequence[Callback] = (),
+    loggers: Sequence[str | Logger] | Unset = UNSET,
+    config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    device: Literal["auto", "cpu", "cuda"] | Unset = UNSET,
+    devices: int | Literal["auto"] | Unset = UNSET,
+    num_nodes: int | Unset = UNSET,
+    global_batch_size: int | Unset | None = UNSET,
+    micro_batch_size: int | Literal["auto"] | Unset | None = UNSET,
+    epochs: int | Unset | None = UNSET,
+    steps: int | Unset | None = UNSET,
+    eval_every: int | Unset | None = UNSET,
+    precision: Precision | Unset = UNSET,
+    max_grad_norm: float | Unset | None = UNSET,
+    activation_checkpointing: str | Sequence[str] | Unset = UNSET,
+    compile: bool | Mapping[str, Any] | Unset = UNSET,
+    seed: int | Unset = UNSET,
+    shuffle: bool | Unset | None = UNSET,
+    num_workers: int | Unset | None = UNSET,
+    checkpoint: CheckpointConfig | Mapping[str, Any] | str | Path | Literal[False] | Unset = UNSET,
+    resume: Literal["auto"] | str | Path | Unset | None = UNSET,
+    timeout: float | Unset = UNSET,
+    max_restarts: int | Unset = UNSET,
+    on_nan: OnNaN | Unset = UNSET,
+    output_dir: str | Path | Unset | None = UNSET,
+    progress: bool | Unset = UNSET,
+    log_level: str | Unset = UNSET,
+    log_every: int | Unset = UNSET,
+) -> RunResult:
+    """Train a model, under any strategy, on any number of devices.
+
+    Works in a plain script, a notebook or ``python -c``, where it starts the processes itself, and
+    under ``torchrun``, ``srun`` or ``mpirun``, whose processes it joins. Where it started them, a
+    module given as ``model`` holds the trained weights afterwards.
+
+    Args:
+        model: a module, or a function without arguments that builds one.
+        data: a map-style or iterable dataset, ``DataLoader``, tensor, tuple of tensors, or list of
+            samples.
+        strategy: a name (``"fsdp"``, ``"fsdp:sharding=hybrid"``), a mapping with ``name``, an
+            options object, or ``"auto"``.
+        loss: ``loss(model, batch)`` returns a mean over samples or a :class:`unipar.LossSum`;
+            left out: the model's output has ``.loss``.
+        optimizer: a function of the named parameters, the name of a class of ``torch.optim``, or
+            a mapping of ``name`` and its arguments. Default: AdamW.
+        lr_scheduler: a function of the optimizer, or a name or mapping likewise; stepped once for
+            each optimizer step.
+        eval_data: what to evaluate on.
+        metrics: by name, functions of (predictions, targets), or torchmetrics objects.
+        predict: ``predict(model, batch) -> (predictions, targets)``; left out: a batch is a pair
+            of inputs and targets.
+        callbacks: what else watches the run.
+        loggers: where else metrics go besides ``metrics.jsonl``: names, or loggers.
+        config: a file or mapping with any of the arguments below; those given here win.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"``.
+        devices: processes on this machine; ``"auto"``: each GPU, or one process on a CPU.
+        num_nodes: machines.
+        global_batch_size: samples of one step over all devices; default: the ``DataLoader``'s.
+        micro_batch_size: samples of one forward pass on one device; ``"auto"`` finds the largest
+            that fits. Accumulation follows from the two and the number of devices.
+        epochs: passes over the data; default 1.
+        steps: optimizer steps, instead of ``epochs``.
+        eval_every: steps between evaluations; default: each epoch's end.
+        precision: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``; weights and reductions are
+            fp32.
+        max_grad_norm: 2-norm to clip the whole gradient to; ``math.inf`` only measures it.
+        activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
+        compile: whether to use ``torch.compile``, or its keyword arguments.
+        seed: of the data order, of a model function's weights, and of dropout.
+        shuffle: whether each epoch has an order of its own.
+        num_workers: data-loading processes of each device.
+        checkpoint: a directory, a :class:`CheckpointConfig` or its fields, or ``False``.
+        resume: ``"auto"`` for the newest checkpoint in ``checkpoint``'s directory if there is one,
+            or a path.
+        timeout: seconds that a collective waits for a missing rank.
+        max_restarts: how often a failed group of processes starts again from its newest checkpoint.
+        on_nan: ``"raise"``, ``"skip"`` or ``"ignore"`` a loss that is not finite.
+        output_dir: where the run's files go; default: a new directory in ``runs``.
+        progress: whether to show progress.
+        log_level: how much is logged.
+        log_every: steps between logged metrics.
+
+    Returns:
+        Metrics by step, the newest checkpoint, throughput, memory.
+
+    Raises:
+        ConfigError: what is asked for cannot be done; raised before any process starts where it
+            can be known by then.
+        DataError: the data cannot be trained on.
+        CheckpointError: a checkpoint cannot be written or read.
+        WorkerError: a process failed.
+        KeyboardInterrupt: the run was interrupted; it has saved a checkpoint if it was to.
+    """
+    given = {name: value for name, value in locals().items() if name in RunConfig.model_fields}
+    objects = {
+        name: given.pop(name) for name in ("optimizer", "lr_scheduler") if callable(given.get(name))
+    }
+    loggers_given = given.pop("loggers")
+    if not isinstance(loggers_given, Unset):
+        given["loggers"] = [item for item in loggers_given if isinstance(item, str)]
+    settings = RunConfig.build(config, **given)
+    return _Launch(settings).run(
+        model,
+        data,
+        loggers=settings.loggers if isinstance(loggers_given, Unset) else loggers_given,
+        loss=loss or model_output_loss,
+        eval_data=eval_data,
+        metrics=metrics,
+        predict=predict,
+        callbacks=callbacks,
+        **objects,
+    )
+
+
+class _Launch:
+    """Where a run's processes come from, and what is checked before there are any."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.device_type = resolve_device_type(config.device)
+        found = launch.detect()
+        self.joined = found is not None
+        here = found or self._planned()
+        self.placement = dataclasses.replace(
+            here, device_type=self.device_type, timeout=config.timeout
+        )
+
+    def _planned(self) -> Placement:
+        devices = resolve_num_devices(self.config.devices, self.device_type)
+        nodes = self.config.num_nodes
+        return Placement(size=devices * nodes, local_size=devices, num_nodes=nodes)
+
+    def run(self, model: nn.Module | ModelFactory, data: Any, **objects: Any) -> RunResult:
+        strategy = registry.resolve(self.config.strategy, self._needs(model))
+        # Every process resolves the same strategy, with what this one found out for "auto".
+        config = self.config.model_copy(update={"strategy": strategy.options})
+        optimizer = objects.pop("optimizer", None) or config.optimizer.factory()
+        scheduler = objects.pop("lr_scheduler", None)
+        if scheduler is None and config.lr_scheduler is not None:
+            scheduler = config.lr_scheduler.factory()
+        output_dir = self._output_dir(strategy)
+        job = Job(
+            model,
+            data,
+            config,
+            output_dir,
+            self._checkpoint_dir(output_dir),
+            optimizer=optimizer,
+            lr_scheduler=scheduler,
+            **objects,
+        )
+        self._check(job, strategy)
+        self._write_config(job)
+        if self.joined:
+            return train(job, self.placement)
+        with tempfile.TemporaryDirectory(prefix="unipar-") as scratch:
+            return self._start(job, strategy, Path(scratch))
+
+    def _start(self, job: Job, strategy: Strategy, scratch: Path) -> RunResult:
+        """Run in this process if it can be the only one and stays usable, else in new ones."""
+        alone = self.placement.size == 1 and self.config.max_restarts == 0
+        model = job.model
+        keeps_weights = isinstance(model, nn.Module) and (not alone or strategy.rewrites_module)
+        if keeps_weights:
+            saves_final = job.checkpoint_dir is not None and _saves_final(job.config)
+            job = dataclasses.replace(
+                job,
+                model=copy.deepcopy(model) if alone else model,
+                weights_dir=None if saves_final else scratch / "weights",
+            )
+        if alone:
+            result = train(job, self.placement)
+        else:
+            result = launch.run(
+                functools.partial(train, job),
+                devices=self.placement.local_size,
+                num_nodes=self.placement.num_nodes,
+                device_type=self.device_type,
+                timeout=self.config.timeout,
+                max_restarts=self.config.max_restarts,
+            )
+        if keeps_weights:
+            source = job.weights_dir or result.checkpoint
+            assert source is not None
+            assert isinstance(model, nn.Module)
+            checkpoint.load_model(source, model)
+        return result
+
+    def _needs(self, model: nn.Module | ModelFactory) -> Needs:
+        size = None
+        if isinstance(model, nn.Module):
+            # Weights, gradients and AdamW's two moments, each in fp32.
+            size = 16 * sum(p.numel() for p in model.parameters())
+        return Needs(self.placement.size, size, device_memory(self.device_type))
+
+    def _check(self, job: Job, strategy: Strategy) -> None:
+        if isinstance(job.model, nn.Module):
+            check_trainable(job.model)
+        resolve_loggers(job.loggers)
+        micro = job.config.micro_batch_size
+        loader = Loader(
+            job.data,
+            global_batch_size=global_batch_size(job),
+            micro_batch_size=None if micro == "auto" else micro,
+            data_size=self.placement.size,
+            shuffle=job.config.shuffle,
+            num_workers=job.config.num_workers,
+        )
+        spec = EngineSpec(
+            job.model,
+            precision=job.config.precision,
+            max_grad_norm=job.config.max_grad_norm,
+            activation_checkpointing=job.config.activation_checkpointing,
+            compile=job.config.compile,
+            on_nan=job.config.on_nan,
+            global_batch_size=loader.global_batch_size,
+            micro_batch_size=loader.micro_batch_size,
+            accumulation=loader.accumulation,
+        )
+        check_capabilities(strategy, spec, self.placement)
+
+    def _output_dir(self, strategy: Strategy) -> Path:
+        if self.config.output_dir is not None:
+            return self.config.output_dir.absolute()
+        if self.config.resume == "auto" and self._configured_directory() is None:
+            raise ConfigError(
+                "resume='auto' looks for the newest checkpoint of this run, and the run has no "
+                "directory of its own: set output_dir='…' (or checkpoint='…'), the same each time."
+            )
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return Path("runs", f"{stamp}-{strategy.name}").absolute()
+
+    def _configured_directory(self) -> Path | None:
+        settings = self.config.checkpoint
+        return settings.directory if isinstance(settings, CheckpointConfig) else None
+
+    def _checkpoint_dir(self, output_dir: Path) -> Path | None:
+        if self.config.checkpoint is False:
+            return None
+        directory = (self._configured_directory() or output_dir / "checkpoints").absolute()
+        newest = checkpoint.newest(directory)
+        if newest is not None and self.config.resume is None and self.placement.restart == 0:
+            raise ConfigError(
+                f"{directory} holds checkpoints of an earlier run (the newest is {newest.name}). "
+                "Pass resume='auto' to go on from there, or choose another output_dir."
+            )
+        return directory
+
+    def _write_config(self, job: Job) -> None:
+        if self.placement.rank != 0:
+            return
+        values = job.config.model_dump(mode="json", by_alias=True)
+        try:
+            job.output_dir.mkdir(parents=True, exist_ok=True)
+            (job.output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+            if job.checkpoint_dir is not None:
+                job.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=job.checkpoint_dir):
+                    pass
+        except OSError as error:
+            raise ConfigError(
+                f"the run's directory cannot be written: {error}. "
+                "Choose another output_dir, or mend its permissions."
+            ) from error
+
+
+def _saves_final(config: RunConfig) -> bool:
+    return isinstance(config.checkpoint, CheckpointConfig) and config.checkpoint.save_final

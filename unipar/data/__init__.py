@@ -1,0 +1,8 @@
+"""The global data order, and the loaders over it."""
+
+from unipar.data.loader import Loader
+from unipar.data.move import move_to
+from unipar.data.order import Position
+from unipar.data.sources import batch_size_of
+
+__all__ = ["Loader", "Position", "batch_size_of", "move_to"]

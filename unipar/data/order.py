@@ -1,0 +1,68 @@
+"""The global order of samples, and each rank's share of it.
+
+The order is a function of (seed, epoch) alone, and global batch ``i`` is samples ``i * B`` to
+``(i + 1) * B`` of it, the last one being shorter. How many ranks there are only decides how a
+global batch is cut up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Position:
+    """The next global batch: its epoch, and its index in it, both from 0."""
+
+    epoch: int
+    index: int
+
+
+def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
+    """Indices of all samples in the order in which this epoch sees them, int64."""
+    if not shuffle:
+        return torch.arange(num_samples)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(num_samples, generator=generator)
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How a global batch is cut into ranks' shares and micro-batches.
+
+    Attributes:
+        global_batch_size: samples of a full global batch.
+        micro_batch_size: samples of a forward pass on one rank, at most.
+        data_rank: which share this is.
+        data_size: number of shares.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    data_rank: int
+    data_size: int
+
+    def share(self, num_samples: int) -> tuple[int, int]:
+        """Where this rank's share of a global batch of ``num_samples`` starts and ends.
+
+        Shares are contiguous and differ by one sample at most.
+        """
+        start = self.data_rank * num_samples // self.data_size
+        return start, (self.data_rank + 1) * num_samples // self.data_size
+
+    def num_microbatches(self, num_samples: int) -> int:
+        """Micro-batches of a global batch of ``num_samples``, the same on every rank."""
+        return math.ceil(math.ceil(num_samples / self.data_size) / self.micro_batch_size)
+
+    def microbatches(self, num_samples: int) -> list[tuple[int, int]]:
+        """Start and end of this rank's micro-batches in a global batch of ``num_samples``.
+
+        Where the rank has fewer samples than others, the last ones are empty.
+        """
+        start, end = self.share(num_samples)
+        size = self.micro_batch_size
+        cuts = [start + k * size for k in range(self.num_microbatches(num_samples))]
+        return [(min(cut, end), min(cut + size, end)) for cut in cuts]

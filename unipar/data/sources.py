@@ -1,0 +1,128 @@
+"""What users pass as data, as one dataset and the settings that came with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from unipar.errors import DataError
+
+log = logging.getLogger("unipar.data")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset, and how it is to be loaded.
+
+    Attributes:
+        dataset: map-style, or an ``IterableDataset``.
+        collate_fn: makes a batch of a list of samples.
+        shuffle: whether the data came with an order of its own (``None``: it did not say).
+        drop_last: whether a ragged last global batch is left out.
+        settings: further keyword arguments of ``DataLoader``.
+    """
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    shuffle: bool | None = None
+    drop_last: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+
+def open_source(data: Any) -> Source:
+    """Understand ``data``.
+
+    A ``DataLoader`` keeps its dataset, collate function, workers and pinning; its order and batch
+    size give way to the global ones. A tensor holds samples along its first dim; a tuple of
+    tensors holds columns of samples; a list holds samples.
+
+    Raises:
+        DataError: it is no data, or a ``DataLoader`` whose sampler cannot be kept.
+    """
+    if isinstance(data, DataLoader):
+        return _from_loader(data)
+    if isinstance(data, torch.Tensor):
+        return Source(data)
+    if isinstance(data, tuple) and data and all(isinstance(t, torch.Tensor) for t in data):
+        lengths = [len(t) for t in data]
+        if len(set(lengths)) > 1:
+            raise DataError(
+                f"a tuple of tensors holds columns of equal length, and these have {lengths}. "
+                "Pass tensors with equal first dims, or a list whose items are the samples."
+            )
+        return Source(TensorDataset(*data))
+    if isinstance(data, IterableDataset) or (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    ):
+        return Source(data)
+    raise DataError(
+        f"the data is a {type(data).__name__}, which is none of: a dataset with __getitem__ and "
+        "__len__, a torch IterableDataset, a DataLoader, a tensor, a tuple of tensors, or a list "
+        "of samples. Wrap it in a torch.utils.data.IterableDataset if it can only be iterated."
+    )
+
+
+def batch_size_of(data: Any) -> int | None:
+    """The batch size that a ``DataLoader`` was made with; ``None`` for anything else."""
+    return data.batch_size if isinstance(data, DataLoader) else None
+
+
+def _from_loader(loader: DataLoader) -> Source:
+    stream = isinstance(loader.dataset, IterableDataset)
+    if not stream:
+        _check_sampler(loader)
+    log.info(
+        "a DataLoader was given: its dataset, collate function and workers are kept; "
+        "unipar decides the order and the batches, so that they do not depend on the devices"
+    )
+    settings: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+    }
+    if loader.num_workers:
+        settings["prefetch_factor"] = loader.prefetch_factor
+        settings["persistent_workers"] = loader.persistent_workers
+    collate = loader.collate_fn if loader._auto_collation else default_collate  # pyright: ignore
+    shuffle = None if stream else isinstance(loader.sampler, RandomSampler)
+    return Source(loader.dataset, collate, shuffle, bool(loader.drop_last), settings)
+
+
+def _check_sampler(loader: DataLoader) -> None:
+    name = None
+    if loader.batch_sampler is None:
+        name = "batch_size=None"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        name = f"batch_sampler={type(loader.batch_sampler).__name__}"
+    elif type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        name = f"sampler={type(loader.sampler).__name__}"
+    elif isinstance(loader.sampler, RandomSampler) and (
+        loader.sampler.replacement or loader.sampler.num_samples != len(loader.sampler.data_source)
+    ):
+        name = "RandomSampler with replacement or num_samples"
+    if name is not None:
+        raise DataError(
+            f"the DataLoader has {name}, which would decide the order of samples, and the order "
+            "must not depend on the devices. Pass the dataset, and express the choice in it: "
+            "torch.utils.data.Subset(dataset, indices) takes some samples, in that order with "
+            "shuffle=False, and repeats those whose index is repeated (as a weighted sampler does)."
+        )

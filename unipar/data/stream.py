@@ -1,0 +1,91 @@
+"""A rank's share of a stream."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from unipar.data.order import Slicing
+from unipar.errors import DataError
+
+StreamBatch = tuple[list[tuple[Any, int]], int, Any]
+"""Micro-batches with their sample counts, samples of the global batch, the stream's state."""
+
+
+class StreamShare(IterableDataset):
+    """Reads the whole stream and keeps this rank's slice of every global batch.
+
+    So nothing is trained on twice or left out, every rank sees the stream end at the same step
+    without asking the others, and the order does not depend on their number. Of several worker
+    processes, each makes every so-manyth batch.
+
+    Args:
+        dataset: the stream, the same on every rank.
+        slicing: this rank's slice.
+        collate: makes a batch of a list of samples.
+        start: batches to skip.
+        state: the stream's own state at ``start``, which is then restored instead of skipping.
+        drop_last: whether to leave out a ragged last global batch.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        slicing: Slicing,
+        collate: Callable[[list[Any]], Any],
+        *,
+        start: int,
+        state: Any,
+        drop_last: bool,
+    ) -> None:
+        self._dataset, self._slicing, self._collate = dataset, slicing, collate
+        self._start, self._state, self._drop_last = start, state, drop_last
+
+    def __iter__(self) -> Iterator[StreamBatch]:
+        worker = get_worker_info()
+        every, first = (worker.num_workers, worker.id) if worker else (1, 0)
+        size = self._slicing.global_batch_size
+        samples = self._samples()
+        for number in itertools.count():
+            block = list(itertools.islice(samples, size))
+            if not block or (self._drop_last and len(block) < size):
+                return
+            if number % every == first:
+                yield self._cut(block), len(block), self._position(worker is None)
+
+    def _samples(self) -> Iterator[Any]:
+        size = self._slicing.global_batch_size
+        if self._state is not None and hasattr(self._dataset, "load_state_dict"):
+            self._dataset.load_state_dict(self._state)
+            skip = 0
+        else:
+            skip = self._start * size
+        stream = iter(self._dataset)
+        for number in itertools.count():
+            try:
+                sample = next(stream)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise DataError(
+                    f"rank {self._slicing.data_rank}: sample {number} of "
+                    f"{type(self._dataset).__name__} raised {type(error).__name__}: {error}."
+                ) from error
+            if number >= skip:
+                yield sample
+
+    def _cut(self, block: list[Any]) -> list[tuple[Any, int]]:
+        # An empty micro-batch is run all the same, on a sample that counts nothing.
+        return [
+            (self._collate(block[a:b] or block[:1]), b - a)
+            for a, b in self._slicing.microbatches(len(block))
+        ]
+
+    def _position(self, in_this_process: bool) -> Any:
+        # A worker process would tell the state of its copy, which has read ahead.
+        if in_this_process and hasattr(self._dataset, "state_dict"):
+            return self._dataset.state_dict()
+        return None

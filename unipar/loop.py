@@ -1,0 +1,357 @@
+"""The training loop: steps and epochs, evaluation, checkpoints, resuming."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unipar import checkpoint, launch
+from unipar.autobatch import largest_micro_batch
+from unipar.batch import Batch
+from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, StepRecord
+from unipar.callbacks.loggers import resolve_loggers
+from unipar.config import CheckpointConfig
+from unipar.data import Loader, batch_size_of
+from unipar.devices import peak_memory
+from unipar.errors import ConfigError
+from unipar.interrupt import interruptible
+from unipar.job import Job
+from unipar.logs import logging_to_terminal
+from unipar.result import RunResult
+from unipar.saving import Saver
+from unipar.session import Session
+from unipar.strategy import Engine, StepResult
+from unipar.world import Flag, Placement
+
+log = logging.getLogger("unipar")
+
+
+def train(job: Job, placement: Placement) -> RunResult:
+    """Run a job in this process of the run; the same result on every rank.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: as the message says.
+        KeyboardInterrupt: the run was interrupted, and has saved what it was asked to save.
+    """
+    config = job.config
+    session = Session(
+        config.strategy,
+        precision=config.precision,
+        device=placement.device_type,  # pyright: ignore[reportArgumentType]
+        seed=config.seed,
+        timeout=config.timeout,
+        on_nan=config.on_nan,
+        placement=placement,
+    )
+    with (
+        logging_to_terminal(config.log_level, main=placement.rank == 0),
+        session,
+        interruptible(session.world),
+    ):
+        return TrainingRun(job, session).run()
+
+
+class TrainingRun:
+    """The state of one run in one process."""
+
+    def __init__(self, job: Job, session: Session) -> None:
+        self.job, self.session, self.world = job, session, session.world
+        self.config = job.config
+        self.step = 0
+        self.history: list[StepRecord] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.loader = self._loader()
+        self.engine = self._engine()
+        if self.config.micro_batch_size == "auto":
+            self.loader = largest_micro_batch(self.engine, self.loader, job.loss, self.world)
+        self.eval_loader = self._eval_loader()
+        self.saver = self._saver()
+        self._resume()
+        self.start_step = self.step
+        self.total_steps = self._total_steps()
+        self.info = self._info()
+        self.callbacks = self._callbacks()
+
+    # -- before the first step -------------------------------------------------------------------
+
+    def _loader(self) -> Loader:
+        micro = self.config.micro_batch_size
+        return self.session.loader(
+            self.job.data,
+            global_batch_size=global_batch_size(self.job),
+            micro_batch_size=None if micro == "auto" else micro,
+            shuffle=self.config.shuffle,
+            num_workers=self.config.num_workers,
+        )
+
+    def _engine(self) -> Engine:
+        auto = self.config.micro_batch_size == "auto"
+        return self.session.prepare(
+            self.job.model,
+            optimizer=self.job.optimizer,
+            lr_scheduler=self.job.lr_scheduler,
+            max_grad_norm=self.config.max_grad_norm,
+            activation_checkpointing=self.config.activation_checkpointing,
+            compile=self.config.compile,
+            global_batch_size=self.loader.global_batch_size,
+            micro_batch_size=None if auto else self.loader.micro_batch_size,
+            accumulation=None if auto else self.loader.accumulation,
+        )
+
+    def _eval_loader(self) -> Loader | None:
+        data = self.job.eval_data
+        if data is None:
+            return None
+        # Small micro-batches are only a matter of memory here, so the training's serve.
+        per_forward = self.loader.micro_batch_size * self.world.data_size
+        size = len(data) if hasattr(data, "__len__") else per_forward
+        return Loader(
+            data,
+            global_batch_size=max(1, min(batch_size_of(data) or per_forward, size)),
+            data_rank=self.world.data_rank,
+            data_size=self.world.data_size,
+            shuffle=False,
+            num_workers=self.config.num_workers,
+        )
+
+    def _saver(self) -> Saver | None:
+        settings = self.config.checkpoint
+        if not isinstance(settings, CheckpointConfig) or self.job.checkpoint_dir is None:
+            return None
+        return Saver(self.job.checkpoint_dir, settings, self.session)
+
+    def _resume(self) -> None:
+        path = self._resume_path()
+        if path is None:
+            return
+        manifest = checkpoint.load(path, self.session.engines, self.world)
+        stored = manifest.progress.get("global_batch_size")
+        if stored is not None and stored != self.loader.global_batch_size:
+            raise ConfigError(
+                f"the checkpoint {path} was made with global_batch_size={stored}, and this run has "
+                f"{self.loader.global_batch_size}: its place in the data would be another. "
+                f"Set global_batch_size={stored}; micro_batch_size and devices are free to change."
+            )
+        seed = manifest.progress.get("seed", self.config.seed)
+        if seed != self.config.seed:
+            raise ConfigError(
+                f"the checkpoint {path} was made with seed={seed}, and this run has "
+                f"seed={self.config.seed}: the order of its data would be another. Set seed={seed}."
+            )
+        if "loader" in manifest.progress:
+            self.loader.load_state_dict(manifest.progress["loader"])
+        self.step = manifest.step
+        log.info(
+            "resuming at step %d from %s (written by %s on %d)",
+            self.step,
+            path,
+            manifest.strategy or "an unnamed strategy",
+            manifest.world_size,
+        )
+
+    def _resume_path(self) -> Path | None:
+        wanted, directory = self.config.resume, self.job.checkpoint_dir
+        if directory is not None and (wanted == "auto" or self.world.placement.restart > 0):
+            newest = checkpoint.newest(directory)
+            if newest is not None or wanted in ("auto", None):
+                return newest
+        return wanted if isinstance(wanted, Path) else None
+
+    def _total_steps(self) -> int | None:
+        if self.config.steps is not None:
+            return self.config.steps
+        assert self.config.epochs is not None
+        batches = self.loader.num_batches
+        return None if batches is None else batches * self.config.epochs
+
+    def _info(self) -> RunInfo:
+        return RunInfo(
+            strategy=self.session.strategy.name,
+            world_size=self.world.size,
+            device=self.world.device.type,
+            total_steps=self.total_steps,
+            epochs=self.config.epochs,
+            global_batch_size=self.loader.global_batch_size,
+            num_parameters=sum(p.numel() for p in self.engine.module.parameters()),
+            output_dir=self.job.output_dir,
+            start_step=self.start_step,
+            config=self.config.model_dump(mode="json", by_alias=True),
+        )
+
+    def _callbacks(self) -> list[Callback]:
+        callbacks = list(self.job.callbacks)
+        if self.world.is_main:
+            loggers = resolve_loggers(self.job.loggers)
+            callbacks.append(LoggerCallback(loggers))
+            if self.config.progress:
+                callbacks.append(ProgressBar())
+        return [c for c in callbacks if c.every_rank or self.world.is_main]
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        result = None
+        began = time.perf_counter()
+        try:
+            for callback in self.callbacks:
+                callback.on_run_start(self.info)
+            for batch in self._batches():
+                self._train_step(batch)
+            if self.eval_loader is not None and self._last_evaluated() != self.step:
+                self._evaluate()
+            final = self._finish()
+            result = self._result(final, time.perf_counter() - began)
+        except BaseException as error:
+            for callback in self.callbacks:
+                callback.on_exception(self.info, error)
+            raise
+        finally:
+            for callback in self.callbacks:
+                callback.on_run_end(self.info, result)
+        return result
+
+    def _batches(self) -> Iterator[Batch]:
+        """Batches until the run's last step, over as many epochs as that takes."""
+        epochs, steps = self.config.epochs, self.config.steps
+        while steps is None or self.step < steps:
+            epoch = self.loader.position.epoch
+            if epochs is not None and epoch >= epochs:
+                return
+            for batch in self.loader:
+                yield batch
+                if steps is not None and self.step >= steps:
+                    return
+            if self.config.eval_every is None and self.eval_loader is not None:
+                self._evaluate()
+
+    def _train_step(self, batch: Batch) -> None:
+        started = self._last_end if self.history else time.perf_counter()
+        launch.mark(self.step + 1, "training step")
+        lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
+        done = self.engine.train_step(batch, self.job.loss)
+        self.step += 1
+        launch.mark(self.step, "after the step")
+        self._last_end = time.perf_counter()
+        self._record(batch, done, lr, self._last_end - started)
+        every = self.config.eval_every
+        if every is not None and self.eval_loader is not None and self.step % every == 0:
+            self._evaluate()
+        if self.saver is not None:
+            self._announce(self.saver.after_step(self.step, self._progress(), self._metrics()))
+        if self.world.take_flag(Flag.INTERRUPT):
+            self._stop()
+        launch.mark(self.step + 1, "loading data")
+
+    def _record(self, batch: Batch, done: StepResult, lr: Any, seconds: float) -> None:
+        record = StepRecord(
+            step=self.step,
+            epoch=batch.epoch,
+            loss=done.loss,
+            grad_norm=done.grad_norm,
+            lr=None if lr is None else float(lr),
+            num_items=done.num_items,
+            num_samples=batch.global_num_samples,
+            seconds=seconds,
+            peak_memory=peak_memory(self.world.device.type),
+            skipped=done.skipped,
+        )
+        self.history.append(record)
+        for callback in self.callbacks:
+            callback.on_step_end(self.info, record)
+
+    def _evaluate(self) -> None:
+        assert self.eval_loader is not None
+        launch.mark(self.step, "evaluation")
+        self.eval_loader.rewind()
+        metrics = self.session.evaluate(
+            self.engine,
+            self.eval_loader,
+            self.job.loss,
+            metrics=self.job.metrics,
+            predict=self.job.predict,
+        )
+        self.evaluations.append((self.step, metrics))
+        for callback in self.callbacks:
+            callback.on_evaluate_end(self.info, self.step, metrics)
+        self._last_end = time.perf_counter()
+
+    def _last_evaluated(self) -> int:
+        return self.evaluations[-1][0] if self.evaluations else -1
+
+    # -- saving and ending -----------------------------------------------------------------------
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "loader": self.loader.state_dict(),
+            "seed": self.config.seed,
+            "global_batch_size": self.loader.global_batch_size,
+        }
+
+    def _metrics(self) -> dict[str, float]:
+        """The metrics that belong to the weights as they are now."""
+        return self.evaluations[-1][1] if self._last_evaluated() == self.step else {}
+
+    def _announce(self, path: Path | None) -> None:
+        if path is None:
+            return
+        for callback in self.callbacks:
+            callback.on_checkpoint(self.info, self.step, path)
+        self._last_end = time.perf_counter()
+
+    def _finish(self) -> Path | None:
+        """Save what the run is asked to leave; the newest checkpoint."""
+        newest = None
+        if self.saver is not None:
+            newest = self.saver.finish(self.step, self._progress(), self._metrics())
+            self._announce(newest)
+        if self.job.weights_dir is not None:
+            checkpoint.save_weights(self.job.weights_dir, self.engine, self.world)
+        return newest
+
+    def _stop(self) -> None:
+        kept = None
+        if self.saver is not None:
+            kept = self.saver.finish(self.step, self._progress(), self._metrics())
+        log.warning(
+            "interrupted after step %d%s",
+            self.step,
+            f"; saved to {kept}, continue with resume='auto'" if kept else "; nothing was saved",
+        )
+        raise KeyboardInterrupt
+
+    def _result(self, newest: Path | None, wall_time: float) -> RunResult:
+        metrics = dict(self.evaluations[-1][1]) if self.evaluations else {}
+        if self.history:
+            metrics["train_loss"] = self.history[-1].loss
+        seconds = sum(record.seconds for record in self.history)
+        items = sum(record.num_items for record in self.history)
+        return RunResult(
+            metrics=metrics,
+            history=self.history,
+            evaluations=self.evaluations,
+            checkpoint=newest,
+            items_per_second=items / seconds if seconds else 0.0,
+            peak_memory=self.world.gather(peak_memory(self.world.device.type)),
+            wall_time=wall_time,
+            output_dir=self.job.output_dir,
+            world_size=self.world.size,
+            strategy=self.session.strategy.name,
+        )
+
+
+def global_batch_size(job: Job) -> int:
+    """The config's, or else the batch size of the ``DataLoader`` that was given.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    size = job.config.global_batch_size or batch_size_of(job.data)
+    if size is None:
+        raise ConfigError(
+            "global_batch_size is not set, and the data has no batch size of its own. "
+            "Pass global_batch_size=…, the samples of one step over all devices."
+        )
+    return size
