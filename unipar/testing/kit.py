@@ -23,7 +23,8 @@ from unipar.testing.scenarios import Scenario, reference_trace
 from unipar.world import Placement
 
 TOLERANCE = 1e-5
-"""Relative, in fp32, over 20 steps, for every strategy (see :class:`~unipar.testing.compare.Difference`)."""
+"""Relative, in fp32, over 20 steps, for every strategy; what is measured against what is in
+:class:`unipar.testing.compare.Difference`."""
 
 
 @dataclass(frozen=True)

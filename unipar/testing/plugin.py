@@ -77,7 +77,7 @@ def world_pool(request: pytest.FixtureRequest) -> Iterator[WorldPools]:
     """``world_pool(2).run(fn, *args)`` calls ``fn(placement, *args)`` on two running ranks."""
     from unipar.testing.pool import WorldPools
 
-    pools = WorldPools(request.config.getoption("unipar_device_type", "cpu"))
+    pools = WorldPools(request.config.getoption("unipar_device_type", None) or "cpu")
     yield pools
     pools.close()
 

@@ -159,7 +159,7 @@ class _Worker:
     """One process: what it is asked, what it answers, and what it prints."""
 
     def __init__(self, rank: int, replies: queue.SimpleQueue) -> None:
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._mark = 0
         self.busy = False
         self.process = subprocess.Popen(

@@ -25,6 +25,9 @@ NUM_SAMPLES = 66
 """Four global batches of 16, and a ragged fifth of 2, which leaves ranks of four without any."""
 
 
+points = functools.partial(models.points, NUM_SAMPLES)
+
+
 def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return AdamW([p for _, p in named if p.requires_grad], lr=5e-3, eps=1e-6)
 
@@ -98,7 +101,7 @@ class Scenario:
     """
 
     model: Callable[[], nn.Module] = models.Network
-    data: Callable[[], Samples] = functools.partial(models.points, NUM_SAMPLES)
+    data: Callable[[], Samples] = points
     terms: Terms = classify
     weighted: bool = False
     optimizer: Callable[..., Optimizer] = adamw

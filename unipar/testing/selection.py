@@ -34,7 +34,7 @@ class Proof:
         self.case.check(Kit(self.target, self.size, pools, measurements))
 
 
-def proofs(config: pytest.Config, module: ModuleType) -> list[Proof]:
+def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
     """What to run, by strategy and then world size.
 
     The strategies are those of ``--strategy``, or of the test module's ``STRATEGIES``; the sizes

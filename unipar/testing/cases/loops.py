@@ -25,13 +25,16 @@ from unipar.testing.reference import Trace
 from unipar.testing.scenarios import NUM_SAMPLES, Scenario, adamw
 from unipar.world import World
 
-GAN = Scenario(data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None)
+GAN = Scenario(data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None, num_steps=7)
 
 
 @case
 def lets_users_loop(kit: Kit) -> None:
     """``backward`` and ``step`` in a loop of one's own make the run that ``train_step`` makes."""
-    scenarios = [replace(PLAIN, accumulation=4), replace(TOKENS, max_grad_norm=0.5)]
+    scenarios = [
+        replace(PLAIN, accumulation=4, num_steps=7),
+        replace(TOKENS, max_grad_norm=0.5, num_steps=7),
+    ]
     if not kit.capabilities.custom_loop:
         kit.run(_refuses_to_be_cut)
         return

@@ -20,7 +20,9 @@ from unipar.testing.scenarios import NUM_SAMPLES, Scenario, sgd, warmup_and_deca
 from unipar.world import World
 
 POISONED = Scenario(
-    data=partial(models.poisoned_points, NUM_SAMPLES, 41), scheduler=warmup_and_decay
+    data=partial(models.poisoned_points, NUM_SAMPLES, 41),
+    scheduler=warmup_and_decay,
+    num_steps=7,
 )
 """One sample in 66 is not a number: it is in one batch of each epoch of five, on one rank."""
 
@@ -32,7 +34,8 @@ def _bad_batches(scenario: Scenario) -> frozenset[int]:
 @case
 def repeats_itself(kit: Kit) -> None:
     """The same run twice gives the same bits: losses, norms, weights and moments."""
-    scenarios = [s for s in (PLAIN, replace(TOKENS, accumulation=4)) if not kit.refuses(s)]
+    scenarios = [replace(PLAIN, num_steps=7), replace(TOKENS, accumulation=4, num_steps=7)]
+    scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
     first = kit.train(*scenarios)
     second = kit.train(*scenarios)
     for one, other in zip(first, second, strict=True):

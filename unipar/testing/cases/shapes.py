@@ -21,9 +21,10 @@ from unipar.testing.scenarios import (
     warmup_and_decay,
 )
 
-FROZEN = Scenario(model=models.Frozen)
+TIED = replace(TOKENS, num_steps=5)
+FROZEN = Scenario(model=models.Frozen, num_steps=10)
 GROUPS = Scenario(optimizer=grouped, scheduler=warmup_and_decay)
-BUFFERS = Scenario(model=models.Buffered)
+BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
     Scenario(model=models.TakesDict, terms=pass_dict, num_steps=3),
     Scenario(model=models.TakesTuple, terms=pass_tuple, num_steps=3),
@@ -34,8 +35,8 @@ FORWARDS = (
 @case
 def keeps_tied_weights_tied(kit: Kit) -> None:
     """One tensor with two names is exported once, known by both, and trained as one."""
-    (run,) = kit.train(TOKENS)
-    kit.check(run, TOKENS)
+    (run,) = kit.train(TIED)
+    kit.check(run, TIED)
     tied = {"embedding.weight", "head.weight"}
     for rank, own in enumerate(run.ranks):
         exported = tied.intersection(part.name for part in own.state.weights)
@@ -108,7 +109,10 @@ def builds_from_a_function(kit: Kit) -> None:
         Scenario(model=model, factory=True, num_steps=0, seed=7)
         for model in (models.Network, models.Buffered, models.Tied, models.Frozen)
     ]
-    trained = [replace(BUFFERS, factory=True), replace(TOKENS, factory=True)]
+    trained = [
+        replace(BUFFERS, factory=True, num_steps=5),
+        replace(TOKENS, factory=True, num_steps=5),
+    ]
     runs = kit.train(*fresh, *trained)
     for run, scenario in zip(runs, fresh, strict=False):
         assert_equal_weights(
@@ -125,7 +129,7 @@ def builds_from_a_function(kit: Kit) -> None:
 def recomputes_activations(kit: Kit) -> None:
     """Activation checkpointing changes memory, and no number."""
     scenarios = [
-        replace(PLAIN, activation_checkpointing="full"),
+        replace(PLAIN, activation_checkpointing="full", num_steps=5),
         replace(PLAIN, activation_checkpointing=("Block",), accumulation=4, num_steps=5),
     ]
     scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]

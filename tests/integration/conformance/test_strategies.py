@@ -1,0 +1,16 @@
+"""PyTorch's own strategies train the same run as the hand-written loop, at 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+from unipar.testing.test_conformance import test_conformance
+
+__all__ = ["test_conformance"]
+
+STRATEGIES = [
+    "single",
+    "ddp",
+    "ddp:shard_optimizer=true",
+    "fsdp",
+    "fsdp:sharding=grad_op",
+    "fsdp:sharding=hybrid",
+]

@@ -1,0 +1,102 @@
+"""The kit can fail: each broken strategy is caught, by the case that is there for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import broken_strategies as broken
+import pytest
+
+from unipar.strategy import Strategy
+from unipar.testing.cases import ALL
+from unipar.testing.kit import Kit, Target
+from unipar.testing.pool import WorldPools
+
+CASES = {case.name: case for case in ALL}
+engine = broken.with_engine
+
+BROKEN = [
+    ("clip ignored", engine(broken.ClipIgnored), "clips", "the (loss|gradient norm) of step"),
+    (
+        "gradients summed, not averaged",
+        engine(broken.GradientsSummed),
+        "equals_the_reference",
+        "the gradient norm of step 1 ",
+    ),
+    (
+        "gradients never reduced",
+        engine(broken.NeverReduced),
+        "equals_the_reference",
+        "rank 1 was told other grad_norms than rank 0|holds other values of",
+    ),
+    (
+        "last batch dropped",
+        engine(broken.LastBatchDropped),
+        "equals_the_reference",
+        r"the number of items of step 5 is 0\.0, and 2\.0 in the reference",
+    ),
+    (
+        "scheduler stepped on every rank's account",
+        engine(broken.SchedulerPerRank),
+        "equals_the_reference",
+        "the learning rate of step 2 ",
+    ),
+    ("mean of means", engine(broken.MeanOfMeans), "weighs_tokens", "the number of items of step 1"),
+    (
+        "padding evaluated",
+        engine(broken.PaddingEvaluated),
+        "evaluates_every_sample_once",
+        r"evaluation counted 68 items, and there are 66",
+    ),
+    (
+        "not deterministic",
+        engine(broken.Undetermined),
+        "repeats_itself",
+        "the same run twice gave other losses",
+    ),
+    (
+        "scheduler stepped by a skipped step",
+        engine(broken.NanSteppedOnOneRank),
+        "skips_a_loss_that_is_not_finite",
+        "the learning rate of step",
+    ),
+    (
+        "gradients left from another model's step",
+        engine(broken.StrayGradients),
+        "trains_several_models",
+        "discriminator: the loss of step 3",
+    ),
+    (
+        "moments not restored",
+        engine(broken.MomentsForgotten),
+        "resumes",
+        "resumed: the (loss|gradient norm) of step",
+    ),
+    (
+        "optimizer built before sharding",
+        broken.early_optimizer,
+        "equals_the_reference",
+        "the (loss|gradient norm) of step 2",
+    ),
+    ("precision ignored", broken.precision_ignored, "keeps_to_bf16", "changed nothing"),
+    (
+        "sharding pretended",
+        broken.sharding_pretended,
+        "shards_what_it_claims",
+        "claims to shard parameters, and a rank holds all",
+    ),
+]
+
+# Two ranks pad nothing and may replicate by choice; what is stray differs on each of several ranks.
+SIZES = {"shards_what_it_claims": 4, "evaluates_every_sample_once": 4, "trains_several_models": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "case", "message"), BROKEN, ids=[name.replace(" ", "-") for name, *_ in BROKEN]
+)
+def test_broken_strategy_is_caught(
+    name: str, make: Callable[[], Strategy], case: str, message: str, world_pool: WorldPools
+) -> None:
+    size = SIZES.get(case, 2)
+    with pytest.raises(AssertionError, match=message):
+        CASES[case].check(Kit(Target(name, make), size, world_pool))

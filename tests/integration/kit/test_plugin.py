@@ -1,0 +1,64 @@
+"""The plugin: out of the way of other test suites, and clear about what it wants."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run_pytest(directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=150)
+
+
+def test_plugin_imports_no_torch() -> None:
+    code = "import sys, unipar.testing.plugin; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_another_suite_may_have_options_of_the_same_names(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--strategy', default='theirs')\n"
+    )
+    (tmp_path / "test_theirs.py").write_text(
+        "import sys\n"
+        "def test_theirs(request):\n"
+        "    assert request.config.getoption('--strategy') == 'mine'\n"
+        "    assert 'torch' not in sys.modules\n"
+    )
+    done = run_pytest(tmp_path, "--strategy", "mine")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_installed_strategy_is_proved_and_measured(tmp_path: Path) -> None:
+    report = tmp_path / "parity.json"
+    done = run_pytest(
+        tmp_path,
+        *("--pyargs", "unipar.testing", "--strategy", "single", "--world-sizes", "1,2"),
+        *("-k", "equals_the_reference or refuses_the_world", "--parity-json", str(report)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+    (row,) = json.loads(report.read_text())
+    assert (row["strategy"], row["world_size"], row["precision"]) == ("single", 1, "fp32")
+    assert max(row["loss"], row["grad_norm"], row["weights"]) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "pytest --pyargs unipar.testing --strategy NAME[:option=value,…]"),
+        (("--strategy", "fsd"), "Did you mean 'fsdp'?"),
+        (("--strategy", "ddp", "--world-sizes", "two"), "give whole numbers from 1, like 1,2,4"),
+    ],
+)
+def test_wrong_request_says_what_is_right(
+    tmp_path: Path, args: tuple[str, ...], message: str
+) -> None:
+    done = run_pytest(tmp_path, "--pyargs", "unipar.testing", *args)
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr
