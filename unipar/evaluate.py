@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -81,9 +82,7 @@ def evaluate(
             if loss_fn is not None:
                 _add(sums["loss"], engine.eval_step(microbatch, loss_fn), 0)
             if metrics:
-                engine.eval_step(
-                    microbatch, lambda model, data, m=microbatch: update(model, data, m)
-                )
+                engine.eval_step(microbatch, functools.partial(update, microbatch))
 
     every = world.gather(sums)
     results: dict[str, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -178,6 +179,7 @@ class TrainingRun:
             num_parameters=sum(p.numel() for p in self.engine.module.parameters()),
             output_dir=self.job.output_dir,
             start_step=self.start_step,
+            rank=self.world.rank,
             config=self.config.model_dump(mode="json", by_alias=True),
         )
 
@@ -185,7 +187,7 @@ class TrainingRun:
         callbacks = list(self.job.callbacks)
         if self.world.is_main:
             loggers = resolve_loggers(self.job.loggers)
-            callbacks.append(LoggerCallback(loggers))
+            callbacks.append(LoggerCallback(loggers, every=self.config.log_every))
             if self.config.progress:
                 callbacks.append(ProgressBar())
         return [c for c in callbacks if c.every_rank or self.world.is_main]
@@ -193,25 +195,32 @@ class TrainingRun:
     # -- the loop --------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        result = None
-        began = time.perf_counter()
         try:
-            for callback in self.callbacks:
-                callback.on_run_start(self.info)
-            for batch in self._batches():
-                self._train_step(batch)
-            if self.eval_loader is not None and self._last_evaluated() != self.step:
-                self._evaluate()
-            final = self._finish()
-            result = self._result(final, time.perf_counter() - began)
+            result = self._run()
         except BaseException as error:
+            # The run's own error is what the user must see, whatever callbacks make of it.
             for callback in self.callbacks:
-                callback.on_exception(self.info, error)
+                with _logged(callback):
+                    callback.on_exception(self.info, error)
+            for callback in self.callbacks:
+                with _logged(callback):
+                    callback.on_run_end(self.info, None)
             raise
-        finally:
-            for callback in self.callbacks:
-                callback.on_run_end(self.info, result)
+        for callback in self.callbacks:
+            callback.on_run_end(self.info, result)
         return result
+
+    def _run(self) -> RunResult:
+        began = time.perf_counter()
+        for callback in self.callbacks:
+            callback.on_run_start(self.info)
+        for batch in self._batches():
+            self._train_step(batch)
+        unseen = self.step > self.start_step and self._last_evaluated() != self.step
+        if self.eval_loader is not None and unseen:
+            self._evaluate()
+        final = self._finish()
+        return self._result(final, time.perf_counter() - began)
 
     def _batches(self) -> Iterator[Batch]:
         """Batches until the run's last step, over as many epochs as that takes."""
@@ -340,6 +349,14 @@ class TrainingRun:
             world_size=self.world.size,
             strategy=self.session.strategy.name,
         )
+
+
+@contextlib.contextmanager
+def _logged(callback: Callback) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed while the run was ending", type(callback).__name__)
 
 
 def global_batch_size(job: Job) -> int:

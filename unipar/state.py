@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from unipar.errors import CheckpointError
 
 
 class Box(NamedTuple):
@@ -147,10 +150,17 @@ class StateSource(Protocol):
         extra: as in :class:`EngineState`.
     """
 
-    weights: Mapping[str, TensorInfo]
-    optimizer: Mapping[str, Mapping[str, TensorInfo]]
-    groups: tuple[GroupState, ...]
-    extra: Mapping[str, Any]
+    @property
+    def weights(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def optimizer(self) -> Mapping[str, Mapping[str, TensorInfo]]: ...
+
+    @property
+    def groups(self) -> tuple[GroupState, ...]: ...
+
+    @property
+    def extra(self) -> Mapping[str, Any]: ...
 
     def fill_weights(self, states: Iterable[TensorState]) -> None:
         """Fill each state's boxes from the stored weights of the same name.
@@ -164,3 +174,26 @@ class StateSource(Protocol):
     def fill_optimizer(self, states: Iterable[TensorState]) -> None:
         """Fill each state's boxes from the stored moments of the same name."""
         ...
+
+
+def named_weights(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Parameters and persistent buffers by name, each once; and the other names of tied ones.
+
+    Raises:
+        CheckpointError: the module's state dict holds something that is no tensor.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    names: dict[int, str] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"'{name}' in the model's state dict is a {type(value).__name__}, not a tensor, "
+                "and cannot be saved without pickle. Register it as a buffer."
+            )
+        if id(value) in names:
+            aliases[name] = names[id(value)]
+        else:
+            names[id(value)] = name
+            weights[name] = value
+    return weights, aliases

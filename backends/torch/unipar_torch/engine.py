@@ -147,7 +147,7 @@ class TorchEngine(Engine):
             for parameter in self._parameters:
                 parameter.grad = None
         part = loss.detach() * weight
-        self._total = part if first else self._total + part
+        self._total = part if self._total is None else self._total + part
         self._count = self._count + count
         if last:
             self._reduction = self.world.start_reduce_loss(self._total, self._count)
@@ -179,7 +179,7 @@ class TorchEngine(Engine):
             self._scaler.unscale_(optimizer)
         if count != normalizer:
             grads = [p.grad for p in self._parameters if p.grad is not None]
-            torch._foreach_mul_(grads, normalizer / count)
+            torch._foreach_mul_(grads, normalizer / count)  # pyright: ignore[reportPrivateImportUsage]
         norm = None
         if self.spec.max_grad_norm is not None:
             norm = self._gradient_norm(self.spec.max_grad_norm)

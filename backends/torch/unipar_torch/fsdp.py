@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -254,7 +254,7 @@ def _materialize(
     module.to_empty(device="cpu" if offloaded else world.device)
     persistent = set(module.state_dict())
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-    full = {name: tensor for name, tensor in weights.items() if name in persistent}
+    full: dict[str, Any] = {name: t for name, t in weights.items() if name in persistent}
     set_model_state_dict(module, full, options=options)
     with torch.no_grad():
         for name, buffer in module.named_buffers():
@@ -267,7 +267,7 @@ def _materialize(
 def _prefetch(units: list[nn.Module], ahead: int) -> None:
     if not ahead:
         return
-    blocks = [unit for unit in units if isinstance(unit, FSDPModule)]
+    blocks: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
         block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])

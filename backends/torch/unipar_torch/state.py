@@ -13,7 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.errors import CheckpointError
 from unipar.plain import from_json, to_json
-from unipar.state import EngineState, GroupState, LocalState, StateSource, TensorInfo
+from unipar.state import (
+    EngineState,
+    GroupState,
+    LocalState,
+    StateSource,
+    TensorInfo,
+    named_weights,
+)
 from unipar.world import World
 
 _HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -54,25 +61,6 @@ def import_state(
         scheduler.load_state_dict(
             from_json(source.extra["lr_scheduler"], like=scheduler.state_dict())
         )
-
-
-def named_weights(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Parameters and persistent buffers by name, each once; and the other names of tied ones."""
-    weights: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    names: dict[int, str] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"'{name}' in the model's state dict is a {type(value).__name__}, not a tensor, "
-                "and cannot be saved without pickle. Register it as a buffer."
-            )
-        if id(value) in names:
-            aliases[name] = names[id(value)]
-        else:
-            names[id(value)] = name
-            weights[name] = value
-    return weights, aliases
 
 
 def param_groups(module: nn.Module, optimizer: Optimizer) -> tuple[GroupState, ...]:
