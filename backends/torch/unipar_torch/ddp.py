@@ -162,9 +162,10 @@ def _compress(model: DistributedDataParallel, options: DDPOptions) -> None:
     if options.compression == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif options.compression == "bf16":
-        # torch checks the hook by name and wants NCCL for its own bf16 one; gloo can do it too.
-        def bf16_hook(state: object, bucket: Any) -> Any:
-            return default_hooks.bf16_compress_hook(state, bucket)  # pyright: ignore
+        # torch 2.13 wants NCCL for its own bf16 hook, which it knows by name; gloo can do it too.
+        # It reads annotations, and a string is no type to it, so there are none here.
+        def bf16_hook(state, bucket):
+            return default_hooks.bf16_compress_hook(state, bucket)
 
         model.register_comm_hook(None, bf16_hook)
     elif options.compression == "powersgd":

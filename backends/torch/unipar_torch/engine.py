@@ -277,7 +277,8 @@ class TorchEngine(Engine):
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
         self._enter_training()
         buffers = [buffer.clone() for buffer in self.module.buffers()]
-        with torch.random.fork_rng(), self._microbatch(last=False):
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._microbatch(last=False):
             try:
                 loss = self._loss(self._model, microbatch, loss_fn, training=True)
                 (loss.total if isinstance(loss, LossSum) else loss).backward()

@@ -1,0 +1,299 @@
+"""Every option of ddp and fsdp trains the same run as a hand-written loop, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from unipar import registry
+from unipar.batch import Batch, MicroBatch
+from unipar.errors import ConfigError
+from unipar.strategy import EngineSpec
+from unipar.world import Placement
+
+STEPS, BATCH, WIDTH = 8, 8, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.outer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("scale", torch.full((), 0.5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build() -> Model:
+    torch.manual_seed(3)
+    return Model()
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (
+            torch.randn(BATCH, 4, generator=generator),
+            torch.randint(0, 3, (BATCH,), generator=generator),
+        )
+        for _ in range(STEPS)
+    ]
+
+
+def loss_fn(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def reference() -> list[float]:
+    """The plain loop; nothing of unipar in it."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for inputs, targets in batches():
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(placement: Placement, strategy: str, **spec: Any) -> dict[str, Any]:
+    """Losses under a strategy, two micro-batches a rank, and what its parameters look like."""
+    prepared = registry.resolve(strategy)
+    world = prepared.setup(placement)
+    model: nn.Module | Callable[[], nn.Module] = spec.pop("model", None) or build()
+    engine = prepared.prepare(
+        EngineSpec(
+            model,
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
+            max_grad_norm=0.5,
+            **spec,
+        ),
+        world,
+    )
+    losses = []
+    share = BATCH // placement.size
+    for inputs, targets in batches():
+        own = slice(placement.rank * share, (placement.rank + 1) * share)
+        half = share // 2
+        parts = [
+            MicroBatch((inputs[own][at : at + half], targets[own][at : at + half]), half)
+            for at in (0, half)
+        ]
+        losses.append(engine.train_step(Batch(tuple(parts), BATCH), loss_fn).loss)
+    shards = [isinstance(p, DTensor) for p in engine.module.parameters()]
+    units = [n for n, m in engine.module.named_modules() if type(m).__name__.startswith("FSDP")]
+    world.leave()
+    return {"losses": losses, "shards": shards, "units": units}
+
+
+def largest_difference(losses: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp:bucket_cap_mb=0.001",
+        "ddp:static_graph=true",
+        "ddp:find_unused_parameters=true",
+        "ddp:gradient_as_bucket_view=false",
+        "ddp:broadcast_buffers=false",
+        "ddp:shard_optimizer=true",
+        "fsdp:wrap=none",
+        "fsdp:wrap=[Linear]",
+        "fsdp:wrap_min_params=300",
+        "fsdp:prefetch=1",
+        "fsdp:cpu_offload=true",
+        "fsdp:sharding=grad_op",
+        "fsdp:sharding=hybrid,shard_size=2",
+        "fsdp:sharding=hybrid,shard_size=1",
+    ],
+)
+def test_option_trains_the_same_run(world_pool: Any, strategy: str) -> None:
+    results = world_pool(2).run(train, strategy)
+    assert largest_difference(results[0]["losses"]) < 1e-5
+    assert results[0]["losses"] == results[1]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "least", "most"),
+    [
+        # Half precision keeps 11 (fp16) or 8 (bf16) significant bits of each gradient.
+        ("ddp:compression=fp16", 1e-9, 2e-3),
+        ("ddp:compression=bf16", 1e-9, 2e-2),
+        ("ddp:compression=powersgd,powersgd_start=2,powersgd_rank=1", 1e-7, 0.5),
+        ("fsdp:reduce_dtype=bf16", 0.0, 1e-5),
+    ],
+)
+def test_compressed_gradients_lose_what_they_say(
+    world_pool: Any, strategy: str, least: float, most: float
+) -> None:
+    difference = largest_difference(world_pool(2).run(train, strategy)[0]["losses"])
+    assert least <= difference < most
+
+
+def test_reduce_dtype_takes_effect_under_bf16(world_pool: Any) -> None:
+    def losses(strategy: str) -> list[float]:
+        return world_pool(2).run(train, strategy, timeout=60)[0]["losses"]
+
+    def train_bf16(placement: Placement, strategy: str) -> dict[str, Any]:
+        return train(placement, strategy, precision="bf16")
+
+    exact = world_pool(2).run(train_bf16, "fsdp")[0]["losses"]
+    rounded = world_pool(2).run(train_bf16, "fsdp:reduce_dtype=bf16")[0]["losses"]
+    gathered = world_pool(2).run(train_bf16, "fsdp:param_dtype=fp32")[0]["losses"]
+    assert exact != rounded
+    assert exact != gathered
+    for seen in (exact, rounded, gathered):
+        assert largest_difference(seen) < 5e-2
+
+
+def test_fsdp_shards_the_units_that_it_is_told(world_pool: Any) -> None:
+    auto = world_pool(2).run(train, "fsdp")[0]
+    assert auto["shards"] == [True] * len(auto["shards"])
+    assert auto["units"] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    by_class = world_pool(2).run(train, "fsdp:wrap=[Linear]")[0]
+    assert len(by_class["units"]) == 1 + 8
+    assert world_pool(2).run(train, "fsdp:wrap=none")[0]["units"] == [""]
+
+
+def test_model_function_gives_the_weights_of_building_it(world_pool: Any) -> None:
+    def from_function(placement: Placement) -> dict[str, Any]:
+        return train(placement, "fsdp", model=Model, seed=3)
+
+    assert largest_difference(world_pool(2).run(from_function)[0]["losses"]) < 1e-5
+
+
+def test_ranks_that_built_different_weights_start_from_rank_zeros(world_pool: Any) -> None:
+    def own_weights(placement: Placement, strategy: str) -> dict[str, Any]:
+        torch.manual_seed(3 + placement.rank)
+        return train(placement, strategy, model=Model())
+
+    for strategy in ("ddp", "fsdp"):
+        assert largest_difference(world_pool(2).run(own_weights, strategy)[0]["losses"]) < 1e-5
+
+
+def test_activation_checkpointing_and_compile_keep_the_run(world_pool: Any) -> None:
+    def recomputed(placement: Placement, strategy: str, policy: Any) -> dict[str, Any]:
+        return train(placement, strategy, activation_checkpointing=policy)
+
+    for strategy in ("ddp", "fsdp"):
+        for policy in ("full", ("Block",)):
+            seen = world_pool(2).run(recomputed, strategy, policy)[0]["losses"]
+            assert largest_difference(seen) < 1e-5
+
+
+def test_fp16_overflow_on_one_shard_skips_the_step_on_all(world_pool: Any) -> None:
+    def overflow(placement: Placement, strategy: str) -> tuple[bool, bool, float]:
+        prepared = registry.resolve(strategy)
+        world = prepared.setup(placement)
+        engine = prepared.prepare(
+            EngineSpec(
+                build(),
+                optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
+                precision="fp16",
+            ),
+            world,
+        )
+
+        def huge_head(model: Any, batch: Any) -> torch.Tensor:
+            # Only the last rows of the head, which are the last rank's shard, overflow.
+            return model(batch[0])[:, 2].mean() * 1e-3 + model(batch[0])[:, 2].sum() * 4.0
+
+        inputs, targets = batches()[0]
+        own = slice(placement.rank * 4, placement.rank * 4 + 4)
+        batch = Batch((MicroBatch((inputs[own] * 100, targets[own]), 4),), BATCH)
+        first = engine.train_step(batch, huge_head)
+        for _ in range(12):
+            last = engine.train_step(batch, lambda m, b: m(b[0]).mean() * 1e-3)
+        world.leave()
+        return first.skipped, last.skipped, last.loss
+
+    for strategy in ("ddp", "fsdp"):
+        seen = world_pool(2).run(overflow, strategy)
+        assert [s[0] for s in seen] == [True, True], strategy
+        assert [s[1] for s in seen] == [False, False], strategy
+
+
+def test_loss_functions_cannot_go_around_ddp(world_pool: Any) -> None:
+    def uses(placement: Placement, name: str) -> Any:
+        def around(model: Any, batch: Any) -> torch.Tensor:
+            value = getattr(model, name)
+            return loss_fn(model, batch) if not callable(value) else value(batch[0]).mean()
+
+        prepared = registry.resolve("ddp")
+        world = prepared.setup(placement)
+        model = build()
+        model.config = {"width": WIDTH}  # pyright: ignore[reportArgumentType]
+        engine = prepared.prepare(
+            EngineSpec(model, optimizer=lambda n: torch.optim.SGD([p for _, p in n], lr=0.1)), world
+        )
+        batch = Batch((MicroBatch(batches()[0], BATCH),), 2 * BATCH)
+        try:
+            return engine.train_step(batch, around).loss
+        except ConfigError as error:
+            return str(error)
+        finally:
+            world.leave()
+
+    assert isinstance(world_pool(2).run(uses, "config")[0], float)
+    message = world_pool(2).run(uses, "head")[0]
+    assert "model.head" in message
+    assert "Call model(...)" in message
+
+
+@pytest.mark.parametrize(
+    ("strategy", "says"),
+    [
+        ("ddp:bucket_cap_mb=-1", "bucket_cap_mb"),
+        ("ddp:compression=fp8", "powersgd"),
+        ("fsdp:shard_size=2", "hybrid"),
+        ("fsdp:sharding=ful", "'full'"),
+        ("fsdp:wrap=none,wrap_min_params=3", "not both"),
+    ],
+)
+def test_wrong_options_are_refused(strategy: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        registry.resolve(strategy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "says"),
+    [
+        ("ddp:sync_batchnorm=true", 2, "needs a GPU"),
+        ("fsdp:sharding=hybrid,shard_size=3", 4, "does not divide 4"),
+        ("dp", 1, "strategy='ddp'"),
+        ("single", 2, "one device"),
+    ],
+)
+def test_options_that_do_not_fit_the_run_are_refused(strategy: str, size: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        registry.resolve(strategy).check(EngineSpec(build), Placement(size=size))
+
+
+def test_unknown_class_names_are_refused(world_pool: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no module of class 'Blok'. Did you mean 'Block'"):
+        world_pool(1).run(train, "fsdp:wrap=[Blok]")
