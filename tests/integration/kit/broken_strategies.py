@@ -145,16 +145,16 @@ def with_engine(engine_type: type[DDPEngine]) -> Callable[[], Strategy]:
             engine.__class__ = engine_type
             return engine
 
-    return lambda: Broken(DDPOptions())
+    return lambda: Broken(DDPOptions.model_validate({}))
 
 
 def early_optimizer() -> Strategy:
-    return EarlyOptimizerStrategy(FSDPOptions())
+    return EarlyOptimizerStrategy(FSDPOptions.model_validate({}))
 
 
 def precision_ignored() -> Strategy:
-    return PrecisionIgnored(DDPOptions())
+    return PrecisionIgnored(DDPOptions.model_validate({}))
 
 
 def sharding_pretended() -> Strategy:
-    return ShardingPretended(DDPOptions())
+    return ShardingPretended(DDPOptions.model_validate({}))

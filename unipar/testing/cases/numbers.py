@@ -63,7 +63,7 @@ def clips(kit: Kit) -> None:
 
     Plain SGD shows it: AdamW's step hardly depends on the gradient's length.
     """
-    clipped = [CLIPPED, replace(CLIPPED, accumulation=4)]
+    clipped = [CLIPPED, replace(CLIPPED, accumulation=4, num_steps=7)]
     if kit.refuses(CLIPPED):
         return
     norms = reference_trace(CLIPPED).grad_norms
@@ -88,7 +88,7 @@ def measures_the_norm_only_when_asked(kit: Kit) -> None:
 @case
 def weighs_tokens(kit: Kit) -> None:
     """A mean over tokens, of which micro-batches and ranks hold unequal numbers, some none."""
-    both = [TOKENS, replace(TOKENS, accumulation=4, max_grad_norm=0.5)]
+    both = [TOKENS, replace(TOKENS, accumulation=4, max_grad_norm=0.5, num_steps=10)]
     scenarios = [scenario for scenario in both if not kit.refuses(scenario)]
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, accumulation {scenario.accumulation}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from unipar.testing import models
 from unipar.testing.cases.case import Case, case
 from unipar.testing.cases.numbers import PLAIN, TOKENS
@@ -23,7 +21,7 @@ from unipar.testing.scenarios import (
 
 TIED = replace(TOKENS, num_steps=5)
 FROZEN = Scenario(model=models.Frozen, num_steps=10)
-GROUPS = Scenario(optimizer=grouped, scheduler=warmup_and_decay)
+GROUPS = Scenario(optimizer=grouped, scheduler=warmup_and_decay, num_steps=10)
 BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
     Scenario(model=models.TakesDict, terms=pass_dict, num_steps=3),
@@ -143,6 +141,5 @@ def compiles(kit: Kit) -> None:
     scenario = replace(PLAIN, compile_backend="aot_eager", num_steps=5)
     if kit.refuses(scenario):
         return
-    torch._dynamo.reset()
     (run,) = kit.train(scenario)
     kit.check(run, scenario)

@@ -17,13 +17,16 @@ from unipar.testing.reference import Trace
 from unipar.testing.scenarios import Scenario
 from unipar.world import World
 
-SAVED_AT = 10
+SAVED_AT = 5
 
 
 @case
 def resumes(kit: Kit) -> None:
-    """Saved after ten steps and loaded into a fresh engine, a run goes on as if undisturbed."""
-    scenarios = [GROUPS, replace(TOKENS, max_grad_norm=0.5)]
+    """Saved after five steps and loaded into a fresh engine, a run goes on as if undisturbed."""
+    scenarios = [
+        GROUPS,
+        replace(TOKENS, max_grad_norm=0.5, num_steps=10),
+    ]
     scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
     with tempfile.TemporaryDirectory(prefix="unipar-resume-") as directory:
         runs = merge_all(kit.run(_interrupt, scenarios, Path(directory)))
