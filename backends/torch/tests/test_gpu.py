@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_options import BATCH, batches, build, loss_fn
+from plain import BATCH, batches, build, loss_fn
 from torch import nn
 
 from unipar import checkpoint, registry

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain import BATCH, WIDTH, Model, batches, build, loss_fn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,53 +16,6 @@ from unipar.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar.world import Placement
-
-STEPS, BATCH, WIDTH = 8, 8, 16
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.outer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(3)])
-        self.head = nn.Linear(WIDTH, 3)
-        self.register_buffer("scale", torch.full((), 0.5), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x) * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def build() -> Model:
-    torch.manual_seed(3)
-    return Model()
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    return [
-        (
-            torch.randn(BATCH, 4, generator=generator),
-            torch.randint(0, 3, (BATCH,), generator=generator),
-        )
-        for _ in range(STEPS)
-    ]
-
-
-def loss_fn(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def reference() -> list[float]:
@@ -226,7 +180,7 @@ def test_fp16_overflow_on_one_shard_skips_the_step_on_all(world_pool: Any) -> No
         inputs, targets = batches()[0]
         own = slice(placement.rank * 4, placement.rank * 4 + 4)
         batch = Batch((MicroBatch((inputs[own] * 100, targets[own]), 4),), BATCH)
-        first = engine.train_step(batch, huge_head)
+        first = last = engine.train_step(batch, huge_head)
         for _ in range(12):
             last = engine.train_step(batch, lambda m, b: m(b[0]).mean() * 1e-3)
         world.leave()
@@ -241,8 +195,8 @@ def test_fp16_overflow_on_one_shard_skips_the_step_on_all(world_pool: Any) -> No
 def test_loss_functions_cannot_go_around_ddp(world_pool: Any) -> None:
     def uses(placement: Placement, name: str) -> Any:
         def around(model: Any, batch: Any) -> torch.Tensor:
-            value = getattr(model, name)
-            return loss_fn(model, batch) if not callable(value) else value(batch[0]).mean()
+            value: Any = getattr(model, name)
+            return loss_fn(value, batch) if callable(value) else loss_fn(model, batch)
 
         prepared = registry.resolve("ddp")
         world = prepared.setup(placement)
