@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from unipar.loss import LossSum
     from unipar.result import RunResult
     from unipar.session import Session
+    from unipar.spawning import spawn
     from unipar.strategy import (
         Capabilities,
         Engine,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "fit": "api",
+    "spawn": "spawning",
     "Batch": "batch",
     "MicroBatch": "batch",
     "Callback": "callbacks",
@@ -100,6 +102,7 @@ __all__ = [
     "World",
     "fit",
     "load_model",
+    "spawn",
 ]
 
 

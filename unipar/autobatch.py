@@ -33,7 +33,7 @@ def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: 
     size = loader.micro_batch_size
     while True:
         candidate = loader.with_micro_batch_size(size)
-        microbatch = next(iter(loader.with_micro_batch_size(size))).microbatches[0]
+        microbatch = candidate.peek().microbatches[0]
         if all(world.gather(_fits(engine, microbatch, loss_fn))):
             log.info("micro_batch_size='auto': %d fits", size)
             return candidate
