@@ -40,7 +40,9 @@ def train(strategy: str, devices: int, output_dir: Path, **settings: Any) -> uni
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=160, help="steps in all; half under each")
     parser.add_argument("--plot", type=Path, default=Path("demo.png"))
     args = parser.parse_args()

@@ -36,8 +36,10 @@ def train(placement: unipar.Placement | None, strategy: str, epochs: int) -> Non
     with unipar.Session(strategy=strategy, placement=placement) as session:
         forger = session.prepare(generator, optimizer=adam, name="generator")
         judge = session.prepare(discriminator, optimizer=adam, name="discriminator")
+        batches = session.loader(images, global_batch_size=64)
         for epoch in range(epochs):
-            for batch in session.loader(images, global_batch_size=64):
+            judged_losses, forged_losses = [], []
+            for batch in batches:
                 (part,) = batch.microbatches
                 real = part.data.to(session.world.device)
                 count = part.num_samples
@@ -48,20 +50,22 @@ def train(placement: unipar.Placement | None, strategy: str, epochs: int) -> Non
                     verdicts, truth.to(real.device)
                 )
                 judge.backward(judged, num_items=count)
-                judge_step = judge.step()
+                judged_losses.append(judge.step().loss)
 
                 fooled = functional.softplus(-judge(fake)).mean()
                 forger.backward(fooled, num_items=count)
-                forger_step = forger.step()
+                forged_losses.append(forger.step().loss)
             if session.world.is_main:
                 print(
-                    f"epoch {epoch + 1}: discriminator {judge_step.loss:.3f}, "
-                    f"generator {forger_step.loss:.3f}"
+                    f"epoch {epoch + 1}: discriminator {judged_losses[-1]:.3f}, "
+                    f"generator {forged_losses[-1]:.3f}"
                 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5)

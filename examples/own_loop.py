@@ -33,20 +33,22 @@ def train(placement: unipar.Placement | None, strategy: str, epochs: int, direct
         batches = session.loader(training, global_batch_size=64)
         unseen = session.loader(evaluation, global_batch_size=64, shuffle=False)
         for epoch in range(epochs):
-            for batch in batches:
-                step = engine.train_step(batch, loss)
+            steps = [engine.train_step(batch, loss) for batch in batches]
             unseen.rewind()
             metrics = session.evaluate(engine, unseen, loss, metrics={"accuracy": accuracy})
             path = session.save(directory, loader=batches)
             if session.world.is_main:
                 print(
-                    f"epoch {epoch + 1}: loss {step.loss:.4f}, gradient norm {step.grad_norm:.3f}, "
+                    f"epoch {epoch + 1}: loss {steps[-1].loss:.4f}, "
+                    f"gradient norm {steps[-1].grad_norm:.3f}, "
                     f"accuracy {metrics['accuracy']:.1%}, saved {path.name}"
                 )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -31,8 +32,8 @@ def summary(run: RunInfo, result: RunResult) -> Table:
     table.add_row("items/s", count(result.items_per_second))
     table.add_row("peak memory per rank", _by_rank(result.peak_memory))
     table.add_row("wall time", duration(result.wall_time))
-    table.add_row("checkpoint", str(result.checkpoint) if result.checkpoint else "none")
-    table.add_row("output", str(result.output_dir))
+    table.add_row("checkpoint", _short(result.checkpoint) if result.checkpoint else "none")
+    table.add_row("output", _short(result.output_dir))
     return table
 
 
@@ -40,3 +41,9 @@ def _by_rank(peaks: list[int]) -> str:
     if len(peaks) <= 8:
         return ", ".join(memory(peak) for peak in peaks)
     return f"{memory(min(peaks))} to {memory(max(peaks))} over {len(peaks)} ranks"
+
+
+def _short(path: Path) -> str:
+    """``path`` from the current directory where it is below it, so that it fits on a line."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
