@@ -1,16 +1,28 @@
-"""Portable checkpoints: written under any strategy, read under any other."""
+"""Portable checkpoints: written under any strategy on N ranks, read under any other on M.
 
-from unipar.checkpoint.directory import Retention, checkpoints, find, newest
-from unipar.checkpoint.load import load, load_model
+A checkpoint is a directory of safetensors files, sharded as the ranks held them, and a manifest
+with checksums. The files carry the sharding metadata of PyTorch's distributed checkpoint, so
+``torch.distributed.checkpoint.load`` with a ``HuggingFaceStorageReader`` reads them without unipar.
+"""
+
+from unipar.checkpoint.convert import from_safetensors, to_safetensors
+from unipar.checkpoint.describe import Description, describe, verify
+from unipar.checkpoint.directory import checkpoints, find, newest
+from unipar.checkpoint.inference import load_model
+from unipar.checkpoint.load import load
 from unipar.checkpoint.manifest import Manifest, read_manifest
-from unipar.checkpoint.save import PendingSave, save, save_async, save_weights
+from unipar.checkpoint.retention import Retention
+from unipar.checkpoint.save import PendingSave, save, save_async, save_weights, wait_for_pending
 
 __all__ = [
+    "Description",
     "Manifest",
     "PendingSave",
     "Retention",
     "checkpoints",
+    "describe",
     "find",
+    "from_safetensors",
     "load",
     "load_model",
     "newest",
@@ -18,4 +30,7 @@ __all__ = [
     "save",
     "save_async",
     "save_weights",
+    "to_safetensors",
+    "verify",
+    "wait_for_pending",
 ]

@@ -1,129 +1,134 @@
-"""A directory of checkpoints: which there are, and which are kept."""
+"""A directory of checkpoints: which there are, which is newest, and how one gets its name."""
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
-from unipar.checkpoint.manifest import MANIFEST, read_manifest
+from unipar.checkpoint.files import sync_directory
+from unipar.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from unipar.errors import CheckpointError
 
-_STEP = re.compile(r"step-(\d{8,})")
-_UNFINISHED = ".unfinished-"
+logger = logging.getLogger(__name__)
+
+TEMPORARY = ".tmp-"
+REPLACED = ".old-"
+_NAME = re.compile(r"step-(\d{8,})")
 
 
 def step_name(step: int) -> str:
-    """The name of the checkpoint of ``step``."""
+    """The name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
-def unfinished(directory: Path, step: int) -> Path:
-    """Where the checkpoint of ``step`` is written until it is complete."""
-    return directory / f"{_UNFINISHED}{step_name(step)}"
-
-
 def checkpoints(directory: str | Path) -> list[Path]:
-    """The complete checkpoints in ``directory``, oldest step first."""
-    directory = Path(directory)
-    if not directory.is_dir():
-        return []
-    found = {
-        int(match[1]): path
-        for path in directory.iterdir()
-        if (match := _STEP.fullmatch(path.name)) and (path / MANIFEST).is_file()
-    }
-    return [found[step] for step in sorted(found)]
+    """The complete checkpoints in a directory, by step, the newest last."""
+    return [manifest.path for manifest in complete(directory)][::-1]
 
 
 def newest(directory: str | Path) -> Path | None:
-    """The complete checkpoint of the latest step in ``directory``, if there is one.
+    """The newest complete checkpoint in a directory, or ``None``.
 
-    One whose manifest is damaged is passed over for the one before it.
+    Complete means that its manifest is valid and that every file has its size; incomplete ones are
+    passed over with a warning. The data's checksums are verified when they are read.
     """
-    for path in reversed(checkpoints(directory)):
-        try:
-            read_manifest(path)
-        except CheckpointError:
-            continue
-        return path
-    return None
+    return next((manifest.path for manifest in complete(directory)), None)
 
 
 def find(path: str | Path) -> Path:
-    """The checkpoint that ``path`` is, or the newest of the directory that it is.
+    """The checkpoint at ``path``: itself, or the newest in it if it is a directory of checkpoints.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: there is none.
     """
     path = Path(path)
-    if (path / MANIFEST).is_file():
+    if (path / MANIFEST).exists() or (path.is_dir() and _NAME.fullmatch(path.name)):
         return path
     found = newest(path)
     if found is None:
+        held = ", ".join(sorted(p.name for p in path.iterdir())[:8]) if path.is_dir() else ""
         raise CheckpointError(
             f"{path} is no checkpoint, nor a directory of complete checkpoints. "
-            + (
-                f"It holds: {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}."
-                if path.is_dir()
-                else "It does not exist."
-            )
+            + (f"It holds: {held or 'nothing'}." if path.is_dir() else "It does not exist.")
         )
     return found
 
 
-def clean(directory: Path) -> None:
-    """Remove what earlier saves left when they were cut off."""
-    for path in directory.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(path, ignore_errors=True)
+def complete(directory: str | Path) -> Iterator[Manifest]:
+    """The manifests of the complete checkpoints in a directory, the newest first."""
+    for path in _candidates(Path(directory)):
+        try:
+            manifest = read_manifest(path)
+            check_sizes(manifest)
+        except CheckpointError as error:
+            logger.warning("Passing over %s: %s", path, error)
+        else:
+            yield manifest
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay.
+def _candidates(directory: Path) -> list[Path]:
+    """Directories named like checkpoints, the newest first."""
+    found: dict[int, Path] = {}
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if (match := _NAME.fullmatch(path.name)) and path.is_dir():
+                found[int(match[1])] = path
+        # A crash while a step was being saved anew can leave it under this name alone.
+        for path in directory.glob(f"{REPLACED}step-*"):
+            if match := _NAME.fullmatch(path.name.removeprefix(REPLACED)):
+                found.setdefault(int(match[1]), path)
+    return [found[step] for step in sorted(found, reverse=True)]
 
-    Attributes:
-        keep_last: how many of the newest; ``None`` keeps all.
-        keep_best: a metric and whether its lowest or highest is best; that checkpoint stays too.
+
+def check_sizes(manifest: Manifest) -> None:
+    """Hold that every file of a checkpoint exists and has its size.
+
+    Raises:
+        CheckpointError: one does not; it is named.
     """
+    for name, info in manifest.files.items():
+        file = manifest.path / name
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"Cannot open {file}: {error.strerror}.") from error
+        if size != info.size:
+            raise CheckpointError(
+                f"{file} is damaged: it has {size} bytes and should have {info.size}."
+            )
 
-    keep_last: int | None = None
-    keep_best: tuple[str, Literal["min", "max"]] | None = None
 
-    def apply(self, directory: str | Path) -> list[Path]:
-        """Remove the others; call it on one rank, when no save is under way.
+def clean(directory: Path) -> None:
+    """Remove what interrupted saves left behind, and undo a replacement that was cut off."""
+    for path in directory.glob(f"{REPLACED}step-*"):
+        original = path.with_name(path.name.removeprefix(REPLACED))
+        if original.exists():
+            remove(path)
+        else:
+            path.rename(original)
+    for path in directory.glob(f"{TEMPORARY}step-*"):
+        shutil.rmtree(path)
 
-        Returns:
-            What was removed.
-        """
-        if self.keep_last is None:
-            return []
-        found = checkpoints(directory)
-        kept = set(found[-self.keep_last :])
-        best = self._best(found)
-        if best is not None:
-            kept.add(best)
-        removed = [path for path in found if path not in kept]
-        for path in removed:
-            # Renamed first: a directory half removed must not look complete.
-            doomed = path.with_name(f"{_UNFINISHED}{path.name}-old")
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-        return removed
 
-    def _best(self, found: list[Path]) -> Path | None:
-        if self.keep_best is None:
-            return None
-        metric, mode = self.keep_best
-        scored: list[tuple[float, Path]] = []
-        for path in found:
-            value = read_manifest(path).metrics.get(metric)
-            if value is not None and value == value:
-                scored.append((value, path))
-        if not scored:
-            return None
-        choose = min if mode == "min" else max
-        # Of equals the newest stays.
-        return choose(reversed(scored), key=lambda pair: pair[0])[1]
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished checkpoint its name, durably; one of the same name is replaced."""
+    replaced = final.with_name(f"{REPLACED}{final.name}")
+    replacing = final.exists()
+    if replacing:
+        final.rename(replaced)
+    temporary.rename(final)
+    sync_directory(final.parent)
+    if replacing:
+        remove(replaced)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint so that it never looks like one when it is half gone."""
+    doomed = path.with_name(f"{TEMPORARY}{path.name.removeprefix(REPLACED)}-removed")
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    path.rename(doomed)
+    shutil.rmtree(doomed)

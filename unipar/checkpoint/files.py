@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 import xxhash
@@ -23,7 +24,8 @@ def digest(data: bytes | memoryview) -> str:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor; nothing is copied."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

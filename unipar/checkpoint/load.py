@@ -1,222 +1,190 @@
-"""Reading a checkpoint: each rank the parts that it holds, verified as they are read."""
+"""Loading: each rank reads what it holds, from a checkpoint of any strategy and world size."""
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
-from unipar.checkpoint.boxes import intersect, is_run, part
+from unipar.checkpoint import rng
+from unipar.checkpoint.commit import rng_path
+from unipar.checkpoint.differences import describe_differences
 from unipar.checkpoint.directory import find
-from unipar.checkpoint.files import FileReader, as_bytes
-from unipar.checkpoint.manifest import Chunk, EngineIndex, Manifest, TensorIndex, read_manifest
-from unipar.checkpoint.mismatch import check_names
-from unipar.checkpoint.rng import reseed, restore_rng
+from unipar.checkpoint.files import FileReader
+from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex, read_manifest
+from unipar.checkpoint.read import ChunkReader
 from unipar.errors import CheckpointError
-from unipar.state import Box, GroupState, LocalState, TensorInfo, TensorState, named_weights
-from unipar.strategy import Engine, ModelFactory
+from unipar.state import GroupState, TensorInfo, TensorState
+from unipar.strategy import Engine
 from unipar.world import World
+
+
+class AgreedError(CheckpointError):
+    """An error that every rank raises at the same place."""
+
+
+def agree(world: World, error: str | None) -> None:
+    """Raise on every rank if any rank has an error, so that none waits for one that has left."""
+    errors = world.gather(error)
+    failed = [rank for rank, text in enumerate(errors) if text]
+    if failed:
+        everywhere = len(failed) == world.size and len(set(errors)) == 1
+        text = errors[failed[0]]
+        raise AgreedError(text if everywhere else f"Rank {failed[0]}: {text}")
+
+
+class Source:
+    """A stored engine as :class:`unipar.state.StateSource`; its ``fill_…`` are collective."""
+
+    def __init__(self, manifest: Manifest, engine: EngineIndex, world: World) -> None:
+        self._manifest, self._engine, self._world = manifest, engine, world
+        self.weights: Mapping[str, TensorInfo] = _infos(engine.weights)
+        moments: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in _infos(engine.optimizer).items():
+            parameter, _, key = name.rpartition(".")
+            moments.setdefault(parameter, {})[key] = info
+        self.optimizer: Mapping[str, Mapping[str, TensorInfo]] = moments
+        self.groups: tuple[GroupState, ...] = engine.groups
+        self.extra: Mapping[str, Any] = engine.extra
+
+    def fill_weights(self, states: Iterable[TensorState]) -> None:
+        """Fill each state's boxes from the stored weights of the same name. Collective.
+
+        Raises:
+            CheckpointError: names or shapes differ, or a file is missing, short or corrupt. Raised
+                on every rank; some weights may have been filled by then.
+        """
+        self._fill("weights", list(states), self._engine.weights, exact=True)
+
+    def fill_optimizer(self, states: Iterable[TensorState]) -> None:
+        """Fill each state's boxes from the stored moments of the same name. Collective.
+
+        A rank may ask for the moments of its own parameters only.
+
+        Raises:
+            CheckpointError: as :meth:`fill_weights`.
+        """
+        self._fill("optimizer moments", list(states), self._engine.optimizer, exact=False)
+
+    def _fill(
+        self,
+        what: str,
+        states: list[TensorState],
+        stored: Mapping[str, TensorIndex],
+        *,
+        exact: bool,
+    ) -> None:
+        names = {state.name: self._stored_name(state.name, stored) for state in states}
+        wanted = {names[state.name]: tuple(state.shape) for state in states}
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        error = describe_differences(what, self._manifest.path, wanted, shapes, exact=exact)
+        agree(self._world, error)
+        with ChunkReader(self._manifest) as reader:
+            for state in states:
+                # After an error the rest are still taken through read and write, which may be
+                # collective, and the ranks agree on the error at the end.
+                targets = (
+                    state.read()
+                    if state.in_place
+                    else [torch.empty(box.sizes, dtype=state.dtype) for box in state.boxes]
+                )
+                if error is None:
+                    try:
+                        for box, target in zip(state.boxes, targets, strict=True):
+                            reader.fill(state.name, stored[names[state.name]], box, target)
+                    except CheckpointError as failure:
+                        error = str(failure)
+                if not state.in_place:
+                    state.write(targets)
+        agree(self._world, error)
+
+    def _stored_name(self, name: str, stored: Mapping[str, TensorIndex]) -> str:
+        """The name that a tensor, or a moment of it, is stored under if its weight is tied."""
+        aliases = self._engine.aliases
+        if name in stored:
+            return name
+        if name in aliases:
+            return aliases[name]
+        parameter, _, key = name.rpartition(".")
+        return f"{aliases[parameter]}.{key}" if parameter in aliases else name
+
+
+def _infos(tensors: Mapping[str, TensorIndex]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def load(
     path: str | Path, engines: Mapping[str, Engine], world: World, *, optimizer: bool = True
 ) -> Manifest:
-    """Restore engines and random generators from a checkpoint. Collective.
+    """Restore engines from a checkpoint, written under any strategy by any number of ranks.
+
+    Collective. Random number generators are restored too if as many ranks wrote the checkpoint;
+    else each rank is reseeded from (``progress["seed"]``, rank, step).
 
     Args:
         path: a checkpoint, or a directory of them, of which the newest is taken.
         engines: by the names that they were saved under.
-        world: the joined processes, any number of them.
-        optimizer: whether to restore more than the weights.
+        world: the run's processes.
+        optimizer: whether to restore training state (optimizer, scheduler, scaler, generators), or
+            the weights alone. A checkpoint made from bare weights has nothing else.
 
     Returns:
-        What the checkpoint says of itself.
+        the manifest: step, progress, metrics.
 
     Raises:
-        CheckpointError: it is damaged, or of another model; raised on every rank.
+        CheckpointError: the checkpoint is missing, damaged, or does not fit the engines. Raised on
+            every rank. Engines may be filled in part by then.
     """
-    problem: CheckpointError | None = None
     manifest: Manifest | None = None
+    error = None
     try:
         manifest = read_manifest(find(path))
-        _check_engines(manifest, engines)
-        with _Files(manifest) as files:
-            for name, engine in engines.items():
-                whole = optimizer and not manifest.weights_only
-                engine.import_state(StoredState(manifest.engines[name], files), optimizer=whole)
-    except CheckpointError as error:
-        problem = error
-    problems = world.gather(str(problem) if problem else "")
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(problems):
-        if text:
-            raise CheckpointError(f"rank {rank}: {text}")
+    except CheckpointError as failure:
+        error = str(failure)
+    agree(world, error)
     assert manifest is not None
-    if optimizer and not manifest.weights_only:
-        _restore_generators(manifest, world)
+    found = sorted(set(world.gather(manifest.path.name)))
+    if len(found) > 1:
+        raise CheckpointError(
+            f"Ranks see different checkpoints in {path}: {', '.join(found)}. The directory must be "
+            "on a filesystem that all ranks share."
+        )
+    optimizer = optimizer and not manifest.weights_only
+    try:
+        _check_engines(manifest, engines, exact=optimizer)
+        for name, engine in engines.items():
+            source = Source(manifest, manifest.engines[name], world)
+            engine.import_state(source, optimizer=optimizer)
+        if optimizer:
+            _restore_generators(manifest, world)
+    except AgreedError:
+        raise
+    except CheckpointError as failure:
+        # This rank left early; the others learn of it where they next agree, whichever that is.
+        error = str(failure)
+    agree(world, error)
     return manifest
 
 
-def load_model(
-    path: str | Path, model: nn.Module | ModelFactory, *, engine: str | None = None
-) -> nn.Module:
-    """Load a checkpoint's weights into a model, for inference; no process group is needed.
-
-    Args:
-        path: a checkpoint, or a directory of them, of which the newest is taken.
-        model: a module, or a function that builds one.
-        engine: which engine's weights; needed only where several were saved.
-
-    Returns:
-        The module, its weights replaced in place.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or of another model.
-    """
-    manifest = read_manifest(find(path))
-    if engine is None:
-        if len(manifest.engines) > 1:
-            raise CheckpointError(
-                f"{manifest.path} holds {len(manifest.engines)} models "
-                f"({', '.join(manifest.engines)}): say which, by engine='…'."
-            )
-        engine = next(iter(manifest.engines))
-    module = model if isinstance(model, nn.Module) else model()
-    weights, _ = named_weights(module)
-    with _Files(manifest) as files:
-        StoredState(manifest.engines[engine], files).fill_weights(
-            [LocalState.of(name, tensor) for name, tensor in weights.items()]
-        )
-    return module
-
-
-def _check_engines(manifest: Manifest, engines: Mapping[str, Engine]) -> None:
-    missing = [name for name in engines if name not in manifest.engines]
-    if missing:
+def _check_engines(manifest: Manifest, engines: Mapping[str, Engine], *, exact: bool) -> None:
+    missing = engines.keys() - manifest.engines.keys()
+    unexpected = manifest.engines.keys() - engines.keys() if exact else set()
+    if missing or unexpected:
         raise CheckpointError(
-            f"{manifest.path} holds no engine named {', '.join(missing)}; it holds "
-            f"{', '.join(manifest.engines)}. Prepare the model under the name it was saved with: "
+            f"{manifest.path} holds the engines {', '.join(manifest.engines)}, and this run has "
+            f"{', '.join(engines)}. Prepare each model under the name it was saved with: "
             "session.prepare(model, name='…')."
         )
 
 
 def _restore_generators(manifest: Manifest, world: World) -> None:
-    states = manifest.progress.get("rng", [])
-    if len(states) == world.size:
-        restore_rng(states[world.rank])
-    else:
-        reseed(int(manifest.progress.get("seed", 0)), world.rank, manifest.step)
-
-
-class _Files:
-    """The checkpoint's files, each opened when it is first needed."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._open: dict[str, FileReader] = {}
-
-    def __getitem__(self, name: str) -> FileReader:
-        if name not in self._open:
-            info = self._manifest.files[name]
-            header = (info.header_bytes, info.header_digest) if info.header_digest else None
-            self._open[name] = FileReader(self._manifest.path / name, info.size, header)
-        return self._open[name]
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for file in self._open.values():
-            file.close()
-
-
-class StoredState:
-    """One engine's stored state; a :class:`unipar.state.StateSource`."""
-
-    def __init__(self, index: EngineIndex, files: _Files) -> None:
-        self._index, self._files = index, files
-        self.weights = {name: TensorInfo(t.shape, t.dtype) for name, t in index.weights.items()}
-        self.optimizer: dict[str, dict[str, TensorInfo]] = {}
-        for name, tensor in index.optimizer.items():
-            parameter, _, key = name.rpartition(".")
-            info = TensorInfo(tensor.shape, tensor.dtype)
-            self.optimizer.setdefault(parameter, {})[key] = info
-        self.groups: tuple[GroupState, ...] = index.groups
-        self.extra = index.extra
-
-    def fill_weights(self, states: Iterable[TensorState]) -> None:
-        states = list(states)
-        check_names(states, self._index.weights, strict=True)
-        self._fill(states, self._index.weights)
-
-    def fill_optimizer(self, states: Iterable[TensorState]) -> None:
-        # A rank asks only for the moments of its own parameters.
-        states = list(states)
-        check_names(states, self._index.optimizer, strict=False)
-        self._fill(states, self._index.optimizer)
-
-    def _fill(self, states: Iterable[TensorState], index: Mapping[str, TensorIndex]) -> None:
-        for state in states:
-            stored = index[state.name]
-            if state.in_place:
-                for box, tensor in zip(state.boxes, state.read(), strict=True):
-                    self._fill_box(state.name, stored, box, tensor.detach())
-            else:
-                tensors = [torch.empty(box.sizes, dtype=stored.dtype) for box in state.boxes]
-                for box, tensor in zip(state.boxes, tensors, strict=True):
-                    self._fill_box(state.name, stored, box, tensor)
-                state.write(tensors)
-
-    def _fill_box(self, name: str, stored: TensorIndex, box: Box, out: torch.Tensor) -> None:
-        for chunk in stored.chunks:
-            common = intersect(chunk.box, box)
-            if common is None:
-                continue
-            target = part(out, box.offsets, common)
-            direct = (
-                target.device.type == "cpu"
-                and target.dtype == stored.dtype
-                and target.is_contiguous()
-                and is_run(common.sizes, chunk.box.sizes)
-            )
-            if direct:
-                self._read(name, chunk, _first(common, chunk.box), target)
-            else:
-                target.copy_(self._read_rows(name, stored, chunk, common))
-
-    def _read_rows(self, name: str, stored: TensorIndex, chunk: Chunk, common: Box) -> torch.Tensor:
-        """The common part, out of the chunk's rows that it spans."""
-        if not common.sizes:
-            scalar = torch.empty((), dtype=stored.dtype)
-            self._read(name, chunk, 0, scalar)
-            return scalar
-        rows = Box(
-            (common.offsets[0], *chunk.box.offsets[1:]), (common.sizes[0], *chunk.box.sizes[1:])
-        )
-        buffer = torch.empty(rows.sizes, dtype=stored.dtype)
-        self._read(name, chunk, _first(rows, chunk.box), buffer)
-        return part(buffer, rows.offsets, common)
-
-    def _read(self, name: str, chunk: Chunk, first: int, out: torch.Tensor) -> None:
-        """Fill ``out``, contiguous, with the chunk's elements from the ``first`` on."""
-        itemsize = out.dtype.itemsize
-        self._files[chunk.file].read(
-            as_bytes(out),
-            chunk.start,
-            first * itemsize,
-            math.prod(chunk.box.sizes) * itemsize,
-            chunk.digests,
-            lambda: f"tensor '{name}'",
-        )
-
-
-def _first(inner: Box, outer: Box) -> int:
-    """The position of the first element of ``inner`` in a row-major array of ``outer``."""
-    position = 0
-    for start, base, size in zip(inner.offsets, outer.offsets, outer.sizes, strict=True):
-        position = position * size + (start - base)
-    return position
+    info = manifest.files.get(rng_path(world.rank))
+    if manifest.world_size != world.size or info is None:
+        rng.reseed(int(manifest.progress.get("seed", 0)), world.rank, manifest.step)
+        return
+    path = manifest.path / rng_path(world.rank)
+    FileReader(path, info.size, (info.header_bytes, info.header_digest)).close()
+    rng.restore(json.loads(path.read_bytes()))

@@ -1,64 +1,54 @@
-"""The random generators of a rank, as text."""
+"""The state of a rank's random number generators, as JSON values."""
 
 from __future__ import annotations
 
-import base64
 import random
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
-from unipar.plain import from_json, to_json
 
-
-def capture_rng() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, JSON values."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    keys = numpy_state["state"]["key"]
-    state = {
-        "torch": _text(torch.get_rng_state().numpy()),
-        "python": to_json(random.getstate(), "Python's random state"),
-        "numpy": {
-            **{name: numpy_state[name] for name in ("has_gauss", "gauss")},
-            "key": _text(keys.astype("<u4")),
-            "pos": int(numpy_state["state"]["pos"]),
-        },
+def capture() -> dict[str, Any]:
+    """The state of Python's, NumPy's and PyTorch's global generators, CUDA's if it is in use."""
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"] = {**numpy["state"], "key": numpy["state"]["key"].astype("<u4").tobytes().hex()}
+    return {
+        "python": random.getstate(),
+        "numpy": numpy,
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": _hex(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = _text(torch.cuda.get_rng_state().numpy())
-    return state
 
 
-def restore_rng(state: dict[str, Any]) -> None:
-    """Set the generators to what :func:`capture_rng` told."""
-    torch.set_rng_state(torch.from_numpy(_array(state["torch"], "u1")))
-    random.setstate(from_json(state["python"], like=random.getstate()))
-    numpy_state = state["numpy"]
-    np.random.set_state(
-        {
-            "bit_generator": "MT19937",
-            "state": {"key": _array(numpy_state["key"], "<u4"), "pos": numpy_state["pos"]},
-            "has_gauss": numpy_state["has_gauss"],
-            "gauss": numpy_state["gauss"],
-        }
-    )
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(_array(state["cuda"], "u1")))
+def restore(state: dict[str, Any]) -> None:
+    """Put the generators back to a captured state."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    numpy = state["numpy"]
+    key = np.frombuffer(bytes.fromhex(numpy["state"]["key"]), dtype="<u4")
+    np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
+    torch.set_rng_state(_tensor(state["torch"]))
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
 
 def reseed(seed: int, rank: int, step: int) -> None:
-    """Seed the generators of a rank that has no saved state: another world size wrote it."""
-    mixed = (seed * 1_000_003 + rank) * 1_000_003 + step
-    torch.manual_seed(mixed % 2**63)
+    """Seed the generators as a function of (seed, rank, step) alone.
+
+    A run that goes on with another number of ranks cannot hand out the old states; this makes its
+    randomness differ between ranks and repeat from run to run.
+    """
+    mixed = xxhash.xxh3_64_intdigest(f"unipar:{seed}:{rank}:{step}".encode())
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
 
 
-def _text(array: np.ndarray) -> str:
-    return base64.b85encode(array.tobytes()).decode()
+def _hex(tensor: torch.Tensor) -> str:
+    return tensor.numpy().tobytes().hex()
 
 
-def _array(text: str, dtype: str) -> np.ndarray:
-    return np.frombuffer(base64.b85decode(text), dtype=dtype).copy()
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

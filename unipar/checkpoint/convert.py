@@ -1,0 +1,181 @@
+"""Conversion to the Hugging Face layout and back, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import unipar
+from unipar.checkpoint.boxes import whole
+from unipar.checkpoint.files import FileWriter, as_bytes
+from unipar.checkpoint.huggingface import INDEX, read_directory, shard_name
+from unipar.checkpoint.inference import pick_engine, read_any
+from unipar.checkpoint.manifest import Manifest, TensorIndex
+from unipar.checkpoint.read import ChunkReader
+from unipar.checkpoint.safetensors import Entry, lay_out
+from unipar.checkpoint.save import save_states
+from unipar.errors import CheckpointError, ConfigError
+from unipar.state import EngineState, TensorState
+from unipar.world import Placement, World
+
+DType = Literal["fp32", "bf16", "fp16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def to_safetensors(
+    path: str | Path,
+    output: str | Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    dtype: DType | torch.dtype | None = None,
+    engine: str | None = None,
+) -> Path:
+    """Write a checkpoint's weights in the Hugging Face layout.
+
+    ``from_pretrained`` reads the directory once the model's ``config.json`` stands in it. A tied
+    weight is written once. No more than one tensor is in memory.
+
+    Args:
+        path: a checkpoint, or a directory of them, of which the newest is taken.
+        output: the directory to write into.
+        max_shard_bytes: the most bytes of tensors in a file; a longer tensor has one to itself.
+        dtype: what floating-point weights are written as; ``None`` leaves them.
+        engine: which engine's weights; needed only where several were saved.
+
+    Returns:
+        the directory.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the output cannot be written.
+        ConfigError: the output holds a model already, or an argument is not allowed.
+    """
+    target = _dtype(dtype)
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes={max_shard_bytes} is not above 0.")
+    output = Path(output)
+    if output.is_dir() and any(output.glob("*.safetensors*")):
+        raise ConfigError(f"{output} holds safetensors already. Choose another directory.")
+    manifest = read_any(path)
+    weights = pick_engine(manifest, engine).weights
+    entries = [
+        Entry(
+            name, target if target and index.dtype.is_floating_point else index.dtype, index.shape
+        )
+        for name, index in weights.items()
+    ]
+    shards = _divide(entries, max_shard_bytes)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with ChunkReader(manifest) as reader:
+            for number, shard in enumerate(shards, 1):
+                _write_shard(output / shard_name(number, len(shards)), shard, weights, reader)
+        if len(shards) > 1:
+            _write_index(output, shards)
+    except OSError as error:
+        where = error.filename or output
+        raise CheckpointError(f"Cannot write {where}: {error.strerror or error}.") from error
+    return output
+
+
+def _dtype(dtype: DType | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype '{dtype}' is unknown; it is one of {', '.join(_DTYPES)}.")
+    return _DTYPES[dtype]
+
+
+def _divide(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.nbytes
+    return shards
+
+
+def _write_shard(
+    path: Path,
+    shard: Sequence[Entry],
+    weights: Mapping[str, TensorIndex],
+    reader: ChunkReader,
+) -> None:
+    layout = lay_out(shard, {"format": "pt"})
+    with FileWriter(path, layout.header) as file:
+        for entry, start in zip(shard, layout.starts, strict=True):
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
+            reader.fill(entry.name, weights[entry.name], whole(entry.shape), tensor)
+            file.write(as_bytes(tensor), start)
+
+
+def _write_index(output: Path, shards: Sequence[Sequence[Entry]]) -> None:
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for shard in shards for entry in shard)},
+        "weight_map": {
+            entry.name: shard_name(number, len(shards))
+            for number, shard in enumerate(shards, 1)
+            for entry in shard
+        },
+    }
+    (output / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored(TensorState):
+    """A tensor that lies in a file until it is asked for."""
+
+    index: TensorIndex
+    reader: ChunkReader
+
+    def read(self) -> Sequence[torch.Tensor]:
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.reader.fill(self.name, self.index, whole(self.shape), tensor)
+        return (tensor,)
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        raise CheckpointError(f"Tensor '{self.name}' is being converted and cannot be written to.")
+
+
+def from_safetensors(source: str | Path, output: str | Path, *, engine: str = "model") -> Path:
+    """Write a checkpoint of the weights in a Hugging Face directory; training can start from it.
+
+    Args:
+        source: a safetensors file, or a directory of them.
+        output: the directory of checkpoints that takes it, as step 0.
+        engine: the name of the engine that is to load it.
+
+    Returns:
+        the checkpoint's path, ``output/step-00000000``.
+
+    Raises:
+        CheckpointError: the source is missing or damaged, or the output cannot be written.
+    """
+    source = Path(source)
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist.")
+    found = read_directory(source)
+    manifest = Manifest(
+        path=Path(output).absolute(),
+        step=0,
+        strategy="",
+        world_size=1,
+        engines={},
+        files={},
+        weights_only=True,
+        unipar_version=unipar.__version__,
+        torch_version=str(torch.__version__),
+    )
+    with ChunkReader(found) as reader:
+        weights = [
+            _Stored(name, index.shape, index.dtype, (whole(index.shape),), index, reader)
+            for name, index in found.engines["model"].weights.items()
+        ]
+        return save_states(manifest, {engine: EngineState(weights)}, World(Placement()), None)

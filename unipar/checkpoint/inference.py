@@ -1,0 +1,123 @@
+"""Loading weights into a bare model; no engine, no optimizer, no process group."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from unipar.checkpoint.directory import find
+from unipar.checkpoint.huggingface import holds_safetensors, read_directory
+from unipar.checkpoint.load import Source
+from unipar.checkpoint.manifest import EngineIndex, Manifest, read_manifest
+from unipar.errors import CheckpointError, did_you_mean
+from unipar.state import LocalState, named_weights
+from unipar.strategy import ModelFactory
+from unipar.world import Placement, World
+
+
+def load_model(
+    path: str | Path, model: nn.Module | ModelFactory, *, engine: str | None = None
+) -> nn.Module:
+    """Load a checkpoint's weights into a model, for inference.
+
+    Args:
+        path: a checkpoint, a directory of them (the newest is taken), or a file or directory of
+            safetensors in the Hugging Face layout.
+        model: a module, or a function that builds one. A function is called under ``meta`` if all
+            that the model holds is stored, so that its initialization costs nothing.
+        engine: which engine's weights; needed only where several were saved.
+
+    Returns:
+        the module, its weights replaced in place.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model (differences are listed).
+    """
+    manifest = read_any(path)
+    index = pick_engine(manifest, engine)
+    module = model if isinstance(model, nn.Module) else _build(model)
+    weights, aliases = named_weights(module)
+    names = {name: [name] for name in weights}
+    for alias, name in aliases.items():
+        names[name].append(alias)
+    # A tied weight is stored once, under whichever of its names the writer came upon first; where
+    # it is stored under several, one is enough.
+    known = {**dict.fromkeys(index.weights), **dict.fromkeys(index.aliases)}
+    chosen = {
+        name: next((other for other in tied if other in known), name)
+        for name, tied in names.items()
+    }
+    spare = {other for name, tied in names.items() for other in tied if other != chosen[name]}
+    stored = {name: tensor for name, tensor in index.weights.items() if name not in spare}
+    world = World(Placement())
+    Source(manifest, dataclasses.replace(index, weights=stored), world).fill_weights(
+        [LocalState.of(chosen[name], tensor) for name, tensor in weights.items()]
+    )
+    return module
+
+
+def read_any(path: str | Path) -> Manifest:
+    """The manifest of a checkpoint, or one made up for safetensors files, which have none."""
+    path = Path(path)
+    if holds_safetensors(path):
+        return read_directory(path)
+    return read_manifest(find(path))
+
+
+def pick_engine(manifest: Manifest, engine: str | None) -> EngineIndex:
+    """The engine of this name, or the only one.
+
+    Raises:
+        CheckpointError: there is none of this name, or no name was given and there are several.
+    """
+    names = ", ".join(manifest.engines)
+    if engine is None and len(manifest.engines) != 1:
+        raise CheckpointError(
+            f"{manifest.path} holds several engines ({names}): say which, by engine='…'."
+        )
+    engine = engine if engine is not None else next(iter(manifest.engines))
+    if engine not in manifest.engines:
+        raise CheckpointError(
+            f"{manifest.path} holds no engine '{engine}'; it holds {names}."
+            f"{did_you_mean(engine, manifest.engines)}"
+        )
+    return manifest.engines[engine]
+
+
+def _build(factory: ModelFactory) -> nn.Module:
+    with torch.device("meta"):
+        module = factory()
+    if _holds_more_than_weights(module):
+        return factory()
+    # Not ``to_empty``: it gives tied parameters storage of their own.
+    made: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device="cpu")
+                    made[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else empty
+                    )
+                held[name] = made[id(tensor)]  # pyright: ignore[reportArgumentType]
+    return module
+
+
+def _holds_more_than_weights(module: nn.Module) -> bool:
+    """Whether the model computes tensors that no checkpoint holds, which meta leaves empty."""
+    stored = {id(value) for value in module.state_dict(keep_vars=True).values()}
+    for part in module.modules():
+        if any(
+            buffer is not None and id(buffer) not in stored for buffer in part._buffers.values()
+        ):
+            return True
+        if any(isinstance(value, torch.Tensor) for value in vars(part).values()):
+            return True
+    return False
