@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -39,7 +40,11 @@ class FileWriter:
     def __init__(self, path: Path, header: bytes = b"") -> None:
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._put(memoryview(header), 0)
+        try:
+            self._put(memoryview(header), 0)
+        except OSError:
+            self.close(sync=False)
+            raise
 
     def write(self, data: memoryview, start: int) -> list[str]:
         """Write ``data`` at byte ``start``, and return the digest of each piece of it."""
@@ -51,19 +56,30 @@ class FileWriter:
         return digests
 
     def _put(self, data: memoryview, start: int) -> None:
-        while data:
-            written = os.pwrite(self._fd, data, start)
-            data, start = data[written:], start + written
+        with self._named():
+            while data:
+                written = os.pwrite(self._fd, data, start)
+                data, start = data[written:], start + written
 
     def close(self, *, sync: bool = True) -> None:
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
         try:
-            if sync:
-                os.fsync(fd)
+            with self._named():
+                if sync:
+                    os.fsync(fd)
         finally:
             os.close(fd)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Put the path into an OSError; those of ``write`` and ``fsync`` carry none."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def __enter__(self) -> FileWriter:
         return self

@@ -35,14 +35,14 @@ class Item(NamedTuple):
 
     Attributes:
         tensor: the tensor's position in its part.
-        index: the box's position among the rank's boxes of that tensor; -1 for an empty tensor.
+        held: the box's position among the rank's boxes of that tensor; -1 for an empty tensor.
         box: the box itself.
         file: the position of its file among the rank's files of the part.
         entry: the box's position in that file.
     """
 
     tensor: int
-    index: int
+    held: int
     box: Box
     file: int
     entry: int
@@ -50,7 +50,7 @@ class Item(NamedTuple):
 
 @dataclass
 class RankPlan:
-    """What one rank writes of a part: items in the order of the tensors, and each file's entries."""
+    """What one rank writes of a part: items in the order of the tensors, each file's entries."""
 
     items: list[Item] = field(default_factory=list)
     files: list[list[Entry]] = field(default_factory=list)

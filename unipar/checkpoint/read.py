@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from types import TracebackType
 
 import torch
 
-from unipar.checkpoint.boxes import intersect, is_run, part
-from unipar.checkpoint.files import FileReader, as_bytes
+from unipar.checkpoint.boxes import intersect, is_run, part, volume
+from unipar.checkpoint.files import PIECE_BYTES, FileReader, as_bytes
 from unipar.checkpoint.manifest import Chunk, Manifest, TensorIndex
+from unipar.errors import CheckpointError
 from unipar.state import Box
 
 BLOCK_BYTES = 64 << 20
@@ -27,12 +27,7 @@ class ChunkReader:
     def __enter__(self) -> ChunkReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -47,9 +42,20 @@ class ChunkReader:
             CheckpointError: a file is missing, short or corrupt; names the file and the tensor.
         """
         for chunk in index.chunks:
-            if shared := intersect(chunk.box, box):
+            shared = intersect(chunk.box, box)
+            if shared is not None:
                 view = part(target.detach(), box.offsets, shared)
                 self._fill(name, index, chunk, shared, view)
+
+    def verify(self, name: str, index: TensorIndex) -> None:
+        """Read all of a tensor, one piece at a time, and hold its checksums."""
+        scratch = bytearray(PIECE_BYTES)
+        for chunk in index.chunks:
+            length = volume(chunk.box) * index.dtype.itemsize
+            self._open(name, chunk.file)
+            for begin in range(0, length, PIECE_BYTES):
+                piece = memoryview(scratch)[: min(PIECE_BYTES, length - begin)]
+                self._read_bytes(name, chunk, begin, length, piece)
 
     def _fill(
         self, name: str, index: TensorIndex, chunk: Chunk, shared: Box, view: torch.Tensor
@@ -65,43 +71,42 @@ class ChunkReader:
         if direct:
             strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
             first = sum(a * b for a, b in zip(start, strides, strict=True))
-            self._read(name, index, chunk, first, as_bytes(view))
+            self._read(name, chunk, first, view)
             return
         if not sizes:
             aside = torch.empty((), dtype=index.dtype)
-            self._read(name, index, chunk, 0, as_bytes(aside))
+            self._read(name, chunk, 0, aside)
             view.copy_(aside)
             return
         row = math.prod(sizes[1:])
         rows = max(1, BLOCK_BYTES // (row * index.dtype.itemsize))
-        inner = Box((0, *start[1:]), shared.sizes)
         for at in range(0, shared.sizes[0], rows):
             count = min(rows, shared.sizes[0] - at)
             aside = torch.empty((count, *sizes[1:]), dtype=index.dtype)
-            self._read(name, index, chunk, (start[0] + at) * row, as_bytes(aside))
-            wanted = Box(inner.offsets, (count, *shared.sizes[1:]))
+            self._read(name, chunk, (start[0] + at) * row, aside)
+            wanted = Box((0, *start[1:]), (count, *shared.sizes[1:]))
             view.narrow(0, at, count).copy_(part(aside, (0,) * len(sizes), wanted))
 
-    def _read(
-        self, name: str, index: TensorIndex, chunk: Chunk, first: int, out: memoryview
+    def _read(self, name: str, chunk: Chunk, first: int, out: torch.Tensor) -> None:
+        """Fill ``out``, contiguous, with the chunk's elements from the ``first`` on."""
+        width = out.dtype.itemsize
+        self._read_bytes(name, chunk, first * width, volume(chunk.box) * width, as_bytes(out))
+
+    def _read_bytes(
+        self, name: str, chunk: Chunk, begin: int, length: int, out: memoryview
     ) -> None:
-        """Read elements ``first …`` of a chunk."""
-        width = index.dtype.itemsize
-        self._open(chunk.file).read(
-            out,
-            chunk.start,
-            first * width,
-            math.prod(chunk.box.sizes) * width,
-            chunk.digests,
-            lambda: f"tensor '{name}'",
+        self._open(name, chunk.file).read(
+            out, chunk.start, begin, length, chunk.digests, lambda: f"tensor '{name}'"
         )
 
-    def _open(self, file: str) -> FileReader:
+    def _open(self, name: str, file: str) -> FileReader:
         if file not in self._files:
             if len(self._files) == MAX_OPEN_FILES:
                 self.close()
-            size, length, expected = self._manifest.files[file]
-            self._files[file] = FileReader(
-                self._manifest.path / file, size, (length, expected) if length else None
-            )
+            info = self._manifest.files[file]
+            header = (info.header_bytes, info.header_digest) if info.header_digest else None
+            try:
+                self._files[file] = FileReader(self._manifest.path / file, info.size, header)
+            except CheckpointError as error:
+                raise CheckpointError(f"Cannot read tensor '{name}': {error}") from error
         return self._files[file]
