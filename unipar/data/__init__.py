@@ -3,6 +3,6 @@
 from unipar.data.loader import Loader
 from unipar.data.move import move_to
 from unipar.data.order import Position
-from unipar.data.sources import batch_size_of
+from unipar.data.sources import batch_size_of, num_samples_of
 
-__all__ = ["Loader", "Position", "batch_size_of", "move_to"]
+__all__ = ["Loader", "Position", "batch_size_of", "move_to", "num_samples_of"]

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data.order import Position, Slicing, epoch_order
-from unipar.data.samples import Collate, Samples, check_structure, structure
+from unipar.data.samples import Collate, Samples, raise_different, structure
 from unipar.data.sources import Source, open_source
 from unipar.data.stream import StreamShare
 from unipar.errors import ConfigError, DataError
@@ -115,6 +115,19 @@ class Loader:
         """The batch that comes next."""
         return self._position
 
+    def peek(self) -> Batch:
+        """The next batch, the position staying where it is."""
+        position, stream_state = self._position, self._stream_state
+        dataset = self._source.dataset
+        keeps_place = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        place = copy.deepcopy(dataset.state_dict()) if keeps_place else None
+        try:
+            return next(iter(self))
+        finally:
+            self._position, self._stream_state = position, stream_state
+            if place is not None:
+                dataset.load_state_dict(place)
+
     def rewind(self) -> None:
         """Go back to the first batch of the first epoch."""
         self._position, self._stream_state = Position(0, 0), None
@@ -141,7 +154,7 @@ class Loader:
             self._check(batch)
             yield batch
         if index < start and self._source.is_stream and start == 0:
-            raise DataError("the stream is empty: iterating it gave no sample at all.")
+            raise DataError(_no_batch(self._source, epoch, self.global_batch_size))
         self._position, self._stream_state = Position(epoch + 1, 0), None
 
     def _indexed(self) -> Iterator[tuple[Batch, None]]:
@@ -172,9 +185,10 @@ class Loader:
                 Samples(self._source.dataset, self._slicing.data_rank),
                 batch_sampler=_Wanted(),
                 collate_fn=self._collate,
-                generator=torch.Generator().manual_seed(self._seed),
+                generator=torch.Generator(),
                 **self._settings,
             )
+        self._seed_workers(self._dataset_loader)
         # The loader is kept so that its workers can be; only what it is asked for changes.
         sampler = self._dataset_loader.batch_sampler
         assert isinstance(sampler, _Wanted)
@@ -195,7 +209,8 @@ class Loader:
             state=self._stream_state,
             drop_last=self._source.drop_last,
         )
-        loader = DataLoader(share, batch_size=None, **self._settings)
+        loader = DataLoader(share, batch_size=None, generator=torch.Generator(), **self._settings)
+        self._seed_workers(loader)
         items = iter(loader)
         for index in range(start, 2**63):
             try:
@@ -205,9 +220,26 @@ class Loader:
             batch = tuple(MicroBatch(data, count) for data, count in parts)
             yield Batch(batch, num_samples, index, epoch), state
 
+    def _seed_workers(self, loader: DataLoader) -> None:
+        """Random augmentations differ between epochs, ranks and workers.
+
+        The loader has a generator of its own, or it would draw from the one that dropout uses, and
+        a resumed run would go on differently.
+        """
+        epoch, index = self._position.epoch, self._position.index
+        seed = hash((self._seed, epoch, index, self._slicing.data_rank))
+        assert loader.generator is not None
+        loader.generator.manual_seed(seed % 2**63)
+
     def _next(self, items: Iterator[Any]) -> Any:
         try:
             return next(items)
+        except DataError as error:
+            # A worker process sends the traceback as text; the message stands at its end.
+            _, raised, message = str(error).rpartition(f"{DataError.__module__}.DataError: ")
+            if not raised:
+                raise
+            raise DataError(message.strip()) from error
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -223,7 +255,10 @@ class Loader:
             if self._structure is None:
                 self._structure = found
             elif found != self._structure:
-                check_structure(self._structure, found, batch)
+                raise_different(self._structure, found, batch)
+
+
+_OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 
 
 class _Wanted:
@@ -236,6 +271,21 @@ class _Wanted:
 
     def __len__(self) -> int:
         return len(self.indices)
+
+
+def _no_batch(source: Source, epoch: int, global_batch_size: int) -> str:
+    name = type(source.dataset).__name__
+    if epoch:
+        return (
+            f"the stream ({name}) gave no sample in epoch {epoch}: it was used up before. Its "
+            "__iter__ must begin anew each time it is called."
+        )
+    if source.drop_last:
+        return (
+            f"the stream ({name}) gave no full global batch of {global_batch_size}, and the "
+            "DataLoader has drop_last=True. Lower global_batch_size, or leave drop_last out."
+        )
+    return f"the stream ({name}) is empty: iterating it gave no sample at all."
 
 
 def _slicing(size: int, micro: int | None, rank: int, ranks: int) -> Slicing:
@@ -270,7 +320,7 @@ def _settings(source: Source, num_workers: int | None, pin_memory: bool | None) 
     if num_workers is not None:
         settings["num_workers"] = num_workers
         if num_workers == 0:
-            for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
+            for name in _OF_WORKERS:
                 settings.pop(name, None)
     if pin_memory is not None:
         settings["pin_memory"] = pin_memory

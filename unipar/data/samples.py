@@ -66,7 +66,8 @@ def structure(data: Any, *, shapes: bool = False) -> Any:
     if isinstance(data, torch.Tensor):
         return (data.dtype, tuple(data.shape)) if shapes else data.dtype
     if isinstance(data, Mapping):
-        return ("mapping", *((key, structure(value, shapes=shapes)) for key, value in data.items()))
+        parts = [(str(key), structure(value, shapes=shapes)) for key, value in data.items()]
+        return ("mapping", *sorted(parts, key=lambda part: part[0]))
     if isinstance(data, (list, tuple)):
         # Lists of plain values (file names, say) may differ in length from batch to batch.
         parts = [structure(item, shapes=shapes) for item in data]
@@ -75,7 +76,7 @@ def structure(data: Any, *, shapes: bool = False) -> Any:
     return type(data).__name__
 
 
-def check_structure(expected: Any, found: Any, batch: Batch) -> None:
+def raise_different(expected: Any, found: Any, batch: Batch) -> None:
     """Raise :class:`DataError` that says how a batch differs from those before it."""
     raise DataError(
         f"batch {batch.index} of epoch {batch.epoch} is made differently from those before it: "

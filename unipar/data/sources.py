@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,11 @@ def open_source(data: Any) -> Source:
                 "Pass tensors with equal first dims, or a list whose items are the samples."
             )
         return Source(TensorDataset(*data))
+    if isinstance(data, Mapping):
+        raise DataError(
+            "the data is a mapping, which has no samples by index. Pass a tuple of tensors for "
+            "columns, a list of dicts, or a dataset whose items are dicts."
+        )
     if isinstance(data, IterableDataset) or (
         hasattr(data, "__getitem__") and hasattr(data, "__len__")
     ):
@@ -82,6 +87,12 @@ def open_source(data: Any) -> Source:
 def batch_size_of(data: Any) -> int | None:
     """The batch size that a ``DataLoader`` was made with; ``None`` for anything else."""
     return data.batch_size if isinstance(data, DataLoader) else None
+
+
+def num_samples_of(data: Any) -> int | None:
+    """Samples in the data; ``None`` for a stream that does not know."""
+    dataset = open_source(data).dataset
+    return len(dataset) if hasattr(dataset, "__len__") else None
 
 
 def _from_loader(loader: DataLoader) -> Source:

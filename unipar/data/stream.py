@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
 from unipar.data.order import Slicing
 from unipar.errors import DataError
@@ -47,6 +49,9 @@ class StreamShare(IterableDataset):
     def __iter__(self) -> Iterator[StreamBatch]:
         worker = get_worker_info()
         every, first = (worker.num_workers, worker.id) if worker else (1, 0)
+        # A stream that divides itself among worker processes (Hugging Face's do) would lose samples
+        # here, where each worker reads all of it. torch has no public way to hide them.
+        torch_worker._worker_info = None
         size = self._slicing.global_batch_size
         samples = self._samples()
         for number in itertools.count():
@@ -57,14 +62,13 @@ class StreamShare(IterableDataset):
                 yield self._cut(block), len(block), self._position(worker is None)
 
     def _samples(self) -> Iterator[Any]:
-        size = self._slicing.global_batch_size
+        start = self._start * self._slicing.global_batch_size
+        first = 0
         if self._state is not None and hasattr(self._dataset, "load_state_dict"):
             self._dataset.load_state_dict(self._state)
-            skip = 0
-        else:
-            skip = self._start * size
+            first = start
         stream = iter(self._dataset)
-        for number in itertools.count():
+        for number in itertools.count(first):
             try:
                 sample = next(stream)
             except StopIteration:
@@ -72,9 +76,10 @@ class StreamShare(IterableDataset):
             except Exception as error:
                 raise DataError(
                     f"rank {self._slicing.data_rank}: sample {number} of "
-                    f"{type(self._dataset).__name__} raised {type(error).__name__}: {error}."
+                    f"{type(self._dataset).__name__} raised {type(error).__name__}: {error}. "
+                    "Mend or leave out that sample."
                 ) from error
-            if number >= skip:
+            if number >= start:
                 yield sample
 
     def _cut(self, block: list[Any]) -> list[tuple[Any, int]]:
@@ -87,5 +92,5 @@ class StreamShare(IterableDataset):
     def _position(self, in_this_process: bool) -> Any:
         # A worker process would tell the state of its copy, which has read ahead.
         if in_this_process and hasattr(self._dataset, "state_dict"):
-            return self._dataset.state_dict()
+            return copy.deepcopy(self._dataset.state_dict())
         return None

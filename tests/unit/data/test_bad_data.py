@@ -1,0 +1,114 @@
+"""Data that cannot be trained on says so: what, where, and what to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+from unipar.data import Loader
+from unipar.errors import DataError
+
+
+class Faulty:
+    """Eight samples, the sixth of which is broken."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise ValueError("image 5 is truncated")
+        return torch.tensor(index)
+
+
+class FaultyBulk(Faulty):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[i] for i in indices]
+
+
+class Deadly(Faulty):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+def shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def everything(data: Any, size: int = 4, **kwargs: Any) -> list[Any]:
+    return list(Loader(data, global_batch_size=size, shuffle=False, **kwargs))
+
+
+def test_no_samples():
+    with pytest.raises(DataError, match=r"the data \(list\) is empty: it has 0 samples.*filter"):
+        Loader([], global_batch_size=1)
+
+
+def test_fewer_samples_than_a_batch():
+    with pytest.raises(
+        DataError, match=r"has 3 samples, fewer than one global batch of 4.*at most 3"
+    ):
+        Loader([1, 2, 3], global_batch_size=4)
+
+
+def test_columns_given_as_a_list_get_a_hint():
+    with pytest.raises(DataError, match=r"for columns such as inputs and targets, pass a tuple"):
+        Loader([torch.zeros(9), torch.zeros(9)], global_batch_size=4)
+
+
+@pytest.mark.parametrize("kind", [Faulty, FaultyBulk])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sample_that_raises_is_named_with_its_rank_and_traceback(
+    kind: type[Faulty], num_workers: int
+):
+    message = rf"^rank 1: sample 5 of {kind.__name__} raised ValueError: image 5 is truncated\."
+    with pytest.raises(DataError, match=message) as caught:
+        everything(kind(), 8, data_rank=1, data_size=2, num_workers=num_workers)
+    assert "\n" not in str(caught.value)
+    assert 'raise ValueError("image 5 is truncated")' in shown(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_of_different_shapes_are_described(num_workers: int):
+    data = [torch.zeros(3), torch.zeros(4)]
+    message = r"2 samples do not make a batch .*They are: float32\[3\]; float32\[4\]. Pad them"
+    with pytest.raises(DataError, match=message):
+        everything(data, 2, num_workers=num_workers)
+
+
+def test_batches_of_different_keys_are_described():
+    data = [{"x": 1, "y": 1}] * 4 + [{"x": 1}] * 4
+    with pytest.raises(DataError, match=r"batch 1 of epoch 0 is made differently") as caught:
+        everything(data)
+    assert "it is {x: int64}, and they were {x: int64, y: int64}" in str(caught.value)
+
+
+def test_the_order_of_keys_is_no_difference():
+    everything([{"x": 1, "y": 1}] * 4 + [{"y": 1, "x": 1}] * 4)
+
+
+def test_batches_of_different_types_are_described():
+    data = [torch.tensor(1)] * 4 + [torch.tensor(1.5)] * 4
+    with pytest.raises(DataError, match="it is float32, and they were int64"):
+        everything(data)
+
+
+def test_a_killed_worker_process_is_reported():
+    with pytest.raises(DataError, match=r"data-loading process of rank 0 ended unexpectedly") as e:
+        everything(Deadly(), num_workers=1)
+    assert "lower num_workers" in str(e.value)
+
+
+def test_an_interrupt_is_no_data_error():
+    class Interrupted(Faulty):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        everything(Interrupted())

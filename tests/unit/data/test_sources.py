@@ -1,0 +1,222 @@
+"""What is taken as data, and what of a ``DataLoader`` is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from unipar.data import Loader, batch_size_of, num_samples_of
+from unipar.errors import ConfigError, DataError
+
+
+class Bulk:
+    """Fetches a list of samples at once, as Hugging Face data sets do."""
+
+    def __init__(self) -> None:
+        self.bulks: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        raise AssertionError("the bulk fetch is there to be used")
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, int]]:
+        self.bulks.append(list(indices))
+        return [{"x": i, "y": 10 * i} for i in indices]
+
+
+class Numbers(Dataset):
+    """The numbers from 0."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(10)
+
+
+def first(data: Any, **kwargs: Any) -> Any:
+    batch = next(iter(Loader(data, global_batch_size=2, **{"shuffle": False, **kwargs})))
+    return batch.microbatches[0].data
+
+
+def test_a_tensor_holds_samples_along_its_first_dim():
+    assert first(torch.arange(6).reshape(3, 2)).tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_tuple_of_tensors_holds_columns():
+    x, y = first((torch.arange(3), torch.arange(3) * 10))
+    assert (x.tolist(), y.tolist()) == ([0, 1], [0, 10])
+
+
+def test_a_list_holds_samples():
+    batch = first([{"x": torch.tensor(i), "name": f"n{i}"} for i in range(3)])
+    assert batch["x"].tolist() == [0, 1]
+    assert batch["name"] == ["n0", "n1"]
+
+
+def test_an_array_holds_samples():
+    assert first(np.arange(4)).tolist() == [0, 1]
+
+
+def test_a_bulk_fetch_is_used_where_there_is_one():
+    data = Bulk()
+    batch = first(data)
+    assert batch["y"].tolist() == [0, 10]
+    assert data.bulks[0] == [0, 1]
+
+
+def test_a_collate_function_makes_the_batch():
+    assert first(list(range(4)), collate_fn=lambda samples: ("mine", samples)) == ("mine", [0, 1])
+
+
+def test_a_data_loader_keeps_its_parts_and_not_its_order(caplog: pytest.LogCaptureFixture):
+    data = DataLoader(
+        Numbers(8), batch_size=4, shuffle=True, collate_fn=lambda samples: ("own", samples)
+    )
+    with caplog.at_level(logging.INFO, logger="unipar.data"):
+        loader = Loader(data, global_batch_size=4)
+    assert "unipar decides the order" in caplog.text
+    kinds, orders = zip(*[batch.microbatches[0].data for batch in loader], strict=True)
+    assert set(kinds) == {"own"}
+    assert sorted(orders[0] + orders[1]) == list(range(8))
+    assert batch_size_of(data) == 4
+    assert num_samples_of(data) == 8
+
+
+def test_a_data_loader_without_shuffling_keeps_the_order():
+    data = DataLoader(Numbers(6), batch_size=2)
+    seen = [batch.microbatches[0].data.tolist() for batch in Loader(data, global_batch_size=3)]
+    assert seen == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_data_loaders_drop_last_leaves_the_ragged_batch_out():
+    data = DataLoader(Numbers(7), batch_size=2, drop_last=True)
+    loader = Loader(data, global_batch_size=3)
+    assert loader.num_batches == 2
+    assert sum(batch.global_num_samples for batch in loader) == 6
+    assert loader.position.epoch == 1
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_data_loaders_workers_are_kept(persistent: bool):
+    class Where(Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            info = torch.utils.data.get_worker_info()
+            return -1 if info is None else info.id
+
+    data = DataLoader(Where(), batch_size=1, num_workers=2, persistent_workers=persistent)
+    loader = Loader(data, global_batch_size=1)
+    for _ in range(2):
+        assert {int(batch.microbatches[0].data) for batch in loader} == {0, 1}
+    workers = Loader(data, global_batch_size=1, num_workers=0)
+    assert {int(batch.microbatches[0].data) for batch in workers} == {-1}
+
+
+def test_no_workers_are_asked_for_over_a_data_loader_that_waits_for_them():
+    data = DataLoader(Numbers(4), batch_size=2, num_workers=1, timeout=5, prefetch_factor=2)
+    assert first(data, num_workers=0).tolist() == [0, 1]
+
+
+SAMPLERS: dict[str, Callable[[Dataset], DataLoader]] = {
+    "sampler=WeightedRandomSampler": lambda d: DataLoader(
+        d, batch_size=2, sampler=WeightedRandomSampler([1.0] * 6, 6)
+    ),
+    "RandomSampler with replacement": lambda d: DataLoader(
+        d,
+        batch_size=2,
+        sampler=RandomSampler(d, replacement=True),  # pyright: ignore[reportArgumentType]
+    ),
+    "RandomSampler with replacement or num_samples": lambda d: DataLoader(
+        d,
+        batch_size=2,
+        sampler=RandomSampler(d, num_samples=3),  # pyright: ignore[reportArgumentType]
+    ),
+    "batch_sampler=Pairs": lambda d: DataLoader(
+        d,
+        batch_sampler=Pairs(SequentialSampler(d), 2, False),  # pyright: ignore[reportArgumentType]
+    ),
+    "batch_size=None": lambda d: DataLoader(d, batch_size=None),
+}
+
+
+class Pairs(BatchSampler):
+    """Somebody's own."""
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_sampler_of_ones_own_is_refused_with_the_way_to_express_it(name: str):
+    with pytest.raises(DataError, match=r"Subset\(dataset, indices\)") as caught:
+        Loader(SAMPLERS[name](TensorDataset(torch.arange(6))), global_batch_size=2)
+    assert name in str(caught.value)
+
+
+def test_what_the_message_says_instead_of_a_sampler_works():
+    data = Subset(Numbers(6), [5, 5, 1, 0])
+    loader = Loader(data, global_batch_size=2, shuffle=False)
+    assert [b.microbatches[0].data.tolist() for b in loader] == [[5, 5], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((torch.zeros(3), torch.zeros(4)), r"columns of equal length, and these have \[3, 4\]"),
+        ({"x": torch.zeros(3)}, "a mapping, which has no samples by index. Pass a tuple"),
+        (iter([1, 2]), "list_iterator, which is none of: .*Wrap it in"),
+        (None, "NoneType, which is none of"),
+    ],
+    ids=["ragged columns", "mapping", "iterator", "none"],
+)
+def test_what_is_no_data_is_refused(data: Any, message: str):
+    with pytest.raises(DataError, match=message):
+        Loader(data, global_batch_size=1)
+
+
+def test_a_stream_cannot_be_shuffled():
+    with pytest.raises(ConfigError, match="shuffle=True needs a dataset with indices"):
+        Loader(Stream(), global_batch_size=2, shuffle=True)
+
+
+def test_random_augmentations_differ_between_ranks_workers_and_epochs():
+    class Noise(Dataset):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.rand(())
+
+    def noise(rank: int) -> list[float]:
+        loader = Loader(Noise(), global_batch_size=4, data_rank=rank, data_size=2, num_workers=1)
+        return [float(v) for _ in range(2) for b in loader for v in b.microbatches[0].data]
+
+    drawn = noise(0) + noise(1)
+    assert len(set(drawn)) == len(drawn) == 8
+    assert noise(0) == noise(0)
