@@ -55,9 +55,13 @@ class NamedOptimizer:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Built once on a dummy, so that a wrong value is found before any process starts.
-        weight = nn.Parameter(torch.zeros(1, 1))
-        _build("optimizer", OPTIMIZERS, self.name, [weight], self.options)
+        # Built once on a dummy, so that a wrong value is found before any process starts. Torch
+        # imports its compiler for that (a second), so not where there is no value to try.
+        if self.options:
+            weight = nn.Parameter(torch.zeros(1, 1))
+            _build("optimizer", OPTIMIZERS, self.name, [weight], self.options)
+        else:
+            _find("optimizer", OPTIMIZERS, self.name, self.options)
 
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """Build it over the parameters that require grad.
@@ -101,6 +105,19 @@ class NamedScheduler:
 def _build(
     kind: str, classes: Mapping[str, type], name: str, over: Any, options: Mapping[str, Any]
 ) -> Any:
+    found = _find(kind, classes, name, options)
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    try:
+        return found(over, **values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(
+            f"{kind} '{name}' does not take {given or 'these values'}: {error}."
+        ) from error
+
+
+def _find(kind: str, classes: Mapping[str, type], name: str, options: Mapping[str, Any]) -> type:
+    """The class, if it takes arguments of these names."""
     found = classes.get(name.lower())
     if found is None:
         why = _NEED_CALLS.get(name.lower())
@@ -124,11 +141,4 @@ def _build(
     missing = [key for key in required if key not in options]
     if missing:
         raise ConfigError(f"{kind} '{name}' needs {', '.join(missing)}.")
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
-    try:
-        return found(over, **values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigError(
-            f"{kind} '{name}' does not take {given or 'these values'}: {error}."
-        ) from error
+    return found

@@ -8,17 +8,29 @@ and neither knows which framework holds it.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from unipar.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether ``value`` is divided over a device mesh.
+
+    Asked so, because importing ``DTensor`` takes as long as half of torch, and nothing can be one
+    before it has been imported.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 class Box(NamedTuple):
@@ -83,9 +95,11 @@ class LocalState(TensorState):
     def of(cls, name: str, tensor: torch.Tensor) -> LocalState:
         """Describe a plain tensor (held whole by this rank) or a ``DTensor`` (by its shard)."""
         tensor = tensor.detach()
-        if not isinstance(tensor, DTensor):
+        if not is_dtensor(tensor):
             shape = tuple(tensor.shape)
             return cls(name, shape, tensor.dtype, (Box((0,) * len(shape), shape),), (tensor,))
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         sizes, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )

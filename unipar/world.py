@@ -117,22 +117,28 @@ class World:
             agreed[flag] = self._flags[flag] = 0.0
         return raised
 
-    def start_reduce_loss(self, total: torch.Tensor, count: torch.Tensor | float) -> LossReduction:
+    def start_reduce_loss(
+        self, total: torch.Tensor, count: torch.Tensor | float, scale: float = 1.0
+    ) -> LossReduction:
         """Begin summing a step's loss total and item count over the data-parallel ranks.
 
         Every engine reduces its loss with this once a step, for the flags travel with it.
 
         Args:
-            total: scalar tensor, this rank's loss summed over its items.
+            total: scalar tensor without gradient, this rank's loss.
             count: this rank's number of items.
+            scale: what makes a sum over those items of ``total``.
         """
         if self.size == 1:
-            return LossReduction(self, total, count)
-        values = torch.empty(2 + len(Flag), dtype=torch.float64, device=total.device)
-        values[0] = total.detach()
+            return LossReduction(self, total, count, scale)
+        # Filled one by one: copying a list to an accelerator would wait for it.
+        values = torch.zeros(2 + len(Flag), dtype=torch.float64, device=total.device)
+        values[0] = total * scale
         values[1] = count
-        values[2:] = torch.tensor(self._flags, dtype=torch.float64)
-        return LossReduction(self, values, None, dist.all_reduce(values, async_op=True))
+        for flag in Flag:
+            if self._flags[flag]:
+                values[2 + flag] = self._flags[flag]
+        return LossReduction(self, values, None, 1.0, dist.all_reduce(values, async_op=True))
 
     # -- small collectives on Python values ------------------------------------------------------
 
@@ -171,21 +177,24 @@ class World:
 class LossReduction:
     """A loss on its way to being the mean over all items of the global batch."""
 
-    __slots__ = ("_count", "_values", "_work", "_world")
+    __slots__ = ("_count", "_scale", "_values", "_work", "_world")
 
     def __init__(
         self,
         world: World,
         values: torch.Tensor,
         count: torch.Tensor | float | None,
+        scale: float,
         work: Any = None,
     ) -> None:
-        self._world, self._values, self._count, self._work = world, values, count, work
+        self._world, self._values, self._work = world, values, work
+        self._count, self._scale = count, scale
 
     def wait(self) -> tuple[float, float]:
         """The mean loss over all items of all ranks, and their number."""
         if self._work is None:
-            total, count = self._values.item(), float(self._count)  # pyright: ignore[reportArgumentType]
+            total = self._values.item() * self._scale
+            count = float(self._count)  # pyright: ignore[reportArgumentType]
         else:
             self._work.wait()
             total, count, *agreed = self._values.tolist()
