@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -52,13 +51,13 @@ def main() -> None:
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--output-dir", default="runs/own_loop")
     args = parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as directory:
-        run = functools.partial(
-            train, strategy=args.strategy, epochs=args.epochs, directory=directory
-        )
-        unipar.spawn(run, devices=args.devices)
+    run = functools.partial(
+        train, strategy=args.strategy, epochs=args.epochs, directory=args.output_dir
+    )
+    unipar.spawn(run, devices=args.devices)
 
 
 if __name__ == "__main__":

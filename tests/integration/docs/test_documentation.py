@@ -1,0 +1,80 @@
+"""What the README and the docs say is run as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+# These need what a test cannot have, or do what other tests do: set-up from nothing, a cluster.
+NOT_RUN = ("make ", "pip install", "torchrun", "srun", "mpirun", "pytest ")
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    found = FENCE.finditer(page.read_text())
+    return [match["code"] for match in found if match["language"] in languages]
+
+
+def commands(page: Path) -> list[str]:
+    lines = [
+        line.split("#")[0].strip()
+        for block in blocks(page, "sh", "console")
+        for line in block.splitlines()
+    ]
+    return [line for line in lines if line and not line.startswith(NOT_RUN)]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    return subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=150
+    )
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=named)
+def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
+    script = tmp_path / "blocks.py"
+    script.write_text("\n".join(blocks(page, "python")))
+    done = run([sys.executable, str(script)], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=named)
+def test_commands_run(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    if "runs/" in " ".join(commands(page)):
+        # The commands work on what the page's own code leaves.
+        script = tmp_path / "blocks.py"
+        script.write_text("\n".join(blocks(page, "python")))
+        assert run([sys.executable, str(script)], tmp_path).returncode == 0
+    for command in commands(page):
+        done = run(command.split(), tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
+
+
+def test_tables_of_strategies_are_what_the_strategies_say() -> None:
+    done = run([sys.executable, str(ROOT / "docs" / "strategies.py"), "--check"], ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{named(page)}: {target}"

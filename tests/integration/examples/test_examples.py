@@ -1,0 +1,78 @@
+"""The examples run as they are, under more than one strategy, and learn something."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+def run(name: str, *arguments: str, directory: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.findall(pattern, text)
+    assert found, text
+    return float(found[-1])
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", "1"), ("fsdp", "2")])
+def test_digits(strategy: str, devices: str, tmp_path: Path) -> None:
+    said = run(
+        "digits.py", "--strategy", strategy, "--devices", devices, "--epochs", "3",
+        directory=tmp_path,
+    )  # fmt: skip
+    assert number(r"unseen digits: ([\d.]+)%", said) > 85
+
+
+def test_gpt(tmp_path: Path) -> None:
+    said = run("gpt.py", "--strategy", "ddp", "--devices", "2", "--steps", "15", directory=tmp_path)
+    # A byte drawn evenly has ln 256 = 5.55 nats.
+    assert number(r"evaluation loss ([\d.]+)", said) < 4.5
+
+
+def test_hf_gpt2(tmp_path: Path) -> None:
+    said = run(
+        "hf_gpt2.py", "--strategy", "fsdp", "--devices", "2", "--steps", "12", directory=tmp_path
+    )
+    assert number(r"evaluation loss ([\d.]+)", said) < 4.5
+    assert "it writes: 'def " in said
+
+
+def test_own_loop_under_spawn_and_torchrun(tmp_path: Path) -> None:
+    spawned = run("own_loop.py", "--strategy", "ddp", "--devices", "2", directory=tmp_path)
+    assert number(r"accuracy ([\d.]+)%", spawned) > 85
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(EXAMPLES / "own_loop.py"), "--strategy", "ddp"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == spawned
+
+
+def test_gan_tells_real_digits_from_forged_ones(tmp_path: Path) -> None:
+    said = run("gan.py", "--strategy", "ddp", "--devices", "2", "--epochs", "2", directory=tmp_path)
+    assert 0.1 < number(r"discriminator ([\d.]+)", said) < 0.69
