@@ -1,0 +1,66 @@
+"""The commands, and how their errors are shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from cyclopts import App, CycloptsError
+from rich.console import Console
+from rich.markup import escape
+
+from unipar.errors import ConfigError, UniparError
+
+USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
+
+_COMMANDS = {
+    "train": "Train what a run file describes.",
+    "schema": "Print the JSON Schema of run files, for editors.",
+    "doctor": "Say what this machine can run, and what is missing for the rest.",
+    "convert": "Turn a checkpoint into Hugging Face safetensors, or back.",
+}
+
+
+def _app() -> App:
+    app = App(
+        name="unipar",
+        help="One training loop, any distributed framework.",
+        version=lambda: metadata.version("unipar"),
+        suppress_keyboard_interrupt=False,
+    )
+    for name, help_text in _COMMANDS.items():
+        # By import path, so that `unipar --help` imports no command, and none of them torch.
+        app.command(f"unipar.cli.{name}:{name}", name=name, help=help_text)
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    0 is success, 1 a run that failed, 2 something for the user to mend, 130 an interrupt.
+
+    Args:
+        argv: the arguments after the program's name; left out: those of this process.
+    """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    verbose = "--verbose" in tokens
+    try:
+        result: Any = _app()(tokens, exit_on_error=False, result_action="return_value")
+    except CycloptsError:
+        return USAGE_ERROR  # cyclopts has already said what was wrong.
+    except KeyboardInterrupt:
+        Console(stderr=True).print("unipar: interrupted.", style="yellow")
+        return INTERRUPTED
+    except UniparError as error:
+        _show(error, verbose)
+        return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
+    return result if isinstance(result, int) else 0
+
+
+def _show(error: UniparError, verbose: bool) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if verbose:
+        console.print_exception()
+    console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}")

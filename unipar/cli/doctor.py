@@ -1,0 +1,124 @@
+"""``unipar doctor``."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from unipar.doctor import Report
+
+
+def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Say what this machine can run, and what is missing for the rest.
+
+    Args:
+        json: print JSON.
+    """
+    from rich.console import Console
+
+    from unipar.doctor import examine
+
+    report = examine()
+    if json:
+        _print_json(report)
+    else:
+        _print_tables(report, Console())
+
+
+def _print_json(report: Report) -> None:
+    print(json.dumps(report.as_dict(), indent=2))
+
+
+def _print_tables(report: Report, console: Console) -> None:
+    if not console.is_terminal:
+        # A pipe has no width; wrapping at the default one would cut commands in two.
+        console.width = 200
+    for table in (_machine(report), _interconnect(report), _strategies(report)):
+        console.print(table)
+        console.print()
+    broken = [one for one in report.strategies if not one.ok]
+    for one in broken:
+        console.print(f"[bold]{one.name}[/] cannot run here: {one.reason}", highlight=False)
+        if one.remedy:
+            console.print(f"    to mend it: [cyan]{one.remedy}[/]", highlight=False)
+
+
+def _table(title: str, *columns: str, headers: bool = True) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=headers
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _machine(report: Report) -> Table:
+    software, host = report.software, report.host
+    build = f"CUDA {software.cuda_build}" if software.cuda_build else "CPU build"
+    on = [name for name, there in software.communication.items() if there]
+    off = [name for name, there in software.communication.items() if not there]
+    limit = f", limited to {host.cores_limit:g}" if host.cores_limit else ""
+    memory = f"{_bytes(host.memory)}, {_bytes(host.memory_available)} free"
+    if host.memory_limit:
+        memory += f", limited to {_bytes(host.memory_limit)}"
+    table = _table("Machine", "", "", headers=False)
+    table.add_row("unipar", software.unipar)
+    table.add_row("Python", f"{software.python}  ({software.executable})")
+    table.add_row("torch", f"{software.torch}  ({build})")
+    table.add_row("communication", ", ".join(on) + (f"  (not: {', '.join(off)})" if off else ""))
+    table.add_row("system", software.platform)
+    table.add_row("cores", f"{host.usable_cores:g} usable of {host.cores}{limit}")
+    table.add_row("memory", memory)
+    table.add_row("/dev/shm", _bytes(host.shared_memory) if host.shared_memory else "none")
+    for device in report.devices:
+        bf16 = "bf16" if device.bf16 else "no bf16"
+        table.add_row(
+            f"cuda:{device.index}",
+            f"{device.name}, {_bytes(device.memory)}, {_bytes(device.free_memory)} free, {bf16}",
+        )
+    if not report.devices:
+        table.add_row("GPUs", "none")
+    return table
+
+
+def _interconnect(report: Report) -> Table:
+    table = _table("Interconnect", "interface", "addresses", "speed")
+    for one in report.interfaces:
+        speed = f"{one.speed / 1000:g} Gbit/s" if one.speed else "unknown"
+        table.add_row(one.name, ", ".join(one.addresses) or "none", speed)
+    for device in report.devices if len(report.devices) > 1 else ():
+        peers = ", ".join(f"cuda:{peer}" for peer in device.peers)
+        table.add_row(f"cuda:{device.index}", f"peer to peer with {peers or 'none'}", "")
+    return table
+
+
+def _strategies(report: Report) -> Table:
+    table = _table("Strategies", "name", "runs here", "devices", "precisions", "shards", "from")
+    for one in report.strategies:
+        table.add_row(
+            one.name,
+            "[green]yes[/]" if one.ok else "[red]no[/]",
+            ", ".join(one.device_types),
+            ", ".join(one.precisions),
+            ", ".join(one.sharded) or "nothing",
+            one.distribution,
+        )
+    return table
+
+
+def _bytes(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
