@@ -1,0 +1,68 @@
+"""The core knows no framework but torch, and importing it costs none of what a run may need."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import unipar
+
+CORE = Path(unipar.__file__).parent
+FOREIGN = {
+    "accelerate", "apex", "bmtrain", "colossalai", "deepspeed", "fairscale", "horovod", "libcst",
+    "lightning", "lightning_fabric", "megatron", "mpi4py", "plotly", "ray", "submitit",
+    "transformers", "unipar_torch",
+}  # fmt: skip
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(CORE)))
+def test_no_file_of_the_core_imports_a_backend_or_a_framework(path: Path) -> None:
+    assert FOREIGN.isdisjoint(imported(path))
+
+
+def test_a_backend_imports_no_other_backend() -> None:
+    backends = [p for p in (CORE.parent / "backends").glob("*/unipar_*") if p.is_dir()]
+    assert backends
+    names = {path.name for path in backends}
+    for backend in backends:
+        for path in backend.rglob("*.py"):
+            assert (names - {backend.name}).isdisjoint(imported(path)), path
+
+
+def loaded_after(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_importing_unipar_imports_no_framework() -> None:
+    everything = "import unipar\nfor name in unipar.__all__: getattr(unipar, name)"
+    for code in ("import unipar", everything):
+        loaded = loaded_after(code)
+        assert "unipar" in loaded
+        assert loaded.isdisjoint(FOREIGN | {"tensorboard", "wandb", "mlflow", "trackio"})
+
+
+def test_every_public_name_is_there() -> None:
+    for name in unipar.__all__:
+        assert getattr(unipar, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'fitt'"):
+        unipar.fitt  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
