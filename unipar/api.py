@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import yaml
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from unipar import checkpoint, launch, registry
 from unipar.callbacks import Callback, Logger
@@ -21,10 +23,10 @@ from unipar.checks import check_capabilities, check_trainable
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
 from unipar.data import Loader
 from unipar.devices import device_memory, resolve_device_type, resolve_num_devices
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, did_you_mean
 from unipar.evaluate import Metric, Predict
 from unipar.job import Job
-from unipar.loop import global_batch_size, train
+from unipar.loop import evaluation_loader, global_batch_size, train
 from unipar.loss import LossFn, model_output_loss
 from unipar.result import RunResult
 from unipar.strategy import (
@@ -148,6 +150,7 @@ def fit(
     objects = {
         name: given.pop(name) for name in ("optimizer", "lr_scheduler") if callable(given.get(name))
     }
+    _refuse_built(given)
     loggers_given = given.pop("loggers")
     if not isinstance(loggers_given, Unset):
         given["loggers"] = [item for item in loggers_given if isinstance(item, str)]
@@ -249,6 +252,12 @@ class _Launch:
     def _check(self, job: Job, strategy: Strategy) -> None:
         if isinstance(job.model, nn.Module):
             check_trainable(job.model)
+        elif not callable(job.model):
+            raise ConfigError(
+                f"the model is a {type(job.model).__name__}. Pass a torch.nn.Module, or a function "
+                "without arguments that builds one."
+            )
+        _check_keep_best(job)
         resolve_loggers(job.loggers)
         micro = job.config.micro_batch_size
         loader = Loader(
@@ -259,6 +268,7 @@ class _Launch:
             shuffle=job.config.shuffle,
             num_workers=job.config.num_workers,
         )
+        evaluation_loader(job, loader.micro_batch_size, data_size=self.placement.size)
         spec = EngineSpec(
             job.model,
             precision=job.config.precision,
@@ -315,6 +325,37 @@ class _Launch:
                 f"the run's directory cannot be written: {error}. "
                 "Choose another output_dir, or mend its permissions."
             ) from error
+
+
+def _refuse_built(given: Mapping[str, Any]) -> None:
+    """An optimizer that exists already holds the parameters from before they are sharded."""
+    for name, kind, built in (
+        ("optimizer", Optimizer, "lambda named: AdamW([p for _, p in named], lr=1e-3)"),
+        ("lr_scheduler", LRScheduler, "lambda optimizer: StepLR(optimizer, 1000)"),
+    ):
+        value = given.get(name)
+        if isinstance(value, kind):
+            raise ConfigError(
+                f"{name} is a {type(value).__name__} that is built already, and it must be built "
+                f"after the model is distributed. Pass a function: {name}={built}, or a name."
+            )
+
+
+def _check_keep_best(job: Job) -> None:
+    settings = job.config.checkpoint
+    if not isinstance(settings, CheckpointConfig) or settings.keep_best is None:
+        return
+    wanted, known = settings.keep_best.metric, ["loss", *(job.metrics or {})]
+    if job.eval_data is None:
+        raise ConfigError(
+            f"checkpoint.keep_best goes by the evaluation metric '{wanted}', and nothing is "
+            "evaluated. Pass eval_data, or leave keep_best out."
+        )
+    if wanted not in known:
+        raise ConfigError(
+            f"checkpoint.keep_best goes by '{wanted}', which is no evaluation metric."
+            f"{did_you_mean(wanted, known)} Known: {', '.join(known)}."
+        )
 
 
 def _saves_final(config: RunConfig) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from unipar.errors import ConfigError
-from unipar.strategy import Capabilities, EngineSpec, Strategy
+from unipar.strategy import Capabilities, EngineSpec, ModelFactory, Strategy
 from unipar.world import Placement
 
 
@@ -17,6 +19,8 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
         spec: what is asked of an engine.
         placement: ``size`` and ``device_type`` of the run; the rest is not looked at.
     """
+    # First, since a strategy's own words say more than what follows.
+    strategy.check(spec, placement)
     able = strategy.capabilities()
     for problem in (
         _device(able, placement),
@@ -41,7 +45,6 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
         if problem:
             raise ConfigError(f"strategy '{strategy.name}': {problem}")
     _check_device_supports(spec, placement)
-    strategy.check(spec, placement)
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -53,6 +56,30 @@ def check_trainable(model: nn.Module) -> None:
             f"the model ({type(model).__name__}) has no trainable parameter: {has}. "
             "Set requires_grad_(True) on those to train, or evaluate instead of training."
         )
+
+
+@dataclass(frozen=True)
+class CheckedModel:
+    """A function that builds a model, and refuses one that cannot be trained.
+
+    Attributes:
+        build: the user's function.
+        train: whether the model is to be trained.
+    """
+
+    build: ModelFactory
+    train: bool
+
+    def __call__(self) -> nn.Module:
+        model = self.build()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"the model function returned a {type(model).__name__}. "
+                "It must build and return a torch.nn.Module."
+            )
+        if self.train:
+            check_trainable(model)
+        return model
 
 
 def _device(able: Capabilities, placement: Placement) -> str:

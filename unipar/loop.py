@@ -15,7 +15,7 @@ from unipar.batch import Batch
 from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, StepRecord
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
-from unipar.data import Loader, batch_size_of
+from unipar.data import Loader, batch_size_of, num_samples_of
 from unipar.devices import peak_memory
 from unipar.errors import ConfigError
 from unipar.interrupt import interruptible
@@ -64,6 +64,7 @@ class TrainingRun:
         self.step = 0
         self.history: list[StepRecord] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self._announced: Path | None = None
         self.loader = self._loader()
         self.engine = self._engine()
         if self.config.micro_batch_size == "auto":
@@ -103,19 +104,11 @@ class TrainingRun:
         )
 
     def _eval_loader(self) -> Loader | None:
-        data = self.job.eval_data
-        if data is None:
-            return None
-        # Small micro-batches are only a matter of memory here, so the training's serve.
-        per_forward = self.loader.micro_batch_size * self.world.data_size
-        size = len(data) if hasattr(data, "__len__") else per_forward
-        return Loader(
-            data,
-            global_batch_size=max(1, min(batch_size_of(data) or per_forward, size)),
+        return evaluation_loader(
+            self.job,
+            self.loader.micro_batch_size,
             data_rank=self.world.data_rank,
             data_size=self.world.data_size,
-            shuffle=False,
-            num_workers=self.config.num_workers,
         )
 
     def _saver(self) -> Saver | None:
@@ -216,8 +209,7 @@ class TrainingRun:
             callback.on_run_start(self.info)
         for batch in self._batches():
             self._train_step(batch)
-        unseen = self.step > self.start_step and self._last_evaluated() != self.step
-        if self.eval_loader is not None and unseen:
+        if self.step > self.start_step and self._last_evaluated() != self.step:
             self._evaluate()
         final = self._finish()
         return self._result(final, time.perf_counter() - began)
@@ -233,7 +225,8 @@ class TrainingRun:
                 yield batch
                 if steps is not None and self.step >= steps:
                     return
-            if self.config.eval_every is None and self.eval_loader is not None:
+            # The end of a stream shows only when nothing follows.
+            if self.config.eval_every is None and self._last_evaluated() != self.step:
                 self._evaluate()
 
     def _train_step(self, batch: Batch) -> None:
@@ -245,8 +238,7 @@ class TrainingRun:
         launch.mark(self.step, "after the step")
         self._last_end = time.perf_counter()
         self._record(batch, done, lr, self._last_end - started)
-        every = self.config.eval_every
-        if every is not None and self.eval_loader is not None and self.step % every == 0:
+        if self._evaluation_due(batch):
             self._evaluate()
         if self.saver is not None:
             self._announce(self.saver.after_step(self.step, self._progress(), self._metrics()))
@@ -271,8 +263,16 @@ class TrainingRun:
         for callback in self.callbacks:
             callback.on_step_end(self.info, record)
 
+    def _evaluation_due(self, batch: Batch) -> bool:
+        """Before a checkpoint of the same step is written, so that it holds the metrics."""
+        every = self.config.eval_every
+        if every is not None:
+            return self.step % every == 0
+        return self.loader.position.epoch > batch.epoch
+
     def _evaluate(self) -> None:
-        assert self.eval_loader is not None
+        if self.eval_loader is None:
+            return
         launch.mark(self.step, "evaluation")
         self.eval_loader.rewind()
         metrics = self.session.evaluate(
@@ -304,8 +304,9 @@ class TrainingRun:
         return self.evaluations[-1][1] if self._last_evaluated() == self.step else {}
 
     def _announce(self, path: Path | None) -> None:
-        if path is None:
+        if path is None or path == self._announced:
             return
+        self._announced = path
         for callback in self.callbacks:
             callback.on_checkpoint(self.info, self.step, path)
         self._last_end = time.perf_counter()
@@ -314,6 +315,7 @@ class TrainingRun:
         """Save what the run is asked to leave; the newest checkpoint."""
         newest = None
         if self.saver is not None:
+            self._announce(self.saver.wait())
             newest = self.saver.finish(self.step, self._progress(), self._metrics())
             self._announce(newest)
         if self.job.weights_dir is not None:
@@ -357,6 +359,34 @@ def _logged(callback: Callback) -> Iterator[None]:
         yield
     except Exception:
         log.exception("%s failed while the run was ending", type(callback).__name__)
+
+
+def evaluation_loader(
+    job: Job, micro_batch_size: int, *, data_rank: int = 0, data_size: int = 1
+) -> Loader | None:
+    """A rank's share of the evaluation data, in the order of the data.
+
+    Args:
+        job: whose data.
+        micro_batch_size: samples that a rank can take in one forward pass.
+        data_rank: which share.
+        data_size: number of shares.
+
+    Raises:
+        DataError: there is data, and it is empty or cannot be used.
+    """
+    if job.eval_data is None:
+        return None
+    size = batch_size_of(job.eval_data) or micro_batch_size * data_size
+    samples = num_samples_of(job.eval_data)
+    return Loader(
+        job.eval_data,
+        global_batch_size=size if samples is None else max(1, min(size, samples)),
+        data_rank=data_rank,
+        data_size=data_size,
+        shuffle=False,
+        num_workers=job.config.num_workers,
+    )
 
 
 def global_batch_size(job: Job) -> int:

@@ -49,23 +49,27 @@ class Saver:
             world.raise_flag(Flag.CHECKPOINT)
         asked = world.take_flag(Flag.CHECKPOINT)
         if asked or (every is not None and step % every == 0):
+            complete = self.wait() or complete
             return self._save(step, progress, metrics) or complete
         return complete
+
+    def wait(self) -> Path | None:
+        """Wait until what is being written is complete; its path. Collective."""
+        return self._collect(wait=True)
 
     def finish(
         self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> Path | None:
         """Save once more if asked to, wait for all writing; the newest checkpoint. Collective."""
-        self._collect(wait=True)
+        self.wait()
         if self.settings.save_final and self._last_step != step:
             self._save(step, progress, metrics)
-            self._collect(wait=True)
+            self.wait()
         return self._newest
 
     def _save(
         self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> Path | None:
-        self._collect(wait=True)
         self._last_time, self._last_step = time.monotonic(), step
         save = checkpoint.save_async if self.settings.async_ else checkpoint.save
         saved = save(

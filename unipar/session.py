@@ -13,7 +13,7 @@ from torch import nn
 
 from unipar import registry
 from unipar.batch import Batch
-from unipar.checks import check_capabilities, check_trainable
+from unipar.checks import CheckedModel, check_capabilities, check_trainable
 from unipar.data import Loader
 from unipar.devices import DeviceChoice, device_memory, resolve_device_type
 from unipar.errors import ConfigError
@@ -156,6 +156,11 @@ class Session:
                 f"strategy '{self.strategy.name}' holds one model in a session. "
                 "Train the models one after the other, or use another strategy."
             )
+        if isinstance(model, nn.Module):
+            if optimizer is not None:
+                check_trainable(model)
+        else:
+            model = CheckedModel(model, train=optimizer is not None)
         policy = activation_checkpointing
         spec = self._spec(
             model,
@@ -169,8 +174,6 @@ class Session:
             accumulation=accumulation,
             name=name,
         )
-        if optimizer is not None and isinstance(model, nn.Module):
-            check_trainable(model)
         check_capabilities(self.strategy, spec, self._placement)
         engine = self.strategy.prepare(spec, self.world)
         self.engines[name] = engine

@@ -48,35 +48,38 @@ class FSDPOptions(StrategyOptions):
     strategy: ClassVar[str] = "fsdp"
 
     sharding: Literal["full", "grad_op", "hybrid"] = Field(
-        "full",
+        default="full",
         description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
         "backward; 'hybrid' shards within groups of ranks and replicates across them.",
     )
     shard_size: int | None = Field(
-        None,
+        default=None,
         ge=1,
         description="With 'hybrid': ranks that share one replica. Default: those of a node, or "
         "half of all ranks where there is one node.",
     )
     wrap: Literal["auto", "none"] | tuple[str, ...] = Field(
-        "auto",
+        default="auto",
         description="Which submodules are gathered as units: the repeated blocks ('auto'), the "
         "model as a whole ('none'), or modules of the named classes.",
     )
     wrap_min_params: int | None = Field(
-        None, ge=1, description="Instead of 'wrap': submodules of at least this many parameters."
+        default=None,
+        ge=1,
+        description="Instead of 'wrap': submodules of at least this many parameters.",
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="The dtype in which gradients are summed over ranks."
+        default="fp32", description="The dtype in which gradients are summed over ranks."
     )
     param_dtype: Literal["compute", "fp32"] = Field(
-        "compute", description="The dtype in which parameters are gathered."
+        default="compute", description="The dtype in which parameters are gathered."
     )
     cpu_offload: bool = Field(
-        False, description="Shards, gradients and optimizer live in host memory between uses."
+        default=False,
+        description="Shards, gradients and optimizer live in host memory between uses.",
     )
     prefetch: int = Field(
-        0, ge=0, description="Units gathered ahead explicitly; 0 leaves it to PyTorch."
+        default=0, ge=0, description="Units gathered ahead explicitly; 0 leaves it to PyTorch."
     )
 
     @model_validator(mode="after")
@@ -240,6 +243,8 @@ def _unsharded(spec: EngineSpec, world: World) -> tuple[nn.Module, dict[str, tor
     try:
         with torch.device("meta"):
             return spec.model(), weights
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"the model function cannot run on the meta device ({type(error).__name__}: {error}), "

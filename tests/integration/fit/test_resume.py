@@ -1,0 +1,198 @@
+"""Checkpoints of a run, and going on from them as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_run import build, data, loss_fn, make_scheduler, reference
+
+from unipar import Callback, RunResult
+from unipar.errors import ConfigError, NonFiniteLossError
+
+Run = Callable[..., RunResult]
+
+
+class StopAt(Callback):
+    """As a user's own error in the middle of a run."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, run: Any, record: Any) -> None:
+        if record.step == self.step:
+            raise RuntimeError("stopped")
+
+
+def saved(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("*/step-*"))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("background", [False, True], ids=["waits", "async"])
+def test_a_resumed_run_ends_as_the_undisturbed_one(run: Run, strategy: str, background: bool):
+    """With a scheduler, dropout, and a break in the middle of an epoch."""
+    settings: dict[str, Any] = {"strategy": strategy, "lr_scheduler": make_scheduler}
+    whole = run(build(0.4), steps=7, output_dir=Path("unused"), **settings)
+    checkpoint = {"every_steps": 3, "async": background, "keep_last": None}
+    first = run(build(0.4), steps=6, checkpoint=checkpoint, **settings)
+    model = build()
+    model.outward.reset_parameters()  # What a resumed run begins with does not matter.
+    model.dropout.p = 0.4
+    rest = run(model, steps=7, checkpoint=checkpoint, resume="auto", **settings)
+    assert [r.step for r in rest.history] == [7]
+    assert first.losses + rest.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert [r.lr for r in rest.history] == [whole.history[-1].lr]
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_is_continued_from_a_path(run: Run, tmp_path: Path):
+    checkpoint = {"every_steps": 2, "keep_last": None}
+    run(checkpoint=checkpoint)
+    path = tmp_path / "run" / "checkpoints" / "step-00000004"
+    result = run(resume=path, output_dir=tmp_path / "other")
+    assert result.losses == pytest.approx(reference()[0][4:], rel=1e-6)
+
+
+def test_resume_auto_begins_anew_where_there_is_nothing(run: Run):
+    result = run(resume="auto", checkpoint={})
+    assert len(result.losses) == 6
+
+
+def test_resuming_a_finished_run_changes_nothing(run: Run, tmp_path: Path):
+    first = run(checkpoint={})
+    model = build()
+    again = run(model, checkpoint={}, resume="auto")
+    assert again.losses == []
+    assert again.checkpoint == first.checkpoint
+    torch.testing.assert_close(model.state_dict(), reference()[1].state_dict())
+
+
+def test_a_used_directory_is_refused(run: Run):
+    run(steps=1, checkpoint={})
+    with pytest.raises(ConfigError, match=r"holds checkpoints of an earlier run .*step-00000001"):
+        run(steps=1, checkpoint={})
+
+
+def test_resume_auto_needs_a_directory(run: Run):
+    with pytest.raises(ConfigError, match=r"resume='auto'.*set output_dir="):
+        run(resume="auto", checkpoint={}, output_dir=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_batch_size": 4}, r"made with global_batch_size=8, and this run has 4"),
+        ({"seed": 5}, r"made with seed=0, and this run has seed=5.*Set seed=0"),
+    ],
+)
+def test_a_checkpoint_of_another_order_is_refused(run: Run, change: dict[str, Any], message: str):
+    run(steps=2, checkpoint={})
+    with pytest.raises(ConfigError, match=message):
+        run(checkpoint={}, resume="auto", **change)
+
+
+def test_micro_batches_may_change_at_a_resume(run: Run):
+    run(steps=3, checkpoint={})
+    result = run(checkpoint={}, resume="auto", micro_batch_size=2)
+    assert result.losses == pytest.approx(reference()[0][3:], rel=1e-5)
+
+
+def test_the_last_few_and_the_best_are_kept(run: Run, tmp_path: Path):
+    def worst_at_the_end(predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(float(next(scores)))
+
+    scores = iter([3.0, 1.0, 2.0, 4.0, 5.0, 6.0])
+    run(
+        eval_data=data(8),
+        eval_every=1,
+        metrics={"score": worst_at_the_end},
+        checkpoint={
+            "every_steps": 1,
+            "keep_last": 2,
+            "keep_best": {"metric": "score", "mode": "min"},
+        },
+    )
+    assert saved(tmp_path / "run") == [2, 5, 6]
+
+
+def test_the_best_is_known_where_evaluation_comes_at_the_epochs_end(run: Run, tmp_path: Path):
+    """Four steps are an epoch, and the evaluation data is one batch."""
+    scores = iter([2.0, 5.0, 1.0])
+    run(
+        eval_data=data(8),
+        metrics={"score": lambda predictions, targets: torch.tensor(next(scores))},
+        epochs=3,
+        steps=...,
+        checkpoint={
+            "every_steps": 2,
+            "keep_last": 1,
+            "keep_best": {"metric": "score", "mode": "max"},
+        },
+    )
+    assert saved(tmp_path / "run") == [8, 12]
+
+
+def test_a_checkpoint_is_due_by_the_clock(run: Run, tmp_path: Path):
+    run(checkpoint={"every_minutes": 1e-9, "keep_last": None, "save_final": False})
+    assert saved(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_is_saved_at_the_end_where_that_is_not_wanted(run: Run, tmp_path: Path):
+    model = build()
+    result = run(model, strategy="fsdp", checkpoint={"every_steps": 4, "save_final": False})
+    assert saved(tmp_path / "run") == [4]
+    assert result.checkpoint is not None
+    torch.testing.assert_close(
+        model.state_dict(), reference()[1].state_dict(), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_run_that_failed_goes_on_from_its_newest_checkpoint(run: Run, tmp_path: Path):
+    checkpoint = {"every_steps": 2}
+    with pytest.raises(RuntimeError, match="stopped"):
+        run(checkpoint=checkpoint, callbacks=[StopAt(5)])
+    result = run(checkpoint=checkpoint, resume="auto")
+    assert [r.step for r in result.history] == [5, 6]
+    assert result.losses == pytest.approx(reference()[0][4:], rel=1e-6)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_its_checkpoints_kept(
+    run: Run, tmp_path: Path
+):
+    calls = iter(range(100))
+
+    def explodes(model: Any, batch: Any) -> torch.Tensor:
+        return loss_fn(model, batch) * (float("nan") if next(calls) == 4 else 1)
+
+    with pytest.raises(NonFiniteLossError, match=r"loss of step 5 is not finite") as caught:
+        run(loss=explodes, checkpoint={"every_steps": 2})
+    assert caught.value.step == 5
+    assert saved(tmp_path / "run") == [2, 4]
+
+
+def test_batches_that_explode_are_left_out_if_asked(run: Run):
+    calls = iter(range(100))
+
+    def explodes(model: Any, batch: Any) -> torch.Tensor:
+        return loss_fn(model, batch) * (float("inf") if next(calls) == 1 else 1)
+
+    result = run(loss=explodes, on_nan="skip", steps=3)
+    assert [r.skipped for r in result.history] == [False, True, False]
+    assert result.losses[0] == pytest.approx(reference()[0][0])
+    assert torch.isfinite(torch.tensor(result.losses[2]))
+
+
+def test_or_ignored(run: Run):
+    def explodes(model: Any, batch: Any) -> torch.Tensor:
+        return loss_fn(model, batch) * float("nan")
+
+    result = run(loss=explodes, on_nan="ignore", steps=2)
+    assert all(loss != loss for loss in result.losses)
