@@ -6,13 +6,11 @@ import contextlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from unipar.errors import ConfigError
@@ -29,38 +27,47 @@ from unipar_torch.engine import TorchEngine
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 from unipar_torch.transforms import checkpoint_activations, compile_modules
 
+if TYPE_CHECKING:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
 
 class DDPOptions(StrategyOptions):
     """What DistributedDataParallel lets one tune."""
 
     strategy: ClassVar[str] = "ddp"
 
-    bucket_cap_mb: float = Field(25.0, gt=0, description="Size of a gradient bucket, in MiB.")
+    bucket_cap_mb: float = Field(
+        default=25.0, gt=0, description="Size of a gradient bucket, in MiB."
+    )
     static_graph: bool = Field(
-        False, description="The graph is the same in every step; finds unused parameters once."
+        default=False,
+        description="The graph is the same in every step; finds unused parameters once.",
     )
     find_unused_parameters: bool = Field(
-        False, description="Some parameters get no gradient in some steps; costs a graph walk."
+        default=False,
+        description="Some parameters get no gradient in some steps; costs a graph walk.",
     )
     gradient_as_bucket_view: bool = Field(
-        True, description="Gradients live in the communication buckets, which saves one copy."
+        default=True,
+        description="Gradients live in the communication buckets, which saves one copy.",
     )
     broadcast_buffers: bool = Field(
-        True, description="Every forward starts from rank 0's buffers (BatchNorm statistics)."
+        default=True,
+        description="Every forward starts from rank 0's buffers (BatchNorm statistics).",
     )
     sync_batchnorm: bool = Field(
-        False, description="BatchNorm over the global micro-batch; GPU only."
+        default=False, description="BatchNorm over the global micro-batch; GPU only."
     )
     compression: Literal["none", "fp16", "bf16", "powersgd"] = Field(
-        "none",
+        default="none",
         description="Compression of gradients in the all-reduce; all but 'none' lose precision.",
     )
-    powersgd_rank: int = Field(4, ge=1, description="Rank of PowerSGD's approximation.")
+    powersgd_rank: int = Field(default=4, ge=1, description="Rank of PowerSGD's approximation.")
     powersgd_start: int = Field(
-        1000, ge=2, description="Steps of plain all-reduce before PowerSGD begins."
+        default=1000, ge=2, description="Steps of plain all-reduce before PowerSGD begins."
     )
     shard_optimizer: bool = Field(
-        False,
+        default=False,
         description="ZeRO stage 1: each rank keeps the optimizer state of its share of parameters.",
     )
 
@@ -152,6 +159,9 @@ class ReplicatedModule(DistributedDataParallel):
 
 def shard_optimizer(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
     """The same optimizer with its state divided among ranks, parameter by parameter."""
+    # Compiles optimizers when it is imported, which takes as long as torch itself.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     accepted = inspect.signature(type(optimizer)).parameters
     # AdamW's defaults hold `decoupled_weight_decay`, which its constructor does not take.
     defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
@@ -159,6 +169,10 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer
 
 
 def _compress(model: DistributedDataParallel, options: DDPOptions) -> None:
+    if options.compression == "none":
+        return
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
     if options.compression == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif options.compression == "bf16":
