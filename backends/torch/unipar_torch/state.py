@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -19,6 +18,7 @@ from unipar.state import (
     LocalState,
     StateSource,
     TensorInfo,
+    is_dtensor,
     named_weights,
 )
 from unipar.world import World
@@ -154,7 +154,7 @@ def _allocate(
         return torch.zeros((), dtype=info.dtype, device=parameter.device if on_device else "cpu")
     if info.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False)
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         raise CheckpointError(
             f"optimizer state '{name}' has shape {info.shape} and its parameter has "
             f"{tuple(parameter.shape)}: state that is not shaped like its parameter cannot be "
