@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader as loader
+from torch.distributed.checkpoint import state_dict_saver as saver
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import unipar
@@ -82,14 +83,16 @@ def measure_rank(
                         empty=ours,
                     ),
                     BASELINE: meter.of(
-                        BASELINE, lambda: dcp.save(state, checkpoint_id=plain), empty=plain
+                        BASELINE,
+                        lambda: saver.save(state, checkpoint_id=plain),
+                        empty=plain,
                     ),
                 },
                 "load": {
                     OURS: meter.of(
                         OURS, lambda: checkpoint.load(path, session.engines, session.world)
                     ),
-                    BASELINE: meter.of(BASELINE, lambda: dcp.load(state, checkpoint_id=plain)),
+                    BASELINE: meter.of(BASELINE, lambda: loader.load(state, checkpoint_id=plain)),
                 },
             }.items():
                 # The first of each also imports and warms up.

@@ -14,8 +14,8 @@ STATEMENTS = {
     BASELINE: "import torch",
     AIM: "import torch, unipar",
     "`from unipar import fit, Session`": "from unipar import fit, Session",
-    "`import lightning_fabric`": "import lightning_fabric",
-    "`import accelerate`": "import accelerate",
+    "`from lightning_fabric import Fabric`": "from lightning_fabric import Fabric",
+    "`from accelerate import Accelerator`": "from accelerate import Accelerator",
 }
 
 

@@ -1,0 +1,77 @@
+"""``make bench`` runs, and tells a missed aim; the times themselves are no test's business."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.report import BEGIN, END, Row, table, write_markdown  # noqa: E402
+from benchmarks.timing import Ratio, in_turns  # noqa: E402
+
+
+def test_every_part_measures_what_it_names(tmp_path: Path) -> None:
+    pytest.importorskip("lightning_fabric")
+    figures = tmp_path / "figures.json"
+    parts = ["overhead", "replicas", "memory", "checkpoints"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--quick", "--only", *parts]
+    run = subprocess.Popen(
+        [*command, "--json", str(figures)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, problem = run.communicate(timeout=170)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        raise
+    assert run.returncode == 0, problem
+    rows = json.loads(figures.read_text())["rows"]
+    for row in rows:
+        assert row["ratio"]["median"] > 0
+        assert f"| {row['what']} |" in out
+    # Exact whatever the machine, unlike times.
+    held = [row["verdict"] for row in rows if row["what"].startswith("bytes of a rank")]
+    assert held == ["met"] * 3
+
+
+def test_a_missed_aim_is_said_to_be_missed() -> None:
+    slow = Row.timed("steps", [1.2, 1.3, 1.25], [1.0, 1.0, 1.0], "{:.2f} s".format, aim=1.1)
+    unsure = Row.timed("loads", [1.2, 1.0, 1.15], [1.0, 1.0, 1.0], "{:.2f} s".format, aim=1.1)
+    small = Row("bytes", "1", "2", Ratio(0.5, 0.5, 0.5, 1), aim=1.05, lowest=0.95)
+    lines = table([slow, unsure, small]).splitlines()[2:]
+    assert lines[0].endswith("| 1.250 (1.200 to 1.300) | 3 | at most 1.1 | **missed** |")
+    assert lines[1].endswith("| at most 1.1 | **missed**, within the spread |")
+    assert lines[2].endswith("| 0.500 | 1 | 0.95 to 1.05 | **missed** |")
+
+
+def test_contenders_take_turns_at_being_first() -> None:
+    order: list[str] = []
+
+    def contender(name: str) -> float:
+        order.append(name)
+        return 1.0
+
+    in_turns({name: lambda name=name: contender(name) for name in "abc"}, turns=3)
+    assert order == list("abcbcacab")
+
+
+def test_figures_replace_those_of_the_run_before(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_markdown(page, "new")
+    assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    page.write_text("no place\n")
+    with pytest.raises(ValueError, match=re.escape(f"add {BEGIN} and {END}")):
+        write_markdown(page, "new")
