@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,16 +34,22 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = _listening()
     yield
     deadline = time.monotonic() + 5
-    while left := _left(str(scratch)):
+    while left := _left(str(scratch), before):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
     assert list(scratch.iterdir()) == []
 
 
-def _left(scratch: str) -> list[str]:
-    """Processes that hold this test's directory in their environment, and this one's ports."""
+def _listening() -> set[int]:
+    connections = psutil.Process().net_connections("inet")
+    return {c.laddr.port for c in connections if c.status == "LISTEN"}
+
+
+def _left(scratch: str, ports: set[int]) -> list[str]:
+    """Processes that hold this test's directory in their environment, and new ports of this one."""
     left = []
     for process in psutil.process_iter():
         try:
@@ -52,8 +57,7 @@ def _left(scratch: str) -> list[str]:
                 left.append(" ".join(process.cmdline()))
         except psutil.Error:
             continue
-    listening = [c for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"]
-    return left + [f"port {connection.laddr.port}" for connection in listening]
+    return left + [f"port {port}" for port in _listening() - ports]
 
 
 class Script:
@@ -84,7 +88,3 @@ class Script:
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
     return Script(tmp_path)
-
-
-def interrupt(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGINT)

@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from conftest import interrupt
+from interrupting import interrupt
 
 pytestmark = pytest.mark.timeout(120)
 
