@@ -116,6 +116,63 @@ def test_killed_at_any_moment_the_last_whole_checkpoint_is_there(
     assert interrupted >= 5, "the kills came too seldom during a save to show anything"
 
 
+# A child dies before its n-th change to the filesystem, for each n that there is. Python itself
+# tells of every one, so no moment between two of them is left out.
+STEPS = """
+    import os
+    CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+    left = [None]
+
+    def die(event, arguments):
+        if left[0] is not None and event in CHANGES:
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+
+    sys.addaudithook(die)
+    for line in sys.stdin:
+        directory, _, count = line.strip().rpartition(" ")
+        child = os.fork()
+        if child == 0:
+            left[0] = int(count)
+            save(directory, {"m": Engine(2)}, alone, step=1)
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_a_step_is_never_gone_while_it_is_saved_anew(
+    tmp_path: Path, make_engine: Callable[..., Any], alone: World
+) -> None:
+    weights = {f"w{i}": torch.ones(250_000) for i in range(8)}
+    target = {name: torch.zeros(250_000) for name in weights}
+    found: list[float] = []
+    status = -1
+    with _start(tmp_path, STEPS, stdin=subprocess.PIPE) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        for count in range(1, 200):
+            directory = tmp_path / str(count)
+            save(directory, {"m": make_engine(weights)}, alone, step=1)
+            parent.stdin.write(f"{directory} {count}\n")
+            parent.stdin.flush()
+            status = int(parent.stdout.readline())
+            load(directory, {"m": make_engine(target)}, alone)
+            values = {float(tensor[0]) for tensor in target.values()}
+            assert all(bool((tensor == tensor[0]).all()) for tensor in target.values())
+            assert values in ({1.0}, {2.0}), "parts of two saves"
+            found += values
+            shutil.rmtree(directory)
+            if status == 0:
+                break
+        parent.stdin.close()
+    assert status == 0
+    assert found == sorted(found), "the old step came back after the new one was there"
+    assert found[0] == 1.0
+    assert found[-1] == 2.0
+    assert len(found) > 15, "the deaths came too seldom to show anything"
+
+
 def _save_twice(limit: str) -> str:
     return f"""
         engine = Engine(1)

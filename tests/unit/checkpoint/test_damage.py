@@ -129,6 +129,22 @@ def test_damage_that_one_rank_sees_is_raised_on_all(
         assert "checksum of tensor 'layer.weight' differs" in str(error)
 
 
+def test_an_engine_that_refuses_on_one_rank_refuses_on_all(
+    path: Path, make_engine: Callable[..., Any], ranks: Callable[..., list[Any]], engine: Any
+) -> None:
+    class Refusing(type(engine)):
+        def import_state(self, source: Any, *, optimizer: bool = True) -> None:
+            raise CheckpointError("the groups do not match")
+
+    def load_own(world: Any) -> Any:
+        kind = Refusing if world.rank == 1 else make_engine
+        return load(path, {"m": kind(engine.weights, engine.moments)}, world)
+
+    for error in ranks(2, load_own):
+        assert isinstance(error, CheckpointError)
+        assert str(error) == "Rank 1: the groups do not match"
+
+
 class _Trap:
     def __init__(self, mark: Path) -> None:
         self.mark = mark
