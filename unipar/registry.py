@@ -13,14 +13,14 @@ No strategy is imported until it is asked for by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from pydantic import ValidationError
 
-from unipar.documents import parse_value
+from unipar.documents import KeyPath, parse_value
 from unipar.errors import ConfigError, did_you_mean
 from unipar.problems import config_error
 from unipar.strategy import Availability, Capabilities, Needs, Strategy, StrategyOptions
@@ -105,8 +105,15 @@ def resolve(
     return _best(needs)
 
 
-def make(name: str, options: Mapping[str, Any]) -> Strategy:
+def make(
+    name: str, options: Mapping[str, Any], *, where: Callable[[KeyPath], str] = lambda key: ""
+) -> Strategy:
     """Make the strategy ``name`` from options not yet validated.
+
+    Args:
+        name: its registered name.
+        options: its options.
+        where: tells where an option was set, such as a file and line, or an empty string.
 
     Raises:
         ConfigError: there is no such strategy, or an option is unknown or has a wrong value.
@@ -116,7 +123,7 @@ def make(name: str, options: Mapping[str, Any]) -> Strategy:
         return found(found.options_type.model_validate(dict(options)))
     except ValidationError as error:
         raise config_error(
-            error, found.options_type, options, subject=f"strategy '{name}'"
+            error, found.options_type, options, subject=f"strategy '{name}'", where=where
         ) from error
 
 

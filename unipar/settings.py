@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unipar import registry
 from unipar.config import holds, validate
 from unipar.documents import Document, KeyPath, parse_value, read_document
 from unipar.errors import ConfigError
@@ -89,6 +90,7 @@ def load_settings(
     for layer in layers:
         values = merge(values, layer.values)
     run = validate(RunFile, values, where=lambda key: _where(key, document, layers))
+    _check_strategy(run, lambda key: _where(("strategy", *key), document, layers))
     make_importable([document.path.parent, Path.cwd()])
     return Settings(run, document, layers)
 
@@ -134,6 +136,18 @@ def read_flags(flags: Mapping[str, Any], sets: Sequence[str]) -> Layer:
             raise ConfigError(f"--set {item}: {error}") from error
         origins[tuple(key.split("."))] = f"--set {item}"
     return Layer(values, origins)
+
+
+def _check_strategy(run: RunFile, where: Callable[[KeyPath], str]) -> None:
+    options = registry.as_mapping(run.strategy)
+    name = options.pop("name")
+    if name == registry.AUTO:
+        return
+    try:
+        registry.strategy_class(name)
+    except ConfigError as error:
+        raise ConfigError(f"{where(())}: strategy: {error}") from error
+    registry.make(name, options, where=where)
 
 
 def _where(key: KeyPath, document: Document, layers: Sequence[Layer]) -> str:

@@ -63,4 +63,5 @@ def _show(error: UniparError, verbose: bool) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     if verbose:
         console.print_exception()
+        return
     console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}")
