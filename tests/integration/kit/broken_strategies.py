@@ -16,7 +16,8 @@ from unipar.state import EngineState
 from unipar.strategy import EngineSpec, StepResult, Strategy
 from unipar.world import World
 from unipar_torch.ddp import DDPEngine, DDPOptions, DDPStrategy
-from unipar_torch.fsdp import FSDPEngine, FSDPOptions, FSDPStrategy
+from unipar_torch.fsdp import FSDPOptions, FSDPStrategy
+from unipar_torch.sharding import FSDPEngine
 
 
 class ClipIgnored(DDPEngine):

@@ -1,0 +1,209 @@
+"""Parameters, gradients and optimizer divided among ranks by PyTorch's FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from unipar.batch import MicroBatch
+from unipar.errors import ConfigError
+from unipar.loss import LossFn
+from unipar.strategy import EngineSpec, seeded_model
+from unipar.world import Placement, World
+from unipar_torch.engine import COMPUTE_DTYPES, TorchEngine
+from unipar_torch.transforms import (
+    checkpoint_activations,
+    compile_modules,
+    modules_of_classes,
+    repeated_blocks,
+)
+
+if TYPE_CHECKING:
+    from unipar_torch.fsdp import FSDPOptions
+
+
+def prepare(
+    spec: EngineSpec, world: World, options: FSDPOptions, shard_size: int | None
+) -> FSDPEngine:
+    """Shard a model, then build its optimizer. Collective.
+
+    Args:
+        spec: what the user asked for.
+        world: the joined processes.
+        options: of the strategy.
+        shard_size: ranks that share one replica; ``None``: all.
+    """
+    mesh = _mesh(world.placement, shard_size)
+    module, weights = _unsharded(spec, world)
+    undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+    units = _units(module, options)
+    compile_modules(units or [module], spec.compile)
+    for unit in [*units, module]:
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=options.sharding != "grad_op",
+            mp_policy=_mixed_precision(spec, options, root=unit is module),
+            offload_policy=_offload(world.device, options),
+        )
+    if weights is not None:
+        _materialize(module, weights, world, offloaded=options.cpu_offload)
+    _prefetch(units, options.prefetch)
+    return FSDPEngine(spec, world, module, undo=undo)
+
+
+class FSDPEngine(TorchEngine):
+    """Gradients are reduce-scattered during the backward pass of the last micro-batch."""
+
+    module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @contextlib.contextmanager
+    def _microbatch(self, last: bool) -> Iterator[None]:
+        self.module.set_requires_gradient_sync(last)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
+
+    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        try:
+            super().probe(microbatch, loss_fn)
+        finally:
+            # What has been gathered, and gradients that were not reduced, would be taken for the
+            # next step's.
+            self.module.reset_iter_state()
+
+    def _gradient_norm(self, max_norm: float) -> float:
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(grads)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if not math.isinf(max_norm):
+            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm.item()
+
+
+def _mesh(placement: Placement, shard_size: int | None) -> DeviceMesh:
+    if shard_size is None:
+        return init_device_mesh(placement.device_type, (placement.size,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        placement.device_type,
+        (placement.size // shard_size, shard_size),
+        mesh_dim_names=("replicate", "shard"),
+    )
+
+
+def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
+    minimum, wrap = options.wrap_min_params, options.wrap
+    if minimum is not None:
+        return _large_modules(module, minimum)
+    if wrap == "auto":
+        return repeated_blocks(module)
+    if wrap == "none":
+        return []
+    assert not isinstance(wrap, str)
+    return modules_of_classes(module, wrap, "fsdp: wrap")
+
+
+def _mixed_precision(spec: EngineSpec, options: FSDPOptions, *, root: bool) -> MixedPrecisionPolicy:
+    if spec.precision == "fp32":
+        return MixedPrecisionPolicy()
+    gathered = spec.precision if options.param_dtype == "compute" else "fp32"
+    return MixedPrecisionPolicy(
+        param_dtype=COMPUTE_DTYPES[gathered],
+        reduce_dtype=COMPUTE_DTYPES[options.reduce_dtype],
+        # Blocks hand activations on in the compute dtype; only the loss wants fp32.
+        output_dtype=torch.float32 if root else None,
+    )
+
+
+def _offload(device: torch.device, options: FSDPOptions) -> OffloadPolicy:
+    if not options.cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu")
+
+
+def _large_modules(model: nn.Module, minimum: int) -> list[nn.Module]:
+    """Submodules of at least ``minimum`` parameters outside of others that were taken, innermost
+    first."""
+    taken: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        size = own + sum(visit(child) for child in module.children())
+        if size < minimum or module is model or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            return size
+        taken.append(module)
+        return 0
+
+    visit(model)
+    return taken
+
+
+def _unsharded(spec: EngineSpec, world: World) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
+    """The module to shard; and, where a function builds it, what its tensors are to be filled with.
+
+    Only rank 0 builds a model function's tensors, on the host, and the shards are sent out one
+    tensor at a time: initializers run under DTensor give equal shards on all ranks.
+    """
+    if isinstance(spec.model, nn.Module):
+        module = spec.model.to(world.device)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+        return module, None
+    weights: dict[str, torch.Tensor] = {}
+    if world.is_main:
+        built = seeded_model(spec)
+        weights = {**built.state_dict(), **dict(built.named_buffers())}
+    try:
+        with torch.device("meta"):
+            return spec.model(), weights
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the model function cannot run on the meta device ({type(error).__name__}: {error}), "
+            "as fsdp needs to shard a model while it is built. Build the module first and pass it "
+            "instead of the function."
+        ) from error
+
+
+def _materialize(
+    module: nn.Module, weights: dict[str, torch.Tensor], world: World, *, offloaded: bool
+) -> None:
+    module.to_empty(device="cpu" if offloaded else world.device)
+    persistent = set(module.state_dict())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
+    full: dict[str, Any] = {name: t for name, t in weights.items() if name in persistent}
+    set_model_state_dict(module, full, options=options)
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if name not in persistent:
+                if world.is_main:
+                    buffer.copy_(weights[name])
+                dist.broadcast(buffer, src=0)
+
+
+def _prefetch(units: list[nn.Module], ahead: int) -> None:
+    if not ahead:
+        return
+    blocks: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])
