@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +105,9 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if "unipar.checkpoint.save" in sys.modules:
+            # A save in the background still needs the process group.
+            sys.modules["unipar.checkpoint.save"].wait_for_pending()
         for engine in self.engines.values():
             engine.close()
         self.strategy.teardown()
