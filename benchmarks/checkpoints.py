@@ -74,6 +74,7 @@ def measure_rank(
             meter = _Meter(session.world)
             ours, plain = directory / "ours", directory / "plain"
             path = ours / "step-00000001"
+            alone = placement.size == 1
             figures: Figures = {}
             for what, contenders in {
                 "save": {
@@ -84,7 +85,7 @@ def measure_rank(
                     ),
                     BASELINE: meter.of(
                         BASELINE,
-                        lambda: saver.save(state, checkpoint_id=plain),
+                        lambda: saver.save(state, checkpoint_id=plain, no_dist=alone),
                         empty=plain,
                     ),
                 },
@@ -92,7 +93,9 @@ def measure_rank(
                     OURS: meter.of(
                         OURS, lambda: checkpoint.load(path, session.engines, session.world)
                     ),
-                    BASELINE: meter.of(BASELINE, lambda: loader.load(state, checkpoint_id=plain)),
+                    BASELINE: meter.of(
+                        BASELINE, lambda: loader.load(state, checkpoint_id=plain, no_dist=alone)
+                    ),
                 },
             }.items():
                 # The first of each also imports and warms up.

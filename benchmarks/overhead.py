@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -106,7 +107,10 @@ def fabric(data: Any) -> Step:
     from lightning_fabric import Fabric
 
     logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
-    fabric = Fabric(accelerator="cpu", devices=1)
+    with warnings.catch_warnings():
+        # That there is an `srun` here, and it is not used.
+        warnings.simplefilter("ignore")
+        fabric = Fabric(accelerator="cpu", devices=1)
     net = model()
     net, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
 

@@ -1,4 +1,4 @@
-"""What a call of ``fit`` may not import before it starts its workers, for it would wait for that."""
+"""What a call of ``fit`` may not import before it starts its workers, which would wait for it."""
 
 from __future__ import annotations
 
