@@ -79,6 +79,10 @@ class TorchEngine(Engine):
         """Around forward and backward of one of several micro-batches."""
         return contextlib.nullcontext()
 
+    def _probing(self) -> AbstractContextManager[None]:
+        """Around a forward and backward pass that another rank may not come to the end of."""
+        return self._microbatch(last=False)
+
     def _gradient_norm(self, max_norm: float) -> float:
         """Clip the gradients to ``max_norm`` unless it is infinite; their norm before."""
         if math.isinf(max_norm):
@@ -291,7 +295,7 @@ class TorchEngine(Engine):
         self._enter_training()
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self._microbatch(last=False):
+        with torch.random.fork_rng(devices), self._probing():
             try:
                 loss = self._loss(self._model, microbatch, loss_fn, training=True)
                 (loss.total if isinstance(loss, LossSum) else loss).backward()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,9 +86,12 @@ class FSDPEngine(TorchEngine):
         try:
             super().probe(microbatch, loss_fn)
         finally:
-            # What has been gathered, and gradients that were not reduced, would be taken for the
-            # next step's.
+            # After running out of memory in a forward pass, parameters are still gathered.
             self.module.reset_iter_state()
+
+    def _probing(self) -> AbstractContextManager[None]:
+        # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.
+        return contextlib.nullcontext()
 
     def _gradient_norm(self, max_norm: float) -> float:
         grads = [p.grad for p in self._parameters if p.grad is not None]

@@ -1,0 +1,257 @@
+"""``fit`` on the ranks of a world that is there already, as a launcher leaves it."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from small_run import (
+    SAMPLES,
+    Net,
+    Watched,
+    accuracy,
+    build,
+    data,
+    fit_in_world,
+    loss_fn,
+    make_scheduler,
+    reference,
+)
+from torch import nn
+
+from unipar import Callback
+from unipar.errors import ConfigError, DataError, NonFiniteLossError
+from unipar.testing.pool import WorldPools
+from unipar.world import Flag, Placement
+
+STRATEGIES = ["ddp", "ddp:shard_optimizer=true", "fsdp", "fsdp:sharding=hybrid"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", [None, build], ids=["module", "function"])
+def test_two_ranks_train_the_run_of_the_plain_loop(
+    world_pool: WorldPools, tmp_path: Path, strategy: str, model: Any
+):
+    task = partial(
+        fit_in_world,
+        directory=tmp_path,
+        model=model,
+        strategy=strategy,
+        lr_scheduler=make_scheduler,
+        micro_batch_size=3,
+    )
+    results = world_pool(2).run(task)
+    losses, _ = reference(scheduler=True)
+    for result in results:
+        assert result.losses == pytest.approx(losses, rel=1e-5)
+    assert len(results[0].peak_memory) == 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_evaluation_counts_every_sample_once_over_ranks(
+    world_pool: WorldPools, tmp_path: Path, strategy: str
+):
+    """28 samples in batches of 6 over 2 ranks: the last batch is ragged."""
+
+    def task(placement: Placement) -> Any:
+        return fit_in_world(
+            placement,
+            tmp_path,
+            strategy=strategy,
+            eval_data=data(),
+            micro_batch_size=3,
+            eval_every=3,
+            metrics={
+                "accuracy": accuracy,
+                "theirs": torchmetrics.Accuracy("multiclass", num_classes=3),
+            },
+        )
+
+    results = world_pool(2).run(task)
+    x, y = data().tensors
+    expected = []
+    for steps in (3, 6):
+        _, model = reference(steps)
+        with torch.no_grad():
+            predictions = model(x)
+        right = accuracy(predictions, y).item()
+        loss = nn.functional.cross_entropy(predictions, y).item()
+        expected.append({"loss": loss, "accuracy": right, "theirs": right})
+    for result in results:
+        assert [step for step, _ in result.evaluations] == [3, 6]
+        for (_, found), wanted in zip(result.evaluations, expected, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
+    assert results[0].evaluations == results[1].evaluations
+
+
+class Seen(Callback):
+    """What a rank's callback is told."""
+
+    def __init__(self, directory: Path, every_rank: bool) -> None:
+        self.directory, self.every_rank = directory, every_rank
+
+    def on_run_start(self, run: Any) -> None:
+        (self.directory / f"{self.every_rank}-{run.rank}").touch()
+
+
+def test_callbacks_run_on_rank_0_or_on_every_rank(world_pool: WorldPools, tmp_path: Path):
+    callbacks = [Seen(tmp_path, every_rank) for every_rank in (True, False)]
+    task = partial(fit_in_world, strategy="ddp", steps=1, callbacks=callbacks)
+    world_pool(2).run(task, tmp_path / "run")
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "True-0", "True-1", "False-0"}
+
+
+def test_dropout_differs_between_ranks_and_repeats(world_pool: WorldPools, tmp_path: Path):
+    class Masks(Net):
+        """Its loss is the number of elements that dropout has left."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = self.dropout(torch.ones(len(x), 64)).sum()
+            return super().forward(x) * 0 + kept
+
+    def task(placement: Placement, name: str) -> list[float]:
+        torch.manual_seed(1)
+        kept: list[float] = []
+
+        def loss(model: Any, batch: Any) -> torch.Tensor:
+            value = model(batch[0]).mean()
+            kept.append(float(value))
+            return value
+
+        fit_in_world(placement, tmp_path / name, Masks(0.5), strategy="ddp", loss=loss, steps=4)
+        return kept
+
+    first, again = (world_pool(2).run(task, name) for name in "ab")
+    assert first == again
+    assert first[0] != first[1]
+
+
+def test_a_sample_that_raises_names_its_rank(world_pool: WorldPools, tmp_path: Path):
+    def broken() -> None:
+        raise ValueError("truncated")
+
+    def task(placement: Placement) -> Any:
+        # Unshuffled, sample 5 is on the second rank.
+        samples = Watched(5, broken)
+        return fit_in_world(placement, tmp_path, None, samples, strategy="ddp", shuffle=False)
+
+    with pytest.raises(DataError, match="rank 1: sample 5 of Watched raised ValueError: truncated"):
+        world_pool(2).run(task)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all(
+    world_pool: WorldPools, tmp_path: Path, strategy: str
+):
+    def task(placement: Placement) -> int:
+        calls = iter(range(100))
+
+        def explodes(model: Any, batch: Any) -> torch.Tensor:
+            bad = placement.rank == 1 and next(calls) == 2
+            return loss_fn(model, batch) * (float("nan") if bad else 1)
+
+        with pytest.raises(NonFiniteLossError) as caught:
+            fit_in_world(placement, tmp_path, strategy=strategy, loss=explodes)
+        return caught.value.step
+
+    assert world_pool(2).run(task) == [3, 3]
+
+
+def test_an_interrupt_on_one_rank_saves_on_all_at_the_same_step(
+    world_pool: WorldPools, tmp_path: Path
+):
+    class Interrupt(Callback):
+        every_rank = True
+
+        def on_step_end(self, run: Any, record: Any) -> None:
+            if run.rank == 1 and record.step == 2:
+                os.kill(os.getpid(), 2)
+
+    def task(placement: Placement) -> str:
+        try:
+            fit_in_world(
+                placement, tmp_path, strategy="ddp", checkpoint={}, callbacks=[Interrupt()]
+            )
+        except KeyboardInterrupt:
+            return "interrupted"
+        return "ended"
+
+    def resume(placement: Placement) -> list[float]:
+        changes: dict[str, Any] = {"strategy": "fsdp", "checkpoint": {}, "resume": "auto"}
+        return fit_in_world(placement, tmp_path, **changes).losses
+
+    assert world_pool(2).run(task) == ["interrupted"] * 2
+    rest = world_pool(2).run(resume)[0]
+    losses = reference()[0]
+    assert 0 < len(rest) < len(losses) - 1
+    assert rest == pytest.approx(losses[-len(rest) :], rel=1e-5)
+
+
+def test_a_minute_passes_on_one_ranks_clock_and_all_save(world_pool: WorldPools, tmp_path: Path):
+    def task(placement: Placement) -> list[str]:
+        from unipar.saving import Saver
+
+        before = Saver.after_step
+
+        def after_step(self: Saver, step: int, *args: Any) -> Any:
+            if placement.rank == 1 and step == 2:
+                self.session.world.raise_flag(Flag.CHECKPOINT)
+            return before(self, step, *args)
+
+        Saver.after_step = after_step
+        try:
+            fit_in_world(
+                placement,
+                tmp_path,
+                strategy="ddp",
+                checkpoint={"every_minutes": 60, "save_final": False},
+            )
+        finally:
+            Saver.after_step = before
+        return sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+
+    assert world_pool(2).run(task)[0] == ["step-00000003"]
+
+
+def test_the_largest_micro_batch_is_what_fits_on_every_rank(world_pool: WorldPools, tmp_path: Path):
+    class Narrow(Net):
+        limit = 99
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > self.limit:
+                raise torch.OutOfMemoryError("no room")
+            return super().forward(x)
+
+    def task(placement: Placement, strategy: str) -> Any:
+        torch.manual_seed(1)
+        model = Narrow()
+        model.limit = 2 if placement.rank == 1 or strategy == "fsdp" else 4
+        result = fit_in_world(
+            placement, tmp_path / strategy, model, strategy=strategy, micro_batch_size="auto"
+        )
+        return result.losses
+
+    for strategy in ("ddp", "fsdp"):
+        for losses in world_pool(2).run(task, strategy):
+            assert losses == pytest.approx(reference()[0], rel=1e-5)
+
+
+def test_too_many_ranks_for_a_strategy_are_refused(world_pool: WorldPools, tmp_path: Path):
+    with pytest.raises(ConfigError, match="'single' runs on one device, and 2 were asked for"):
+        world_pool(2).run(fit_in_world, tmp_path)
+
+
+def test_more_ranks_than_samples_in_a_batch(world_pool: WorldPools, tmp_path: Path):
+    """Three of a batch's four shares: the fourth rank runs padding and counts nothing."""
+    task = partial(fit_in_world, global_batch_size=3, steps=3)
+    results = world_pool(4).run(partial(task, strategy="fsdp"), tmp_path)
+    assert {r.num_samples for r in results[0].history} == {3}
+    assert all(result.losses == results[0].losses for result in results)
+    alone = world_pool(1).run(task, tmp_path / "alone")[0]
+    assert results[0].losses == pytest.approx(alone.losses, rel=1e-5)
+    assert SAMPLES % 3
