@@ -187,12 +187,14 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     @field_validator("strategy", mode="before")
     @classmethod
-    def _strategy_has_name(cls, given: Any) -> Any:
+    def _one_way_to_write_it(cls, given: Any) -> Any:
         try:
-            as_mapping(given)
+            written = as_mapping(given)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        return given
+        if isinstance(given, StrategyOptions):
+            return given
+        return written if len(written) > 1 else written["name"]
 
     @field_serializer("strategy")
     def _strategy_as_mapping(self, strategy: Any) -> Any:
