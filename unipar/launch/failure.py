@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-from unipar.errors import UniparError
+from unipar.errors import UniparError, WorkerError
 from unipar.launch.rundir import Attempt
 
 _MAX_MESSAGE = 2000
@@ -106,13 +106,17 @@ def read_failure(attempt: Attempt, rank: int) -> Failure | None:
         return None
     links = record["links"]
     path = attempt.error(rank)
+    error = _unpack(path.read_bytes()) if path.exists() else None
+    if error is not None and len(links) > 1:
+        before = _format(links[:-1])
+        error.__cause__ = WorkerError(f"on rank {rank}:\n{before}", rank=rank)
     return Failure(
         rank=rank,
         kind=Kind(record["kind"]),
         time=record["time"],
         title=links[-1]["title"],
         traceback=_format(links),
-        error=_unpack(path.read_bytes()) if path.exists() else None,
+        error=error,
     )
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,10 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path):
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-6)
 
 
-def test_an_error_in_a_process_reaches_the_caller_with_its_traceback(tmp_path: Path):
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_error_in_a_process_reaches_the_caller_with_its_traceback(
+    tmp_path: Path, num_workers: int
+):
     def broken() -> None:
         raise ValueError("pixel data is truncated")
 
@@ -166,9 +170,9 @@ def test_an_error_in_a_process_reaches_the_caller_with_its_traceback(tmp_path: P
         fit(
             build(),
             Watched(5, broken),
-            **settings(tmp_path, strategy="ddp", devices=2, shuffle=False, num_workers=1),
+            **settings(tmp_path, strategy="ddp", devices=2, shuffle=False, num_workers=num_workers),
         )
-    shown = "".join(__import__("traceback").format_exception(caught.value))
+    shown = "".join(traceback.format_exception(caught.value))
     assert 'raise ValueError("pixel data is truncated")' in shown
 
 

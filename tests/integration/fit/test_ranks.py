@@ -198,10 +198,10 @@ def test_a_minute_passes_on_one_ranks_clock_and_all_save(world_pool: WorldPools,
 
         before = Saver.after_step
 
-        def after_step(self: Saver, step: int, *args: Any) -> Any:
+        def after_step(self: Saver, step: int, progress: Any, metrics: Any) -> Path | None:
             if placement.rank == 1 and step == 2:
                 self.session.world.raise_flag(Flag.CHECKPOINT)
-            return before(self, step, *args)
+            return before(self, step, progress, metrics)
 
         Saver.after_step = after_step
         try:
