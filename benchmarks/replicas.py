@@ -20,7 +20,7 @@ BATCH, LENGTH, RANKS = 8, 64, 2
 
 def measure(*, quick: bool) -> list[Row]:
     """The same model, options, batch and logged loss; both loops share each process."""
-    turns, steps = (2, 2) if quick else (40, 6)
+    turns, steps = (2, 2) if quick else (120, 2)
 
     def work(placement: unipar.Placement) -> dict[str, list[float]]:
         return measure_rank(placement, turns, steps)

@@ -17,11 +17,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import checkpoints, imports, memory, overhead, replicas, startup  # noqa: E402
+from benchmarks import checkpoints, imports, loading, memory, overhead, replicas, startup  # noqa: E402
 from benchmarks.report import circumstances, table, write_json, write_markdown  # noqa: E402
 
 PARTS = {
     "overhead": overhead.measure,
+    "loading": loading.measure,
     "replicas": replicas.measure,
     "memory": memory.measure,
     "checkpoints": checkpoints.measure,

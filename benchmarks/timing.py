@@ -39,7 +39,9 @@ class Ratio:
 
 
 def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Run every contender once a turn, each turn beginning with another one.
+    """Run every contender once a turn, in a new order each turn.
+
+    In a fixed order each would always run in the caches that the same one has left.
 
     Args:
         contenders: by name, a function that does its work and returns what it measured.
@@ -47,20 +49,22 @@ def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[
     """
     names = list(contenders)
     measured: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(turns):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+    order = random.Random(0)
+    for _ in range(turns):
+        for name in order.sample(names, len(names)):
             measured[name].append(contenders[name]())
     return measured
 
 
-def block(step: Callable[[], object], steps: int) -> Callable[[], float]:
+def block(
+    step: Callable[[], object], steps: int, clock: Callable[[], float] = perf_counter
+) -> Callable[[], float]:
     """A function that takes ``steps`` steps and returns the seconds of one."""
 
     def run() -> float:
-        began = perf_counter()
+        began = clock()
         for _ in range(steps):
             step()
-        return (perf_counter() - began) / steps
+        return (clock() - began) / steps
 
     return run
