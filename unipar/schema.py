@@ -9,7 +9,18 @@ from pydantic.json_schema import models_json_schema
 
 from unipar import registry
 from unipar.errors import ConfigError
+from unipar.optim import OPTIMIZERS, SCHEDULERS
 from unipar.runfile import RunFile
+from unipar.strategy import StrategyOptions
+
+_SHORT_FORMS: dict[str, dict[str, Any]] = {
+    "optimizer": {"enum": sorted(OPTIMIZERS)},
+    "lr_scheduler": {"enum": sorted(SCHEDULERS)},
+    "checkpoint": {"type": ["string", "boolean"], "description": "The directory, or on and off."},
+    "activation_checkpointing": {"type": ["string", "boolean"]},
+    "loggers": {"type": "string"},
+}
+"""What validation takes beside the form that pydantic describes."""
 
 
 def run_schema() -> dict[str, Any]:
@@ -26,31 +37,39 @@ def run_schema() -> dict[str, Any]:
     models = [RunFile, *(model for model in options.values() if model is not None)]
     references, schemas = models_json_schema([(model, "validation") for model in models])
     definitions = schemas["$defs"]
-
-    def take(model: type[BaseModel]) -> dict[str, Any]:
-        return definitions[references[model, "validation"]["$ref"].rsplit("/", 1)[1]]
-
-    run = take(RunFile)
-    field = run["properties"]["strategy"]
-    names = [*options, registry.AUTO]
-    run["properties"]["strategy"] = {
-        "default": field["default"],
-        "description": field["description"],
-        "anyOf": [
-            {"enum": names},
-            {"type": "string", "pattern": f"^({'|'.join(options)}):.+=.+$"},
-            *(_named(name, take(model) if model else None) for name, model in options.items()),
-        ],
-    }
-    used = {**definitions}
-    for model in [*models]:
-        used.pop(references[model, "validation"]["$ref"].rsplit("/", 1)[1], None)
+    names = {model: references[model, "validation"]["$ref"].rsplit("/", 1)[1] for model in models}
+    by_model = {model: definitions.pop(names[model]) for model in models}
+    run = by_model[RunFile]
+    definitions.pop(StrategyOptions.__name__, None)  # Stands in for all of them.
+    strategies = [
+        _named(name, by_model[model] if model else None) for name, model in options.items()
+    ]
+    inline = {"type": "string", "pattern": f"^({'|'.join(options)}):.+=.+$"}
+    _replace(run, "strategy", [{"enum": [*options, registry.AUTO]}, inline, *strategies])
+    for key, short in _SHORT_FORMS.items():
+        field = run["properties"][key]
+        # Any form, not exactly one: an optimizer's arguments could be a target's too.
+        described = field.get("oneOf") or field.get("anyOf")
+        _replace(run, key, [short, *(described or [_without_notes(field)])])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **run,
         "title": "unipar run file",
-        "$defs": used,
+        "$defs": definitions,
     }
+
+
+_NOTES = ("default", "description", "title")
+
+
+def _replace(run: dict[str, Any], key: str, forms: list[dict[str, Any]]) -> None:
+    field = run["properties"][key]
+    notes = {note: field[note] for note in _NOTES if note in field}
+    run["properties"][key] = {**notes, "anyOf": forms}
+
+
+def _without_notes(field: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in field.items() if key not in _NOTES}
 
 
 def _named(name: str, options: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,83 @@
+"""What doctor reports of limits that this machine does not have."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from unipar import doctor
+from unipar.cli.doctor import _print_tables
+from unipar.registry import StrategyInfo
+from unipar.strategy import Availability, Capabilities
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(doctor, "_CGROUP", tmp_path)
+    return tmp_path
+
+
+def test_a_containers_limits_are_seen(cgroup: Path) -> None:
+    (cgroup / "cpu.max").write_text("150000 100000\n")
+    (cgroup / "memory.max").write_text(f"{2 * GIB}\n")
+    host = doctor.examine().host
+    assert (host.cores_limit, host.memory_limit) == (1.5, 2 * GIB)
+    assert host.usable_cores == min(1.5, host.cores_allowed)
+
+
+def test_the_older_layout_of_limits_is_seen_too(cgroup: Path) -> None:
+    (cgroup / "cpu").mkdir()
+    (cgroup / "cpu/cpu.cfs_quota_us").write_text("50000")
+    (cgroup / "cpu/cpu.cfs_period_us").write_text("100000")
+    (cgroup / "memory").mkdir()
+    (cgroup / "memory/memory.limit_in_bytes").write_text("9223372036854771712")
+    host = doctor.examine().host
+    assert (host.cores_limit, host.memory_limit) == (0.5, None)
+
+
+def test_no_limit_is_none(cgroup: Path) -> None:
+    (cgroup / "cpu.max").write_text("max 100000\n")
+    (cgroup / "memory.max").write_text("max\n")
+    host = doctor.examine().host
+    assert (host.cores_limit, host.memory_limit) == (None, None)
+    assert host.usable_cores == host.cores_allowed
+
+
+def test_a_strategy_that_cannot_run_is_shown_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = Capabilities(frozenset({"fp32"}), frozenset({"cpu"}))
+    tpu = Capabilities(frozenset({"bf16"}), frozenset({"tpu"}))
+    table = [
+        StrategyInfo("here", "one 1.0", Availability(True), cpu),
+        StrategyInfo("absent", "two 2.0", Availability(False, "no two.", "pip install two"), None),
+        StrategyInfo("elsewhere", "three 3.0", Availability(True), tpu),
+    ]
+    monkeypatch.setattr(doctor.registry, "table", lambda: table)
+    report = doctor.examine()
+    shown = io.StringIO()
+    _print_tables(report, Console(file=shown))
+    text = shown.getvalue()
+    assert "absent cannot run here: no two.\n    to mend it: pip install two" in text
+    assert "elsewhere cannot run here: runs on tpu, and there is none here." in text
+    assert "here cannot run" not in text.replace("elsewhere cannot run", "")
+    assert "\x1b" not in text
+    assert json.loads(json.dumps(report.as_dict()))["strategies"][0]["ok"] is True
+
+
+def test_gpus_are_listed_with_their_peers() -> None:
+    devices = tuple(
+        doctor.Device(index, "GPU X", 80 * GIB, 79 * GIB, True, (1 - index,)) for index in range(2)
+    )
+    seen = doctor.examine()
+    report = doctor.Report(seen.software, devices, seen.interfaces, seen.host, seen.strategies)
+    shown = io.StringIO()
+    _print_tables(report, Console(file=shown))
+    assert "GPU X, 80 GiB, 79 GiB free, bf16" in shown.getvalue()
+    assert "peer to peer with cuda:1" in shown.getvalue()
