@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,11 +14,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from unipar.batch import Batch, MicroBatch
-from unipar.data.order import Position, Slicing, epoch_order
-from unipar.data.samples import Collate, Samples, raise_different, structure
+from unipar.data.checks import check_same_epoch, check_size, no_batch, shuffles, slicing_of
+from unipar.data.order import Position, Wanted, WantedSampler, epoch_order, mixed_seed
+from unipar.data.samples import Collate, Samples, raise_different, same_structure, structure
 from unipar.data.sources import Source, open_source
 from unipar.data.stream import StreamShare
-from unipar.errors import ConfigError, DataError
+from unipar.errors import DataError
+
+log = logging.getLogger("unipar.data")
 
 
 class Loader:
@@ -57,17 +62,22 @@ class Loader:
     ) -> None:
         source = open_source(data)
         self._source = source
-        self._slicing = _slicing(global_batch_size, micro_batch_size, data_rank, data_size)
+        self._slicing = slicing_of(global_batch_size, micro_batch_size, data_rank, data_size)
         self._seed = seed
-        self._shuffle = _shuffle(shuffle, source)
+        self._shuffle = shuffles(shuffle, source)
         self._settings = _settings(source, num_workers, pin_memory)
         self._collate = Collate(collate_fn or source.collate_fn)
         self._position = Position(0, 0)
         self._stream_state: Any = None
         self._structure: Any = None
         self._dataset_loader: DataLoader | None = None
-        if self.num_samples is not None:
-            _check_size(self.num_samples, global_batch_size, source)
+        if source.num_samples is not None:
+            check_size(source.num_samples, global_batch_size, source)
+        if isinstance(data, DataLoader) and data_rank == 0:
+            log.info(
+                "a DataLoader was given: its dataset, collate function and workers are kept; "
+                "unipar decides the order and the batches, which must not depend on the devices"
+            )
 
     # -- what it is ------------------------------------------------------------------------------
 
@@ -87,8 +97,7 @@ class Loader:
     @property
     def num_samples(self) -> int | None:
         """Samples of an epoch over all ranks; ``None`` for a stream that does not know."""
-        dataset = self._source.dataset
-        return len(dataset) if hasattr(dataset, "__len__") else None
+        return self._source.num_samples
 
     @property
     def num_batches(self) -> int | None:
@@ -102,7 +111,7 @@ class Loader:
         """The same loader at the same position, with other micro-batches."""
         other = copy.copy(self)
         old = self._slicing
-        other._slicing = _slicing(
+        other._slicing = slicing_of(
             old.global_batch_size, micro_batch_size, old.data_rank, old.data_size
         )
         other._structure = other._dataset_loader = None
@@ -133,11 +142,36 @@ class Loader:
         self._position, self._stream_state = Position(0, 0), None
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, in JSON types, with the stream's own state where it has one."""
-        return {**dataclasses.asdict(self._position), "stream": self._stream_state}
+        """The position, in JSON types, with the stream's own state where it has one.
+
+        Raises:
+            DataError: the stream's own state is of other types.
+        """
+        try:
+            json.dumps(self._stream_state)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"state_dict() of {type(self._source.dataset).__name__} cannot be saved as JSON: "
+                f"{error}. Return numbers, strings, lists and dicts only (tensor.tolist())."
+            ) from error
+        return {
+            **dataclasses.asdict(self._position),
+            "stream": self._stream_state,
+            "num_samples": self.num_samples,
+            "global_batch_size": self.global_batch_size,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position that :meth:`state_dict` told, on any number of ranks."""
+        """Go to a position that :meth:`state_dict` told, on any number of ranks.
+
+        Raises:
+            DataError: it lies within an epoch over a different number of samples.
+            ConfigError: it lies within an epoch of a different global batch size.
+        """
+        if state["index"]:
+            check_same_epoch(
+                state, num_samples=self.num_samples, global_batch_size=self.global_batch_size
+            )
         self._position = Position(int(state["epoch"]), int(state["index"]))
         self._stream_state = state.get("stream")
 
@@ -146,15 +180,15 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         epoch, start = self._position.epoch, self._position.index
         batches = self._streamed() if self._source.is_stream else self._indexed()
-        index = start - 1
+        index, num_batches = start - 1, self.num_batches
         for index, (batch, state) in enumerate(batches, start):
-            last = index + 1 == self.num_batches
+            self._check(batch)
+            last = index + 1 == num_batches
             self._position = Position(epoch + 1, 0) if last else Position(epoch, index + 1)
             self._stream_state = None if last else state
-            self._check(batch)
             yield batch
         if index < start and self._source.is_stream and start == 0:
-            raise DataError(_no_batch(self._source, epoch, self.global_batch_size))
+            raise DataError(no_batch(self._source, epoch, self.global_batch_size))
         self._position, self._stream_state = Position(epoch + 1, 0), None
 
     def _indexed(self) -> Iterator[tuple[Batch, None]]:
@@ -162,28 +196,19 @@ class Loader:
         epoch, start = self._position.epoch, self._position.index
         assert self.num_samples is not None
         assert self.num_batches is not None
-        order = epoch_order(
-            self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle
-        ).tolist()
-        size = self.global_batch_size
-        plan: list[tuple[int, list[tuple[int, int]]]] = []
-        wanted: list[list[int]] = []
-        for index in range(start, self.num_batches):
-            block = order[index * size : (index + 1) * size]
-            cuts = self._slicing.microbatches(len(block))
-            plan.append((len(block), cuts))
-            # An empty micro-batch is run all the same, on a sample that counts nothing.
-            wanted.extend(block[a:b] or block[:1] for a, b in cuts)
+        order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        wanted = Wanted(order, self._slicing, range(start, self.num_batches))
         samples = iter(self._loader_of(wanted))
-        for index, (num_samples, cuts) in enumerate(plan, start):
+        for index in range(start, self.num_batches):
+            num_samples, cuts = wanted.cuts(index)
             parts = tuple(MicroBatch(self._next(samples), b - a) for a, b in cuts)
             yield Batch(parts, num_samples, index, epoch), None
 
-    def _loader_of(self, wanted: list[list[int]]) -> DataLoader:
+    def _loader_of(self, wanted: Wanted) -> DataLoader:
         if self._dataset_loader is None:
             self._dataset_loader = DataLoader(
                 Samples(self._source.dataset, self._slicing.data_rank),
-                batch_sampler=_Wanted(),
+                batch_sampler=WantedSampler(wanted),
                 collate_fn=self._collate,
                 generator=torch.Generator(),
                 **self._settings,
@@ -191,8 +216,8 @@ class Loader:
         self._seed_workers(self._dataset_loader)
         # The loader is kept so that its workers can be; only what it is asked for changes.
         sampler = self._dataset_loader.batch_sampler
-        assert isinstance(sampler, _Wanted)
-        sampler.indices = wanted
+        assert isinstance(sampler, WantedSampler)
+        sampler.wanted = wanted
         return self._dataset_loader
 
     def _streamed(self) -> Iterator[tuple[Batch, Any]]:
@@ -208,6 +233,9 @@ class Loader:
             start=start,
             state=self._stream_state,
             drop_last=self._source.drop_last,
+            # After skipping, the stream's random numbers are those that it had; with a state of
+            # its own it skips nothing, and they must not be those of the epoch's beginning.
+            seed=mixed_seed(self._seed, epoch, 0 if self._stream_state is None else start),
         )
         loader = DataLoader(share, batch_size=None, generator=torch.Generator(), **self._settings)
         self._seed_workers(loader)
@@ -227,9 +255,8 @@ class Loader:
         a resumed run would go on differently.
         """
         epoch, index = self._position.epoch, self._position.index
-        seed = hash((self._seed, epoch, index, self._slicing.data_rank))
         assert loader.generator is not None
-        loader.generator.manual_seed(seed % 2**63)
+        loader.generator.manual_seed(mixed_seed(self._seed, epoch, index, self._slicing.data_rank))
 
     def _next(self, items: Iterator[Any]) -> Any:
         try:
@@ -241,6 +268,12 @@ class Loader:
                 raise
             raise DataError(message.strip()) from error
         except RuntimeError as error:
+            if "DataLoader timed out" in str(error):
+                raise DataError(
+                    f"rank {self._slicing.data_rank}: no batch came within the DataLoader's "
+                    f"timeout of {self._settings['timeout']} s. Raise timeout, or num_workers, or "
+                    "find what holds the dataset up."
+                ) from error
             if "DataLoader worker" not in str(error):
                 raise
             raise DataError(
@@ -251,68 +284,16 @@ class Loader:
 
     def _check(self, batch: Batch) -> None:
         for microbatch in batch:
-            found = structure(microbatch.data)
+            found, size = structure(microbatch.data), max(microbatch.num_samples, 1)
             if self._structure is None:
-                self._structure = found
-            elif found != self._structure:
-                raise_different(self._structure, found, batch)
+                self._structure = found, size
+            elif found != self._structure[0]:
+                expected, expected_size = self._structure
+                if not same_structure(expected, expected_size, found, size):
+                    raise_different(expected, found, batch)
 
 
 _OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
-
-
-class _Wanted:
-    """A batch sampler that says what it is told to say."""
-
-    indices: list[list[int]]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-
-def _no_batch(source: Source, epoch: int, global_batch_size: int) -> str:
-    name = type(source.dataset).__name__
-    if epoch:
-        return (
-            f"the stream ({name}) gave no sample in epoch {epoch}: it was used up before. Its "
-            "__iter__ must begin anew each time it is called."
-        )
-    if source.drop_last:
-        return (
-            f"the stream ({name}) gave no full global batch of {global_batch_size}, and the "
-            "DataLoader has drop_last=True. Lower global_batch_size, or leave drop_last out."
-        )
-    return f"the stream ({name}) is empty: iterating it gave no sample at all."
-
-
-def _slicing(size: int, micro: int | None, rank: int, ranks: int) -> Slicing:
-    if size < 1:
-        raise ConfigError(f"global_batch_size={size}: ask for at least 1 sample a step.")
-    share = math.ceil(size / ranks)
-    if micro is None:
-        micro = share
-    if not 1 <= micro <= share:
-        raise ConfigError(
-            f"micro_batch_size={micro} does not fit: a global batch of {size} over {ranks} "
-            f"device(s) leaves each {share}. Use 1 to {share}, or a larger global_batch_size."
-        )
-    return Slicing(size, micro, rank, ranks)
-
-
-def _shuffle(shuffle: bool | None, source: Source) -> bool:
-    if source.is_stream:
-        if shuffle:
-            raise ConfigError(
-                "shuffle=True needs a dataset with indices, and this is a stream, which has the "
-                "order in which it comes. Shuffle inside the stream (a buffer), and leave it out."
-            )
-        return False
-    if shuffle is not None:
-        return shuffle
-    return True if source.shuffle is None else source.shuffle
 
 
 def _settings(source: Source, num_workers: int | None, pin_memory: bool | None) -> dict[str, Any]:
@@ -326,21 +307,3 @@ def _settings(source: Source, num_workers: int | None, pin_memory: bool | None) 
         settings["pin_memory"] = pin_memory
     settings["pin_memory"] = bool(settings.get("pin_memory")) and torch.cuda.is_available()
     return settings
-
-
-def _check_size(num_samples: int, global_batch_size: int, source: Source) -> None:
-    if num_samples == 0:
-        raise DataError(
-            f"the data ({type(source.dataset).__name__}) is empty: it has 0 samples. "
-            "Look at the path or filter that it was made with."
-        )
-    if num_samples < global_batch_size:
-        hint = ""
-        if isinstance(source.dataset, list) and all(
-            isinstance(item, torch.Tensor) for item in source.dataset
-        ):
-            hint = " A list holds samples: for columns such as inputs and targets, pass a tuple."
-        raise DataError(
-            f"the data has {num_samples} samples, fewer than one global batch of "
-            f"{global_batch_size}. Lower global_batch_size to at most {num_samples}.{hint}"
-        )

@@ -7,7 +7,9 @@ global batch is cut up.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,12 @@ class Position:
 
     epoch: int
     index: int
+
+
+def mixed_seed(*parts: int) -> int:
+    """A seed that each combination of ``parts`` has for itself, the same on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63
 
 
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
@@ -66,3 +74,36 @@ class Slicing:
         size = self.micro_batch_size
         cuts = [start + k * size for k in range(self.num_microbatches(num_samples))]
         return [(min(cut, end), min(cut + size, end)) for cut in cuts]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The samples of this rank's micro-batches, worked out as they are asked for."""
+
+    order: torch.Tensor
+    slicing: Slicing
+    batches: range
+
+    def cuts(self, index: int) -> tuple[int, list[tuple[int, int]]]:
+        """Samples of a global batch, and where this rank's micro-batches lie in it."""
+        size = self.slicing.global_batch_size
+        num_samples = min(size, len(self.order) - index * size)
+        return num_samples, self.slicing.microbatches(num_samples)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in self.batches:
+            first = index * self.slicing.global_batch_size
+            for a, b in self.cuts(index)[1]:
+                # An empty micro-batch is run all the same, on a sample that counts nothing.
+                start, end = (first + a, first + b) if a < b else (first, first + 1)
+                yield self.order[start:end].tolist()
+
+
+class WantedSampler:
+    """A batch sampler that says what it is told to say."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.wanted)

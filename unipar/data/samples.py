@@ -23,22 +23,33 @@ class Samples(Dataset):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        try:
-            return self._dataset[index]
-        except Exception as error:
-            raise DataError(
-                f"rank {self._rank}: sample {index} of {type(self._dataset).__name__} raised "
-                f"{type(error).__name__}: {error}. Mend or leave out that sample."
-            ) from error
+        return self._one_by_one([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        if self._fetch is not None:
-            try:
-                return self._fetch(indices)
-            except Exception:
-                # One of them raises: fetched one by one, the culprit names itself.
-                return [self[index] for index in indices]
-        return [self[index] for index in indices]
+        if self._fetch is None:
+            return self._one_by_one(indices)
+        try:
+            return self._fetch(indices)
+        except Exception as error:
+            # Where one of them raises, the culprit names itself when fetched alone.
+            self._one_by_one(indices)
+            raise DataError(
+                f"rank {self._rank}: __getitems__ of {type(self._dataset).__name__} raised "
+                f"{type(error).__name__}: {error}, for samples {indices[:8]}… together, each of "
+                "which can be had alone. Mend __getitems__, or remove it."
+            ) from error
+
+    def _one_by_one(self, indices: list[int]) -> list[Any]:
+        dataset, samples, index = self._dataset, [], None
+        try:
+            for index in indices:
+                samples.append(dataset[index])
+        except Exception as error:
+            raise DataError(
+                f"rank {self._rank}: sample {index} of {type(dataset).__name__} raised "
+                f"{type(error).__name__}: {error}. Mend or leave out that sample."
+            ) from error
+        return samples
 
 
 class Collate:
@@ -74,6 +85,36 @@ def structure(data: Any, *, shapes: bool = False) -> Any:
         plain = isinstance(data, list) and all(isinstance(part, str) for part in parts)
         return ("list of", *sorted(set(parts))) if plain else (type(data).__name__, *parts)
     return type(data).__name__
+
+
+def same_structure(expected: Any, num_expected: int, found: Any, num_found: int) -> bool:
+    """Whether two batches are made of the same, counting a part for each sample as one.
+
+    A collate function may keep what it cannot stack as a list or tuple with an item for each
+    sample (images of different sizes, say), which is longer or shorter with the batch.
+
+    Args:
+        expected: the structure of a batch.
+        num_expected: how many samples it has.
+        found: the structure of another.
+        num_found: how many samples that one has.
+    """
+    if expected == found:
+        return True
+    if not (isinstance(expected, tuple) and isinstance(found, tuple)) or expected[:1] != found[:1]:
+        return False
+    head, wanted, given = expected[0], expected[1:], found[1:]
+    if head == "list of":
+        return False
+    if (len(wanted), len(given)) == (num_expected, num_found) and len({*wanted, *given}) == 1:
+        return True
+    if head == "mapping":
+        if [key for key, _ in wanted] != [key for key, _ in given]:
+            return False
+        wanted, given = [part for _, part in wanted], [part for _, part in given]
+    return len(wanted) == len(given) and all(
+        same_structure(a, num_expected, b, num_found) for a, b in zip(wanted, given, strict=True)
+    )
 
 
 def raise_different(expected: Any, found: Any, batch: Batch) -> None:

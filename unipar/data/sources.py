@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,10 +17,9 @@ from torch.utils.data import (
     TensorDataset,
     default_collate,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from unipar.errors import DataError
-
-log = logging.getLogger("unipar.data")
 
 
 @dataclass(frozen=True)
@@ -45,13 +44,26 @@ class Source:
     def is_stream(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
 
+    @cached_property
+    def num_samples(self) -> int | None:
+        """Samples of an epoch; ``None`` for a stream that does not know."""
+        if not hasattr(self.dataset, "__len__"):
+            return None
+        try:
+            return len(self.dataset)
+        except (TypeError, NotImplementedError):
+            # A chain of streams has a length only if each of them has.
+            if self.is_stream:
+                return None
+            raise
+
 
 def open_source(data: Any) -> Source:
     """Understand ``data``.
 
     A ``DataLoader`` keeps its dataset, collate function, workers and pinning; its order and batch
-    size give way to the global ones. A tensor holds samples along its first dim; a tuple of
-    tensors holds columns of samples; a list holds samples.
+    size give way to the global ones. A tensor holds samples along its first dim. A tuple is always
+    columns of samples, and a list always samples, whatever is in it.
 
     Raises:
         DataError: it is no data, or a ``DataLoader`` whose sampler cannot be kept.
@@ -60,14 +72,25 @@ def open_source(data: Any) -> Source:
         return _from_loader(data)
     if isinstance(data, torch.Tensor):
         return Source(data)
-    if isinstance(data, tuple) and data and all(isinstance(t, torch.Tensor) for t in data):
-        lengths = [len(t) for t in data]
+    if isinstance(data, tuple):
+        others = sorted({type(t).__name__ for t in data if not isinstance(t, torch.Tensor)})
+        if others or not data:
+            raise DataError(
+                f"a tuple holds columns, each a tensor, and this one holds {others or 'nothing'}. "
+                "Make tensors of them (torch.as_tensor), or pass a list whose items are samples."
+            )
+        lengths = [len(t) if t.dim() else 0 for t in data]
         if len(set(lengths)) > 1:
             raise DataError(
                 f"a tuple of tensors holds columns of equal length, and these have {lengths}. "
                 "Pass tensors with equal first dims, or a list whose items are the samples."
             )
         return Source(TensorDataset(*data))
+    if isinstance(data, (str, bytes)):
+        raise DataError(
+            f"the data is the text {data[:60]!r}, and a dataset is wanted. Read the file, or "
+            "import the object, that it names, and pass that."
+        )
     if isinstance(data, Mapping):
         raise DataError(
             "the data is a mapping, which has no samples by index. Pass a tuple of tensors for "
@@ -91,18 +114,19 @@ def batch_size_of(data: Any) -> int | None:
 
 def num_samples_of(data: Any) -> int | None:
     """Samples in the data; ``None`` for a stream that does not know."""
-    dataset = open_source(data).dataset
-    return len(dataset) if hasattr(dataset, "__len__") else None
+    return open_source(data).num_samples
 
 
 def _from_loader(loader: DataLoader) -> Source:
     stream = isinstance(loader.dataset, IterableDataset)
     if not stream:
         _check_sampler(loader)
-    log.info(
-        "a DataLoader was given: its dataset, collate function and workers are kept; "
-        "unipar decides the order and the batches, so that they do not depend on the devices"
-    )
+    elif loader.batch_size is None:
+        raise DataError(
+            "the DataLoader has batch_size=None, so its stream makes its own batches, and how many "
+            "samples a batch has must not depend on the devices. Pass a stream of single samples, "
+            "in a DataLoader with batch_size and collate_fn if it needs one."
+        )
     settings: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
@@ -113,12 +137,16 @@ def _from_loader(loader: DataLoader) -> Source:
     if loader.num_workers:
         settings["prefetch_factor"] = loader.prefetch_factor
         settings["persistent_workers"] = loader.persistent_workers
-    collate = loader.collate_fn if loader._auto_collation else default_collate  # pyright: ignore
     shuffle = None if stream else isinstance(loader.sampler, RandomSampler)
-    return Source(loader.dataset, collate, shuffle, bool(loader.drop_last), settings)
+    return Source(loader.dataset, loader.collate_fn, shuffle, bool(loader.drop_last), settings)
 
 
 def _check_sampler(loader: DataLoader) -> None:
+    if isinstance(loader.sampler, DistributedSampler):
+        raise DataError(
+            "the DataLoader has a DistributedSampler, and unipar divides the data among ranks "
+            "itself. Leave the sampler out: pass the dataset, or a DataLoader with shuffle=True."
+        )
     name = None
     if loader.batch_sampler is None:
         name = "batch_size=None"
@@ -130,6 +158,8 @@ def _check_sampler(loader: DataLoader) -> None:
         loader.sampler.replacement or loader.sampler.num_samples != len(loader.sampler.data_source)
     ):
         name = "RandomSampler with replacement or num_samples"
+    elif len(loader.sampler) != len(loader.dataset):  # pyright: ignore[reportArgumentType]
+        name = f"sampler={type(loader.sampler).__name__} over a part of the dataset"
     if name is not None:
         raise DataError(
             f"the DataLoader has {name}, which would decide the order of samples, and the order "

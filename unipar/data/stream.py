@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from unipar.data.order import Slicing
+from unipar.data.randomness import OwnRandomness
 from unipar.errors import DataError
 
 StreamBatch = tuple[list[tuple[Any, int]], int, Any]
@@ -24,6 +25,10 @@ class StreamShare(IterableDataset):
     without asking the others, and the order does not depend on their number. Of several worker
     processes, each makes every so-manyth batch.
 
+    All of them must read the same stream, though many a stream shuffles with Python's, NumPy's or
+    torch's own generator. So it is read under generators of its own, seeded alike everywhere. (A
+    generator seeded by the operating system's entropy is beyond this.)
+
     Args:
         dataset: the stream, the same on every rank.
         slicing: this rank's slice.
@@ -31,6 +36,7 @@ class StreamShare(IterableDataset):
         start: batches to skip.
         state: the stream's own state at ``start``, which is then restored instead of skipping.
         drop_last: whether to leave out a ragged last global batch.
+        seed: of the generators under which the stream is read; the same on every rank.
     """
 
     def __init__(
@@ -42,8 +48,10 @@ class StreamShare(IterableDataset):
         start: int,
         state: Any,
         drop_last: bool,
+        seed: int,
     ) -> None:
         self._dataset, self._slicing, self._collate = dataset, slicing, collate
+        self._seed = seed
         self._start, self._state, self._drop_last = start, state, drop_last
 
     def __iter__(self) -> Iterator[StreamBatch]:
@@ -53,20 +61,21 @@ class StreamShare(IterableDataset):
         # here, where each worker reads all of it. torch has no public way to hide them.
         torch_worker._worker_info = None
         size = self._slicing.global_batch_size
-        samples = self._samples()
-        for number in itertools.count():
-            block = list(itertools.islice(samples, size))
-            if not block or (self._drop_last and len(block) < size):
-                return
-            if number % every == first:
-                yield self._cut(block), len(block), self._position(worker is None)
-
-    def _samples(self) -> Iterator[Any]:
-        start = self._start * self._slicing.global_batch_size
-        first = 0
+        begin = 0
         if self._state is not None and hasattr(self._dataset, "load_state_dict"):
             self._dataset.load_state_dict(self._state)
-            first = start
+            begin = self._start
+        samples, randomness = self._samples(begin * size), OwnRandomness(self._seed)
+        for number in itertools.count(begin):
+            # What is skipped is read batch by batch too, to draw the same random numbers.
+            with randomness:
+                block = list(itertools.islice(samples, size))
+            if not block or (self._drop_last and len(block) < size):
+                return
+            if number >= self._start and (number - self._start) % every == first:
+                yield self._cut(block), len(block), self._position(worker is None)
+
+    def _samples(self, first: int) -> Iterator[Any]:
         stream = iter(self._dataset)
         for number in itertools.count(first):
             try:
@@ -79,8 +88,7 @@ class StreamShare(IterableDataset):
                     f"{type(self._dataset).__name__} raised {type(error).__name__}: {error}. "
                     "Mend or leave out that sample."
                 ) from error
-            if number >= start:
-                yield sample
+            yield sample
 
     def _cut(self, block: list[Any]) -> list[tuple[Any, int]]:
         # An empty micro-batch is run all the same, on a sample that counts nothing.

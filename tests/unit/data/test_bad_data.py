@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from unipar.data import Loader
 from unipar.errors import DataError
@@ -29,6 +31,22 @@ class Faulty:
 class FaultyBulk(Faulty):
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[i] for i in indices]
+
+
+class BrokenBulk(Faulty):
+    """Samples can be had one by one, and not together."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        raise ValueError("no such table")
+
+
+class Late(Faulty):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(20)
+        raise AssertionError("unreachable")
 
 
 class Deadly(Faulty):
@@ -97,6 +115,41 @@ def test_batches_of_different_types_are_described():
     data = [torch.tensor(1)] * 4 + [torch.tensor(1.5)] * 4
     with pytest.raises(DataError, match="it is float32, and they were int64"):
         everything(data)
+
+
+@pytest.mark.parametrize("length", [5, 7])
+def test_batches_with_an_item_for_each_sample_may_differ_in_length(length: int):
+    """What detection models take: images and boxes that are not stacked."""
+    data = [(torch.zeros(3, 4 + i), {"boxes": torch.zeros(i, 4)}) for i in range(length)]
+    batches = everything(data, 3, collate_fn=lambda samples: tuple(zip(*samples, strict=True)))
+    assert [batch.global_num_samples for batch in batches] == [3] * (length // 3) + [length % 3]
+
+
+def test_an_item_more_is_a_difference_where_items_are_not_samples():
+    def collate(samples: list[int]) -> list[torch.Tensor]:
+        return [torch.tensor(samples)] * (2 if 0 in samples else 3)
+
+    with pytest.raises(DataError, match=r"it is list\(int64, int64, int64\), and they were list\("):
+        everything([0, 1, 2, 3, 4, 5, 6, 7], 4, collate_fn=collate)
+
+
+def test_a_batch_that_is_refused_is_still_to_come():
+    loader = Loader([1] * 4 + [1.5] * 4, global_batch_size=4, shuffle=False)
+    with pytest.raises(DataError, match="batch 1 of epoch 0"):
+        list(loader)
+    assert loader.position.index == 1
+
+
+def test_a_bulk_fetch_that_raises_is_not_worked_around():
+    message = r"__getitems__ of BrokenBulk raised ValueError: no such table, for samples \[0, 1"
+    with pytest.raises(DataError, match=message):
+        everything(BrokenBulk())
+
+
+def test_a_data_loaders_timeout_is_reported():
+    data = DataLoader(Late(), batch_size=2, num_workers=1, timeout=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(DataError, match=r"rank 0: no batch came within .* timeout of 1 s"):
+        everything(data, 2)
 
 
 def test_a_killed_worker_process_is_reported():

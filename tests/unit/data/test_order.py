@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from unipar.data import Loader, Position
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,30 @@ def test_an_abandoned_iteration_goes_on_at_the_next_call():
         first = counted(next(iter(loader)))
         rest = [counted(batch) for batch in loader]
         assert [first, *rest] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_a_place_within_an_epoch_belongs_to_its_data_and_batches():
+    loader = Loader(list(range(20)), global_batch_size=4)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(ConfigError, match=r"batch 1 .* batches of 4, and now global_batch_size=5"):
+        Loader(list(range(20)), global_batch_size=5).load_state_dict(state)
+    with pytest.raises(DataError, match=r"over 20 samples, and this data has 21.*load_model"):
+        Loader(list(range(21)), global_batch_size=4).load_state_dict(state)
+
+    list(loader)
+    other = Loader(list(range(21)), global_batch_size=5)
+    other.load_state_dict(loader.state_dict())
+    assert other.position == Position(1, 0)
+
+
+def test_a_large_data_set_begins_at_once():
+    """Only the order itself is held: 8 bytes a sample, not a Python list for each batch."""
+    tracemalloc.start()
+    next(iter(Loader(range(2_000_000), global_batch_size=64)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2_000_000
 
 
 @given(micro=st.integers(1, 5), done=st.integers(0, 3))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -20,6 +21,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from unipar.data import Loader, batch_size_of, num_samples_of
 from unipar.errors import ConfigError, DataError
@@ -101,7 +103,9 @@ def test_a_data_loader_keeps_its_parts_and_not_its_order(caplog: pytest.LogCaptu
     )
     with caplog.at_level(logging.INFO, logger="unipar.data"):
         loader = Loader(data, global_batch_size=4)
-    assert "unipar decides the order" in caplog.text
+        Loader(data, global_batch_size=4, data_rank=1, data_size=2)
+        num_samples_of(data)
+    assert caplog.text.count("unipar decides the order") == 1
     kinds, orders = zip(*[batch.microbatches[0].data for batch in loader], strict=True)
     assert set(kinds) == {"own"}
     assert sorted(orders[0] + orders[1]) == list(range(8))
@@ -164,6 +168,9 @@ SAMPLERS: dict[str, Callable[[Dataset], DataLoader]] = {
         d,
         batch_sampler=Pairs(SequentialSampler(d), 2, False),  # pyright: ignore[reportArgumentType]
     ),
+    "sampler=SequentialSampler over a part of the dataset": lambda d: DataLoader(
+        d, batch_size=2, sampler=SequentialSampler(range(4))
+    ),
     "batch_size=None": lambda d: DataLoader(d, batch_size=None),
 }
 
@@ -179,6 +186,24 @@ def test_a_sampler_of_ones_own_is_refused_with_the_way_to_express_it(name: str):
     assert name in str(caught.value)
 
 
+def test_a_distributed_sampler_is_refused_as_not_needed():
+    data = TensorDataset(torch.arange(6))
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    with pytest.raises(DataError, match=r"unipar divides the data among ranks itself\. Leave"):
+        Loader(DataLoader(data, batch_size=2, sampler=sampler), global_batch_size=2)
+
+
+def test_a_stream_that_makes_its_own_batches_is_refused():
+    with pytest.raises(DataError, match=r"batch_size=None, so its stream makes its own batches"):
+        Loader(DataLoader(Stream(), batch_size=None), global_batch_size=2)
+
+
+def test_a_chain_of_streams_without_lengths_has_none():
+    loader = Loader(ChainDataset([Stream(), Stream()]), global_batch_size=8)
+    assert loader.num_samples is None
+    assert [batch.global_num_samples for batch in loader] == [8, 8, 4]
+
+
 def test_what_the_message_says_instead_of_a_sampler_works():
     data = Subset(Numbers(6), [5, 5, 1, 0])
     loader = Loader(data, global_batch_size=2, shuffle=False)
@@ -190,10 +215,13 @@ def test_what_the_message_says_instead_of_a_sampler_works():
     [
         ((torch.zeros(3), torch.zeros(4)), r"columns of equal length, and these have \[3, 4\]"),
         ({"x": torch.zeros(3)}, "a mapping, which has no samples by index. Pass a tuple"),
+        ((np.zeros(3), [1, 2, 3]), r"this one holds \['list', 'ndarray'\]. Make tensors"),
+        ((), "this one holds nothing"),
+        ("train.csv", r"the text 'train.csv', and a dataset is wanted. Read the file"),
         (iter([1, 2]), "list_iterator, which is none of: .*Wrap it in"),
         (None, "NoneType, which is none of"),
     ],
-    ids=["ragged columns", "mapping", "iterator", "none"],
+    ids=["ragged columns", "mapping", "other columns", "no columns", "text", "iterator", "none"],
 )
 def test_what_is_no_data_is_refused(data: Any, message: str):
     with pytest.raises(DataError, match=message):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -86,6 +88,110 @@ def test_persistent_workers_begin_each_epoch_anew():
     loader = Loader(data, global_batch_size=2)
     assert seen(loader) == [[0, 1], [2, 3], [4, 5]]
     assert seen(loader) == [[100, 101], [102, 103], [104, 105]]
+
+
+SHUFFLES: dict[str, Callable[[], list[int]]] = {
+    "python": lambda: random.sample(range(12), 12),
+    "numpy": lambda: np.random.permutation(12).tolist(),
+    "torch": lambda: torch.randperm(12).tolist(),
+}
+
+
+class SelfShuffled(IterableDataset):
+    """Shuffles with a generator of the process, as many a stream does."""
+
+    def __init__(self, shuffle: Callable[[], list[int]]) -> None:
+        self.shuffle = shuffle
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shuffle())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("by", SHUFFLES)
+def test_a_stream_that_shuffles_itself_is_the_same_on_every_rank(by: str, num_workers: int):
+    def epochs(rank: int, ranks: int) -> list[list[list[int]]]:
+        # Ranks are seeded differently, for dropout.
+        random.seed(rank)
+        np.random.seed(rank)
+        torch.manual_seed(rank)
+        loader = Loader(
+            SelfShuffled(SHUFFLES[by]),
+            global_batch_size=4,
+            data_rank=rank,
+            data_size=ranks,
+            num_workers=num_workers,
+        )
+        return [seen(loader), seen(loader)]
+
+    (whole,) = [epochs(0, 1)]
+    shares = [epochs(rank, 2) for rank in range(2)]
+    for epoch in range(2):
+        joined = [a + b for a, b in zip(shares[0][epoch], shares[1][epoch], strict=True)]
+        assert joined == whole[epoch]
+        assert sorted(itertools.chain(*joined)) == list(range(12))
+    assert whole[0] != whole[1]
+
+
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_the_noise_of_a_stream_continues_where_it_was(done: int):
+    class Noise(IterableDataset):
+        def __iter__(self) -> Iterator[tuple[float, float, float]]:
+            for _ in range(15):
+                yield random.gauss(0, 1), float(np.random.normal()), float(torch.randn(()))
+
+    def noise(loader: Loader) -> list[list[list[float]]]:
+        return [[column.tolist() for column in micro.data] for batch in loader for micro in batch]
+
+    def loader() -> Loader:
+        return Loader(Noise(), global_batch_size=3)
+
+    first, rest = loader(), loader()
+    for _ in itertools.islice(first, done):
+        pass
+    rest.load_state_dict(first.state_dict())
+    assert noise(rest) == noise(loader())[done:]
+
+
+@pytest.mark.parametrize("by", SHUFFLES)
+def test_a_stream_that_shuffles_itself_continues_where_it_was(by: str):
+    def loader() -> Loader:
+        return Loader(SelfShuffled(SHUFFLES[by]), global_batch_size=4)
+
+    whole, first, rest = loader(), loader(), loader()
+    next(iter(first))
+    rest.load_state_dict(first.state_dict())
+    assert seen(rest) == seen(whole)[1:]
+
+
+def test_reading_a_stream_leaves_the_generators_of_the_process_alone():
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    def seed() -> None:
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+
+    seed()
+    expected = drawn()
+    for shuffle in SHUFFLES.values():
+        seed()
+        list(Loader(SelfShuffled(shuffle), global_batch_size=4))
+        assert drawn() == expected
+
+
+def test_a_state_that_json_cannot_hold_is_refused():
+    class Odd(Numbers):
+        def state_dict(self) -> dict[str, Any]:
+            return {"rng": torch.zeros(2)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    loader = Loader(Odd(4), global_batch_size=2)
+    next(iter(loader))
+    with pytest.raises(DataError, match=r"state_dict\(\) of Odd cannot be saved as JSON.*tolist"):
+        loader.state_dict()
 
 
 def test_a_stream_is_told_the_epoch():

@@ -1,0 +1,95 @@
+"""What can be said about data and batch sizes before any sample is read."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from unipar.data.order import Slicing
+from unipar.data.sources import Source
+from unipar.errors import ConfigError, DataError
+
+
+def slicing_of(size: int, micro: int | None, rank: int, ranks: int) -> Slicing:
+    """The slicing of these sizes; left out, ``micro`` is the rank's whole share."""
+    if size < 1:
+        raise ConfigError(f"global_batch_size={size}: ask for at least 1 sample a step.")
+    share = math.ceil(size / ranks)
+    if micro is None:
+        micro = share
+    if not 1 <= micro <= share:
+        raise ConfigError(
+            f"micro_batch_size={micro} does not fit: a global batch of {size} over {ranks} "
+            f"device(s) leaves each {share}. Use 1 to {share}, or a larger global_batch_size."
+        )
+    return Slicing(size, micro, rank, ranks)
+
+
+def shuffles(shuffle: bool | None, source: Source) -> bool:
+    """Whether each epoch has an order of its own: as asked, or as the data came, or yes."""
+    if source.is_stream:
+        if shuffle:
+            raise ConfigError(
+                "shuffle=True needs a dataset with indices, and this is a stream, which has the "
+                "order in which it comes. Shuffle inside the stream (a buffer), and leave it out."
+            )
+        return False
+    if shuffle is not None:
+        return shuffle
+    return True if source.shuffle is None else source.shuffle
+
+
+def check_size(num_samples: int, global_batch_size: int, source: Source) -> None:
+    """Refuse data that is empty or smaller than a global batch."""
+    if num_samples == 0:
+        raise DataError(
+            f"the data ({type(source.dataset).__name__}) is empty: it has 0 samples. "
+            "Look at the path or filter that it was made with."
+        )
+    if num_samples < global_batch_size:
+        hint = ""
+        if isinstance(source.dataset, list) and all(
+            isinstance(item, torch.Tensor) for item in source.dataset
+        ):
+            hint = " A list holds samples: for columns such as inputs and targets, pass a tuple."
+        raise DataError(
+            f"the data has {num_samples} samples, fewer than one global batch of "
+            f"{global_batch_size}. Lower global_batch_size to at most {num_samples}.{hint}"
+        )
+
+
+def check_same_epoch(
+    state: dict[str, Any], *, num_samples: int | None, global_batch_size: int
+) -> None:
+    """Refuse a position within an epoch that was cut into other batches, or of other data."""
+    index, size, samples = (state.get(k) for k in ("index", "global_batch_size", "num_samples"))
+    if size not in (None, global_batch_size):
+        raise ConfigError(
+            f"the saved position is batch {index} of an epoch in global batches of {size}, and now "
+            f"global_batch_size={global_batch_size}: that would be other samples. "
+            f"Set global_batch_size={size}."
+        )
+    if None not in (samples, num_samples) and samples != num_samples:
+        raise DataError(
+            f"the saved position is batch {index} of an epoch over {samples} samples, and this "
+            f"data has {num_samples}: that would be other samples. Give the same data, or "
+            "start a new run from the saved weights (unipar.load_model)."
+        )
+
+
+def no_batch(source: Source, epoch: int, global_batch_size: int) -> str:
+    """Why a stream may have given no batch in an epoch."""
+    name = type(source.dataset).__name__
+    if epoch:
+        return (
+            f"the stream ({name}) gave no sample in epoch {epoch}: it was used up before. Its "
+            "__iter__ must begin anew each time it is called."
+        )
+    if source.drop_last:
+        return (
+            f"the stream ({name}) gave no full global batch of {global_batch_size}, and the "
+            "DataLoader has drop_last=True. Lower global_batch_size, or leave drop_last out."
+        )
+    return f"the stream ({name}) is empty: iterating it gave no sample at all."
