@@ -20,7 +20,7 @@ STATEMENTS = {
 
 
 def measure(*, quick: bool) -> list[Row]:
-    turns = 2 if quick else 15
+    turns = 2 if quick else 11
     measured = in_turns(
         {name: lambda text=text: seconds_of(text) for name, text in STATEMENTS.items()}, turns
     )

@@ -44,7 +44,9 @@ def main() -> None:
     rows = []
     for name in args.only or PARTS:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
-        rows += PARTS[name](quick=args.quick)
+        measured = PARTS[name](quick=args.quick)
+        print(table(measured), file=sys.stderr, flush=True)
+        rows += measured
     about = circumstances("make bench", time.perf_counter() - began)
     text = f"{about}\n\n{table(rows)}"
     print(text)
