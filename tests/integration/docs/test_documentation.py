@@ -68,8 +68,8 @@ def test_commands_run(page: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
 
 
-def test_tables_of_strategies_are_what_the_strategies_say() -> None:
-    done = run([sys.executable, str(ROOT / "docs" / "strategies.py"), "--check"], ROOT)
+def test_tables_are_what_the_code_says() -> None:
+    done = run([sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

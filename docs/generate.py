@@ -1,0 +1,141 @@
+"""Write the tables that pages hold between markers, from what the code itself says.
+
+python docs/generate.py          # rewrite
+python docs/generate.py --check  # exit 1 where a page differs
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from unipar import registry
+from unipar.config import CheckpointConfig, RunConfig
+from unipar.strategy import StrategyOptions
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "strategies.md", ROOT / "docs" / "settings.md")
+MARKED = re.compile(
+    r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
+)
+STRATEGIES = ("single", "ddp", "ddp:shard_optimizer=true", "fsdp", "dp")
+
+
+def strategies() -> str:
+    """A row for each strategy, from its capabilities."""
+    rows = []
+    for name in STRATEGIES:
+        able = registry.resolve(name).capabilities()
+        devices = {"cpu": "CPU", "cuda": "GPU"}
+        where = ", ".join(devices[kind] for kind in sorted(able.device_types))
+        most = "any number" if able.max_devices is None else str(able.max_devices)
+        precisions = ", ".join(p for p in ("fp32", "bf16", "fp16") if p in able.precisions)
+        parts = ("parameters", "gradients", "optimizer")
+        shared = ", ".join(part for part in parts if part in able.sharded) or "nothing"
+        offload = ", ".join(part for part in parts if part in able.offload) or "no"
+        several, loop = (_yes(flag) for flag in (able.several_engines, able.custom_loop))
+        rows.append([f"`{name}`", where, most, precisions, shared, offload, several, loop])
+    heads = [
+        *("strategy", "runs on", "processes", "precision", "divided among ranks"),
+        *("CPU offload", "several models", "loop by hand"),
+    ]
+    return _table(heads, rows)
+
+
+def options(name: str) -> str:
+    """A row for each option of a strategy."""
+    return _fields(type(registry.resolve(name).options))
+
+
+def settings() -> str:
+    """A row for each field of a run."""
+    return _fields(RunConfig)
+
+
+def checkpoint() -> str:
+    """A row for each field of ``checkpoint``."""
+    return _fields(CheckpointConfig)
+
+
+def _fields(model: type[BaseModel]) -> str:
+    rows = []
+    for name, field in model.model_fields.items():
+        shown = field.serialization_alias or name
+        text = " ".join((field.description or "").split())
+        rows.append([f"`{shown}`", _type(field.annotation), _default(field), text])
+    return _table(["field", "takes", "default", "what it does"], rows)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if isinstance(value, BaseModel):
+        given = value.model_dump(exclude_unset=True)
+        return f"`{given['name']}`" if "name" in given else "the fields' defaults"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return "" if value in (None, (), {}) else f"`{value}`"
+
+
+def _type(annotation: Any) -> str:
+    """A type as a user writes its values."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{str(a).lower() if a is False else a}`" for a in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return ", ".join(_type(a) for a in arguments if a is not type(None))
+    if origin is tuple:
+        return "list"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if issubclass(annotation, StrategyOptions):
+            return "options object"
+        return "name, mapping" if "name" in annotation.model_fields else "mapping"
+    plain = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", Path: "path"}
+    return plain.get(annotation, "mapping")
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = [heads, ["---"] * len(heads), *escaped]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES = {
+    "strategies": strategies,
+    "options: ddp": lambda: options("ddp"),
+    "options: fsdp": lambda: options("fsdp"),
+    "settings": settings,
+    "checkpoint": checkpoint,
+}
+
+
+def rewritten(text: str) -> str:
+    """``text`` with each table as the code has it now."""
+    return MARKED.sub(lambda m: f"{m['begin']}{TABLES[m['what']]()}\n{m['end']}", text)
+
+
+def main() -> int:
+    stale = [page for page in PAGES if rewritten(page.read_text()) != page.read_text()]
+    if "--check" in sys.argv:
+        for page in stale:
+            print(f"{page.relative_to(ROOT)} is stale: run python docs/generate.py")
+        return int(bool(stale))
+    for page in stale:
+        page.write_text(rewritten(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
