@@ -6,6 +6,7 @@ python examples/gpt.py --strategy ddp --devices 2
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,12 @@ from examples.text import ByteText
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm and added to its input."""
+    """Attention and a feed-forward layer, each after a norm and added to its input.
 
-    def __init__(self, width: int, heads: int) -> None:
+    What is added starts small, so that a deep stack begins as little more than its embeddings.
+    """
+
+    def __init__(self, width: int, heads: int, layers: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm_attention = nn.LayerNorm(width)
@@ -32,6 +36,9 @@ class Block(nn.Module):
         self.norm_feed = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
+        for last in (self.proj, self.down):
+            nn.init.normal_(last.weight, std=0.02 / math.sqrt(2 * layers))
+            nn.init.zeros_(last.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
@@ -55,16 +62,16 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, layers: int = 4, width: int = 128, heads: int = 4, length: int = 128
+        self, layers: int = 5, width: int = 128, heads: int = 4, length: int = 128
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block(width, heads, layers) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
-        nn.init.normal_(self.tokens.weight, std=0.02)
-        nn.init.normal_(self.positions.weight, std=0.02)
+        for embedding in (self.tokens, self.positions):
+            nn.init.normal_(embedding.weight, std=0.1)
         self.head.weight = self.tokens.weight
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -75,9 +82,9 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(**sizes: int) -> GPT:
-    """The model of the demo, of about a million parameters."""
-    return GPT(**sizes)
+def build(layers: int = 5, width: int = 128, heads: int = 4, length: int = 128) -> GPT:
+    """About a million parameters as it stands; ten with ``layers=13, width=256``."""
+    return GPT(layers, width, heads, length)
 
 
 def loss(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -93,7 +100,7 @@ def main() -> None:
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--output-dir")
@@ -107,8 +114,8 @@ def main() -> None:
         devices=args.devices,
         precision=args.precision,
         loss=loss,
-        optimizer={"name": "adamw", "lr": 1e-3},
-        lr_scheduler={"name": "cosineannealinglr", "T_max": args.steps},
+        optimizer="adamw",
+        lr_scheduler={"name": "onecyclelr", "max_lr": 2e-3, "total_steps": args.steps},
         max_grad_norm=1.0,
         global_batch_size=16,
         steps=args.steps,

@@ -49,7 +49,9 @@ def gpt2(layers: int, width: int) -> GPT2LMHeadModel:
         eos_token_id=0,
         use_cache=False,
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 def main() -> None:

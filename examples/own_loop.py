@@ -1,6 +1,7 @@
 """A training loop of one's own: a session, an engine, and whole steps.
 
 python examples/own_loop.py --strategy ddp --devices 2
+python examples/own_loop.py --strategy fsdp --devices 2 --epochs 5 --resume
 torchrun --nproc-per-node 2 examples/own_loop.py --strategy ddp
 """
 
@@ -19,7 +20,9 @@ import unipar
 from examples.digits import accuracy, cnn, digits, loss
 
 
-def train(placement: unipar.Placement | None, strategy: str, epochs: int, directory: str) -> None:
+def train(
+    placement: unipar.Placement, strategy: str, epochs: int, directory: str, resume: bool
+) -> None:
     """What each process runs; ``placement`` says which one it is."""
     training, evaluation = digits()
     torch.manual_seed(0)
@@ -31,7 +34,9 @@ def train(placement: unipar.Placement | None, strategy: str, epochs: int, direct
         )
         batches = session.loader(training, global_batch_size=64)
         unseen = session.loader(evaluation, global_batch_size=64, shuffle=False)
-        for epoch in range(epochs):
+        if resume:
+            session.load(directory, loader=batches)
+        for epoch in range(batches.position.epoch, epochs):
             steps = [engine.train_step(batch, loss) for batch in batches]
             unseen.rewind()
             metrics = session.evaluate(engine, unseen, loss, metrics={"accuracy": accuracy})
@@ -52,10 +57,15 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--output-dir", default="runs/own_loop")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     args = parser.parse_args()
 
     run = functools.partial(
-        train, strategy=args.strategy, epochs=args.epochs, directory=args.output_dir
+        train,
+        strategy=args.strategy,
+        epochs=args.epochs,
+        directory=args.output_dir,
+        resume=args.resume,
     )
     unipar.spawn(run, devices=args.devices)
 

@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 
+# What is no part of the library, or is tables rather than text.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "encodings"}
+
 
 class ByteText(Dataset):
     """Windows of ``length + 1`` bytes, one after the other: a sample is (inputs, targets).
@@ -37,7 +40,11 @@ class ByteText(Dataset):
 @functools.lru_cache
 def _read(evaluation: bool, max_bytes: int) -> torch.Tensor:
     library = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in library.rglob("*.py") if "site-packages" not in path.parts)
+    files = sorted(
+        path
+        for path in library.rglob("*.py")
+        if LEFT_OUT.isdisjoint(path.relative_to(library).parts)
+    )
     text = bytearray()
     for number, path in enumerate(files):
         if (number % 10 == 9) == evaluation:
