@@ -151,6 +151,9 @@ class WorkerPool:
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.hang_up()
+            if not worker.busy:
+                # A process that this one has forked meanwhile may hold the pipe's other end.
+                worker.process.terminate()
         for worker in workers:
             worker.end()
 
