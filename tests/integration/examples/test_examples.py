@@ -73,6 +73,30 @@ def test_own_loop_under_spawn_and_torchrun(tmp_path: Path) -> None:
     assert done.stdout == spawned
 
 
-def test_gan_tells_real_digits_from_forged_ones(tmp_path: Path) -> None:
-    said = run("gan.py", "--strategy", "ddp", "--devices", "2", "--epochs", "2", directory=tmp_path)
-    assert 0.1 < number(r"discriminator ([\d.]+)", said) < 0.69
+def test_own_loop_goes_on_under_another_strategy(tmp_path: Path) -> None:
+    run("own_loop.py", "--epochs", "2", directory=tmp_path)
+    said = run(
+        *("own_loop.py", "--strategy", "fsdp", "--devices", "2", "--epochs", "3", "--resume"),
+        directory=tmp_path,
+    )
+    assert said.startswith("epoch 3: "), said
+    assert "saved step-00000069" in said
+    assert number(r"accuracy ([\d.]+)%", said) > 85
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gan_tells_real_digits_from_forged_ones(strategy: str, tmp_path: Path) -> None:
+    said = run(
+        "gan.py", "--strategy", strategy, "--devices", "2", "--epochs", "2", directory=tmp_path
+    )
+    # One that guesses has ln 2 = 0.69.
+    assert 0.1 < number(r"epoch 1: discriminator ([\d.]+)", said) < 0.66
+    assert len(said.partition("forged digits:\n")[2].splitlines()) == 8
+
+
+def test_demo_finds_one_run_and_draws_it(tmp_path: Path) -> None:
+    said = run("demo.py", "--steps", "8", "--plot", "curves.png", directory=tmp_path)
+    under_ddp, under_fsdp = number(r"run: ([\d.e-]+)", said), number(r"([\d.e-]+) after", said)
+    assert max(under_ddp, under_fsdp) < 1e-5
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert len(list((tmp_path / "runs").glob("demo-*/*/checkpoints/step-*"))) == 3
