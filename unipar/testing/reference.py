@@ -47,7 +47,7 @@ class Trace:
 
 def train(
     model: nn.Module,
-    batches: Sequence[Any],
+    batches: Sequence[Sequence[Any]],
     terms: Terms,
     make_optimizer: MakeOptimizer,
     *,
@@ -60,8 +60,8 @@ def train(
 
     Args:
         model: trained in place, in the mode it is in.
-        batches: the global batches, collated.
-        terms: the loss of a batch as a sum and a count.
+        batches: the global batches, each as the collated parts that are computed one by one.
+        terms: the loss of a part as a sum and a count.
         make_optimizer: called with the model's named parameters.
         make_scheduler: called with the optimizer; stepped after each step that was taken.
         max_grad_norm: the 2-norm that the gradient is scaled down to.
@@ -71,12 +71,13 @@ def train(
     optimizer = make_optimizer(model.named_parameters())
     scheduler = make_scheduler(optimizer) if make_scheduler else None
     trace = Trace()
-    for index, batch in enumerate(batches):
+    for index, parts in enumerate(batches):
         trace.lrs.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
         optimizer.zero_grad()
         with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
-            total, count = terms(model, batch)
-        loss = total / count
+            pairs = [terms(model, part) for part in parts]
+        count = sum(part_count for _, part_count in pairs)
+        loss = torch.stack([total for total, _ in pairs]).sum() / count
         trace.losses.append(loss.item())
         trace.num_items.append(float(count))
         trace.skipped.append(index in leave_out)

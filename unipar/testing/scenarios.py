@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -170,8 +171,14 @@ class Scenario:
         return batches[: self.num_steps]
 
 
-def reference_trace(scenario: Scenario) -> Trace:
-    """The reference's run of ``scenario``; computed once for all strategies and world sizes."""
+def reference_trace(scenario: Scenario, *, parts: int = 1) -> Trace:
+    """The reference's run of ``scenario``; computed once for all strategies and world sizes.
+
+    Args:
+        scenario: what is run.
+        parts: how many parts each global batch is computed in, as ranks compute it. In exact
+            arithmetic their number makes no difference.
+    """
     return _reference_trace(
         replace(
             scenario,
@@ -181,17 +188,21 @@ def reference_trace(scenario: Scenario) -> Trace:
             activation_checkpointing="off",
             compile_backend=None,
             on_nan="raise",
-        )
+        ),
+        parts,
     )
 
 
 @functools.cache
-def _reference_trace(scenario: Scenario) -> Trace:
+def _reference_trace(scenario: Scenario, parts: int) -> Trace:
     data = scenario.data()
     clip = scenario.max_grad_norm
     return reference.train(
         scenario.build(),
-        [data.batch(indices) for indices in scenario.order()],
+        [
+            [data.batch(part.tolist()) for part in np.array_split(indices, parts) if len(part)]
+            for indices in scenario.order()
+        ],
         scenario.terms,
         scenario.optimizer,
         make_scheduler=scenario.scheduler,

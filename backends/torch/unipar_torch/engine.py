@@ -311,13 +311,17 @@ class TorchEngine(Engine):
         data = microbatch.data
         if self._device.type != "cpu":
             data = move_to(data, self._device)
-        if self._mixed:
-            with torch.autocast(self._device.type, self._dtype):
-                loss = loss_fn(model, data)
-        else:
+        if not self._mixed:
+            loss = loss_fn(model, data)
+            check_loss(loss, training=training)
+            return loss
+        with torch.autocast(self._device.type, self._dtype):
             loss = loss_fn(model, data)
         check_loss(loss, training=training)
-        return loss
+        # Weighting in half precision would round loss and gradient once more on each rank.
+        if isinstance(loss, LossSum):
+            return LossSum(loss.total.float(), loss.count)
+        return loss.float()
 
     def _enter_training(self) -> None:
         if self._modes:
