@@ -259,6 +259,8 @@ class _Launch:
             )
         _check_keep_best(job)
         resolve_loggers(job.loggers)
+        if isinstance(job.config.resume, Path):
+            checkpoint.find(job.config.resume)
         micro = job.config.micro_batch_size
         loader = Loader(
             job.data,

@@ -11,7 +11,7 @@ import torch
 from small_run import build, data, loss_fn, make_scheduler, reference
 
 from unipar import Callback, RunResult
-from unipar.errors import ConfigError, NonFiniteLossError
+from unipar.errors import CheckpointError, ConfigError, NonFiniteLossError
 
 Run = Callable[..., RunResult]
 
@@ -84,6 +84,14 @@ def test_a_used_directory_is_refused(run: Run):
 def test_resume_auto_needs_a_directory(run: Run):
     with pytest.raises(ConfigError, match=r"resume='auto'.*set output_dir="):
         run(resume="auto", checkpoint={}, output_dir=None)
+
+
+def test_a_path_that_is_no_checkpoint_is_refused_before_any_process_starts(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("unipar.launch.run", lambda *_, **__: pytest.fail("processes were started"))
+    with pytest.raises(CheckpointError, match="nowhere is no checkpoint.*does not exist"):
+        run(resume="nowhere", strategy="ddp", devices=2)
 
 
 @pytest.mark.parametrize(
