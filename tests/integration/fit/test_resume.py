@@ -90,7 +90,7 @@ def test_a_path_that_is_no_checkpoint_is_refused_before_any_process_starts(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("unipar.launch.run", lambda *_, **__: pytest.fail("processes were started"))
-    with pytest.raises(CheckpointError, match="nowhere is no checkpoint.*does not exist"):
+    with pytest.raises(CheckpointError, match=r"nowhere is no checkpoint.*does not exist"):
         run(resume="nowhere", strategy="ddp", devices=2)
 
 
