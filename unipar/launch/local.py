@@ -63,6 +63,8 @@ def run(
             SIGINT, so that they can save; the second ends them.
     """
     _check(devices, num_nodes, device_type)
+    # Rank 0 writes to the same place, and what this process printed before came first.
+    sys.stdout.flush()
     directory = RunDir.create()
     try:
         _write_payload(fn, directory)

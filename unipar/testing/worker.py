@@ -68,6 +68,8 @@ def perform(task: Task) -> Outcome:
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()
+        # What a task prints belongs to it, and not to the one that fills the buffer.
+        sys.stdout.flush()
 
 
 def _picklable(error: Exception) -> bytes:
