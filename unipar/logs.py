@@ -1,9 +1,11 @@
-"""unipar's own log lines on the terminal, unless the application has set logging up itself."""
+"""What reaches the terminal: unipar's own log lines, and not a framework's."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import warnings
 from collections.abc import Iterator
 
 
@@ -11,9 +13,11 @@ from collections.abc import Iterator
 def logging_to_terminal(level: str, *, main: bool) -> Iterator[None]:
     """Show the ``unipar`` logger on standard error for the length of the block.
 
+    An application that has set logging up itself is left alone.
+
     Args:
         level: the lowest level shown.
-        main: whether this is rank 0; other ranks show warnings and errors only.
+        main: whether this is rank 0; other ranks show warnings and errors at most.
     """
     logger = logging.getLogger("unipar")
     before = logger.level
@@ -23,9 +27,31 @@ def logging_to_terminal(level: str, *, main: bool) -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("unipar: %(message)s"))
     logger.addHandler(handler)
-    logger.setLevel(level.upper() if main else logging.WARNING)
+    lowest: int = getattr(logging, level.upper())
+    logger.setLevel(lowest if main else max(lowest, logging.WARNING))
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def quiet_framework(*loggers: str) -> Iterator[None]:
+    """Keep a framework's banners and warnings from the terminal, within the block.
+
+    Put it around what imports or sets up a framework, not around the user's own code. With unipar's
+    log level at ``debug`` everything is shown. Its loggers stay at errors after the block.
+
+    Args:
+        loggers: names of the framework's loggers.
+    """
+    if logging.getLogger("unipar").isEnabledFor(logging.DEBUG):
+        yield
+        return
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        warnings.simplefilter("ignore")
+        yield

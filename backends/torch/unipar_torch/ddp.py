@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unipar.engine import ModuleEngine, checkpoint_activations, compile_modules
 from unipar.errors import ConfigError
 from unipar.strategy import (
     Capabilities,
@@ -23,9 +24,7 @@ from unipar.strategy import (
     seeded_model,
 )
 from unipar.world import Placement, World
-from unipar_torch.engine import TorchEngine
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
-from unipar_torch.transforms import checkpoint_activations, compile_modules
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -114,7 +113,7 @@ class DDPStrategy(Strategy):
         return DDPEngine(spec, world, module, model, undo, options)
 
 
-class DDPEngine(TorchEngine):
+class DDPEngine(ModuleEngine):
     """Gradients are averaged during the backward pass of the last micro-batch."""
 
     def __init__(

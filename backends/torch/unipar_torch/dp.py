@@ -7,12 +7,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from unipar.engine import ModuleEngine, checkpoint_activations
 from unipar.errors import ConfigError
 from unipar.strategy import Capabilities, EngineSpec, Strategy, StrategyOptions, seeded_model
 from unipar.world import Placement, World, join
-from unipar_torch.engine import TorchEngine
 from unipar_torch.single import PRECISIONS
-from unipar_torch.transforms import checkpoint_activations
 
 
 class DPOptions(StrategyOptions):
@@ -47,8 +46,8 @@ class DPStrategy(Strategy):
     def setup(self, placement: Placement) -> World:
         return join(placement, process_group=False)
 
-    def prepare(self, spec: EngineSpec, world: World) -> TorchEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> ModuleEngine:
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
         model = nn.DataParallel(module, device_ids=list(range(torch.cuda.device_count())))
-        return TorchEngine(spec, world, module, model, undo)
+        return ModuleEngine(spec, world, module, model, undo)

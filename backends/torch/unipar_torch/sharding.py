@@ -23,17 +23,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from unipar.batch import MicroBatch
-from unipar.errors import ConfigError
-from unipar.loss import LossFn
-from unipar.strategy import EngineSpec, seeded_model
-from unipar.world import Placement, World
-from unipar_torch.engine import COMPUTE_DTYPES, TorchEngine
-from unipar_torch.transforms import (
+from unipar.engine import (
+    COMPUTE_DTYPES,
+    ModuleEngine,
     checkpoint_activations,
     compile_modules,
     modules_of_classes,
     repeated_blocks,
 )
+from unipar.errors import ConfigError
+from unipar.loss import LossFn
+from unipar.strategy import EngineSpec, seeded_model
+from unipar.world import Placement, World
 
 if TYPE_CHECKING:
     from unipar_torch.fsdp import FSDPOptions
@@ -69,7 +70,7 @@ def prepare(
     return FSDPEngine(spec, world, module, undo=undo)
 
 
-class FSDPEngine(TorchEngine):
+class FSDPEngine(ModuleEngine):
     """Gradients are reduce-scattered during the backward pass of the last micro-batch."""
 
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]

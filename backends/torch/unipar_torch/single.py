@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from unipar.engine import ModuleEngine, checkpoint_activations, compile_modules
 from unipar.errors import ConfigError
 from unipar.strategy import (
     Capabilities,
@@ -15,8 +16,6 @@ from unipar.strategy import (
     seeded_model,
 )
 from unipar.world import Placement, World, join
-from unipar_torch.engine import TorchEngine
-from unipar_torch.transforms import checkpoint_activations, compile_modules
 
 PRECISIONS: frozenset[Precision] = frozenset({"fp32", "bf16", "fp16"})
 DEVICE_TYPES = frozenset({"cpu", "cuda"})
@@ -51,10 +50,10 @@ class SingleStrategy(Strategy):
     def setup(self, placement: Placement) -> World:
         return join(placement, process_group=False)
 
-    def prepare(self, spec: EngineSpec, world: World) -> TorchEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> ModuleEngine:
         module = seeded_model(spec).to(world.device)
         undo = [
             checkpoint_activations(module, spec.activation_checkpointing),
             compile_modules([module], spec.compile),
         ]
-        return TorchEngine(spec, world, module, undo=undo)
+        return ModuleEngine(spec, world, module, undo=undo)

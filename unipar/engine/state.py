@@ -56,7 +56,7 @@ def import_state(
     source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
     if optimizer is not None:
         source.fill_optimizer(_allocate_moments(source, module, optimizer))
-        _restore_groups(source.groups, module, optimizer)
+        restore_groups(source.groups, module, optimizer)
     if scheduler is not None and "lr_scheduler" in source.extra:
         scheduler.load_state_dict(
             from_json(source.extra["lr_scheduler"], like=scheduler.state_dict())
@@ -64,6 +64,7 @@ def import_state(
 
 
 def param_groups(module: nn.Module, optimizer: Optimizer) -> tuple[GroupState, ...]:
+    """The optimizer's groups, by the names of their parameters."""
     names = {id(p): name for name, p in module.named_parameters()}
     return tuple(
         GroupState(
@@ -163,9 +164,12 @@ def _allocate(
     return torch.zeros(info.shape, dtype=info.dtype, device=parameter.device)
 
 
-def _restore_groups(
-    stored: tuple[GroupState, ...], module: nn.Module, optimizer: Optimizer
-) -> None:
+def restore_groups(stored: tuple[GroupState, ...], module: nn.Module, optimizer: Optimizer) -> None:
+    """Take over the stored hyperparameters of each group.
+
+    Raises:
+        CheckpointError: the optimizer groups its parameters in another way.
+    """
     if not stored:
         return
     index_of = {name: index for index, group in enumerate(stored) for name in group.params}

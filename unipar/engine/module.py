@@ -1,4 +1,4 @@
-"""The training step of PyTorch's own strategies."""
+"""The training step over an ``nn.Module`` whose framework only reduces gradients."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import nn
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data.move import move_to
+from unipar.engine.state import export_state, import_state
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.state import EngineState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult
 from unipar.world import LossReduction, World
-from unipar_torch.state import export_state, import_state
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class TorchEngine(Engine):
+class ModuleEngine(Engine):
     """A module whose gradients the subclasses' hooks reduce; here, on one process, nobody does.
 
     Loss and gradient are means over all items of the global batch. The count of items is known
@@ -82,6 +82,9 @@ class TorchEngine(Engine):
     def _probing(self) -> AbstractContextManager[None]:
         """Around a forward and backward pass that another rank may not come to the end of."""
         return self._microbatch(last=False)
+
+    def _finish_gradients(self) -> None:
+        """Wait until the gradients are averaged over ranks, where ``backward()`` does not."""
 
     def _gradient_norm(self, max_norm: float) -> float:
         """Clip the gradients to ``max_norm`` unless it is infinite; their norm before."""
@@ -178,6 +181,7 @@ class TorchEngine(Engine):
     def _update(self) -> StepResult:
         assert self._reduction is not None
         loss, count = self._reduction.wait()
+        self._finish_gradients()
         normalizer = self._normalizer
         self._clear()
         optimizer = self._require_optimizer()

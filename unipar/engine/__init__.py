@@ -1,0 +1,29 @@
+"""What backends share: an engine over an ``nn.Module``, its canonical state, and its transforms.
+
+A backend whose framework takes over the whole step implements :class:`unipar.strategy.Engine`
+itself; one that only reduces gradients extends :class:`ModuleEngine`.
+"""
+
+from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
+from unipar.engine.state import export_state, import_state, param_groups, restore_groups
+from unipar.engine.transforms import (
+    Undo,
+    checkpoint_activations,
+    compile_modules,
+    modules_of_classes,
+    repeated_blocks,
+)
+
+__all__ = [
+    "COMPUTE_DTYPES",
+    "ModuleEngine",
+    "Undo",
+    "checkpoint_activations",
+    "compile_modules",
+    "export_state",
+    "import_state",
+    "modules_of_classes",
+    "param_groups",
+    "repeated_blocks",
+    "restore_groups",
+]
