@@ -11,6 +11,7 @@ import torch
 from unipar.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.loss import LossFn, LossSum
+from unipar.metrics import merged
 from unipar.strategy import Engine
 from unipar.world import World
 
@@ -20,7 +21,10 @@ Predict = Callable[[Any, Any], tuple[Any, Any]]
 
 @runtime_checkable
 class AccumulatingMetric(Protocol):
-    """What torchmetrics calls a metric; it reduces itself over ranks in ``compute``."""
+    """What torchmetrics calls a metric.
+
+    Those of torchmetrics are reduced over ranks here; others reduce themselves in ``compute``.
+    """
 
     def reset(self) -> None: ...
 
@@ -57,6 +61,9 @@ def evaluate(
 
     Returns:
         ``loss`` and each metric by its name.
+
+    Raises:
+        ConfigError: a metric is not one number, or nothing says what it compares.
     """
     metrics = dict(metrics or {})
     sums: dict[str, list[float]] = {name: [0.0, 0.0] for name in metrics}
@@ -74,7 +81,10 @@ def evaluate(
                 if isinstance(metric, AccumulatingMetric):
                     metric.update(predictions, targets)
                 else:
-                    _add(sums[name], metric(predictions, targets), microbatch.num_samples)
+                    value = metric(predictions, targets)
+                    if not isinstance(value, LossSum):
+                        value = _number(name, value)
+                    _add(sums[name], value, microbatch.num_samples)
         return LossSum(torch.zeros(()), 0)
 
     for batch in batches:
@@ -89,7 +99,8 @@ def evaluate(
     for name in ("loss", *metrics):
         metric = metrics.get(name)
         if isinstance(metric, AccumulatingMetric):
-            results[name] = float(metric.compute())
+            with merged(metric, world):
+                results[name] = _number(name, metric.compute())
             continue
         total, count = (sum(rank[name][i] for rank in every) for i in (0, 1))
         if name != "loss" or loss_fn is not None:
@@ -97,7 +108,20 @@ def evaluate(
     return results
 
 
-def _add(into: list[float], value: torch.Tensor | LossSum, num_samples: int) -> None:
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ConfigError(
+            f"metric '{name}' must be one number, and it is a {type(value).__name__} "
+            f"({found:.80}). "
+            "Return a mean over samples or a unipar.LossSum, and give each of several numbers "
+            "(a class's, say) a metric of its own."
+        ) from error
+
+
+def _add(into: list[float], value: float | torch.Tensor | LossSum, num_samples: int) -> None:
     if isinstance(value, LossSum):
         into[0] += float(value.total)
         into[1] += float(value.count)

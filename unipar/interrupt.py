@@ -13,13 +13,19 @@ from unipar.world import Flag, World
 
 @contextlib.contextmanager
 def interruptible(world: World) -> Iterator[None]:
-    """Turn the first SIGINT into :attr:`Flag.INTERRUPT`, and the second into KeyboardInterrupt."""
+    """Turn the first SIGINT into :attr:`Flag.INTERRUPT`, and the second into KeyboardInterrupt.
+
+    One that came too late for a step to see it takes effect at the end of the block.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.getsignal(signal.SIGINT)
+    pressed = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
         world.raise_flag(Flag.INTERRUPT)
         signal.signal(signal.SIGINT, before)
 
@@ -28,3 +34,5 @@ def interruptible(world: World) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+    if pressed:
+        signal.raise_signal(signal.SIGINT)

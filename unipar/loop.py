@@ -266,6 +266,8 @@ class TrainingRun:
     def _evaluation_due(self, batch: Batch) -> bool:
         """Before a checkpoint of the same step is written, so that it holds the metrics."""
         every = self.config.eval_every
+        if self.step == self.total_steps:
+            return True
         if every is not None:
             return self.step % every == 0
         return self.loader.position.epoch > batch.epoch

@@ -48,10 +48,10 @@ def to_json(value: Any, where: str) -> Any:
 def from_json(value: Any, like: Any = None) -> Any:
     """Undo :func:`to_json`, taking container types from ``like`` where it has the same shape."""
     if isinstance(value, dict):
-        if _PAIRS in value:
-            pairs = {k: from_json(v) for k, v in value[_PAIRS]}
-            return Counter(pairs) if isinstance(like, Counter) else pairs
         known = like if isinstance(like, Mapping) else {}
+        if _PAIRS in value:
+            pairs = {key: from_json(item, known.get(key)) for key, item in value[_PAIRS]}
+            return Counter(pairs) if isinstance(like, Counter) else pairs
         return {key: from_json(item, known.get(key)) for key, item in value.items()}
     if isinstance(value, list):
         known = like if isinstance(like, (list, tuple)) else ()

@@ -186,6 +186,31 @@ def test_metrics_need_to_know_what_to_compare(run: Run):
         )
 
 
+class Confused:
+    """A metric that accumulates, and ends as several numbers."""
+
+    def reset(self) -> None: ...
+
+    def update(self, preds: Any, target: Any) -> None: ...
+
+    def compute(self) -> dict[str, float]:
+        return {"first": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("metric", "found"),
+    [
+        (lambda p, t: p.argmax(-1) == t, r"a Tensor \(shape \(8,\)\)"),
+        (lambda p, t: {"a": 1}, r"a dict \(\{'a': 1\}\)"),
+        (Confused(), r"a dict \(\{'first': 1.0\}\)"),
+    ],
+    ids=["vector", "mapping", "accumulating"],
+)
+def test_a_metric_is_one_number(run: Run, metric: Any, found: str):
+    with pytest.raises(ConfigError, match=rf"metric 'm' must be one number, and it is {found}"):
+        run(eval_data=data(8), metrics={"m": metric}, steps=1)
+
+
 @pytest.mark.parametrize(
     ("evaluated", "message"),
     [

@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from small_run import Watched, build, data, make_scheduler, reference, settings
@@ -204,11 +205,14 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: Path, strategy: s
     while not (tmp_path / "step").exists() and process.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= devices - 1
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode in (130, -signal.SIGINT), err
     assert "KeyboardInterrupt" in err
     assert "interrupted after step" in err
+    assert psutil.wait_procs(family, timeout=10)[1] == []
     result = fit(
         build(), data(), **settings(tmp_path / "run", checkpoint={}, resume="auto", steps=60)
     )

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torchmetrics
 from small_run import (
-    SAMPLES,
     Net,
     Watched,
     accuracy,
@@ -21,10 +20,11 @@ from small_run import (
     loss_fn,
     make_scheduler,
     reference,
+    settings,
 )
 from torch import nn
 
-from unipar import Callback
+from unipar import Callback, fit
 from unipar.errors import ConfigError, DataError, NonFiniteLossError
 from unipar.testing.pool import WorldPools
 from unipar.world import Flag, Placement
@@ -247,11 +247,53 @@ def test_too_many_ranks_for_a_strategy_are_refused(world_pool: WorldPools, tmp_p
 
 
 def test_more_ranks_than_samples_in_a_batch(world_pool: WorldPools, tmp_path: Path):
-    """Three of a batch's four shares: the fourth rank runs padding and counts nothing."""
-    task = partial(fit_in_world, global_batch_size=3, steps=3)
-    results = world_pool(4).run(partial(task, strategy="fsdp"), tmp_path)
-    assert {r.num_samples for r in results[0].history} == {3}
-    assert all(result.losses == results[0].losses for result in results)
-    alone = world_pool(1).run(task, tmp_path / "alone")[0]
-    assert results[0].losses == pytest.approx(alone.losses, rel=1e-5)
-    assert SAMPLES % 3
+    """The other rank runs padding and counts nothing."""
+    task = partial(fit_in_world, strategy="fsdp", global_batch_size=1, steps=3)
+    results = world_pool(2).run(task, tmp_path)
+    alone = fit(build(), data(), **settings(tmp_path / "alone", global_batch_size=1, steps=3))
+    for result in results:
+        assert {r.num_samples for r in result.history} == {1}
+        assert result.losses == pytest.approx(alone.losses, rel=1e-5)
+
+
+class Pieces(torchmetrics.Metric):
+    """Keeps a tensor for each sample, as metrics of detection and retrieval do."""
+
+    kept: list[torch.Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", [], dist_reduce_fx=None)
+        self.add_state("largest", torch.tensor(0), dist_reduce_fx="max")
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        self.kept += [row[: i + 1] for i, row in zip(target.tolist(), preds, strict=True)]
+        self.largest = max(self.largest, target.max())
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat(self.kept).sum() * len(self.kept) + self.largest
+
+
+@pytest.mark.parametrize("num_samples", [1, 9])
+def test_metrics_where_ranks_have_seen_unequally_much(
+    world_pool: WorldPools, tmp_path: Path, num_samples: int
+):
+    """Lists of states are longer on one rank than on the other, or empty on one."""
+    metrics: dict[str, Any] = {
+        "accuracy": torchmetrics.Accuracy("multiclass", num_classes=3),
+        "area": torchmetrics.AUROC("multiclass", num_classes=3),
+        "composed": 2 * torchmetrics.Accuracy("multiclass", num_classes=3),
+        "pieces": Pieces(),
+        "ours": accuracy,
+    }
+    task = partial(
+        fit_in_world, strategy="ddp", steps=1, eval_data=data(num_samples), metrics=metrics
+    )
+    found = [result.metrics for result in world_pool(2).run(task, tmp_path)]
+    assert found[0] == found[1]
+    alone = fit(
+        build(),
+        data(),
+        **settings(tmp_path / "alone", steps=1, eval_data=data(num_samples), metrics=metrics),
+    )
+    assert found[0] == pytest.approx(alone.metrics, rel=1e-5)

@@ -11,6 +11,7 @@ import torch
 from small_run import build, data, loss_fn, make_scheduler, reference
 
 from unipar import Callback, RunResult
+from unipar.checkpoint import read_manifest
 from unipar.errors import CheckpointError, ConfigError, NonFiniteLossError
 
 Run = Callable[..., RunResult]
@@ -148,6 +149,19 @@ def test_the_best_is_known_where_evaluation_comes_at_the_epochs_end(run: Run, tm
     assert saved(tmp_path / "run") == [8, 12]
 
 
+def test_the_best_is_known_at_the_last_step_too(run: Run, tmp_path: Path):
+    """Its evaluation is due because it is the last, and comes before its checkpoint."""
+    scores = iter([5.0, 1.0])
+    run(
+        eval_data=data(8),
+        eval_every=4,
+        metrics={"score": lambda predictions, targets: torch.tensor(next(scores))},
+        checkpoint={"every_steps": 2, "keep_last": None, "keep_best": {"metric": "score"}},
+    )
+    last = tmp_path / "run" / "checkpoints" / "step-00000006"
+    assert read_manifest(last).metrics["score"] == 1.0
+
+
 def test_a_checkpoint_is_due_by_the_clock(run: Run, tmp_path: Path):
     run(checkpoint={"every_minutes": 1e-9, "keep_last": None, "save_final": False})
     assert saved(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
@@ -180,9 +194,11 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_its_checkpoints_kept(
     def explodes(model: Any, batch: Any) -> torch.Tensor:
         return loss_fn(model, batch) * (float("nan") if next(calls) == 4 else 1)
 
+    model = build()
     with pytest.raises(NonFiniteLossError, match=r"loss of step 5 is not finite") as caught:
-        run(loss=explodes, checkpoint={"every_steps": 2})
+        run(model, loss=explodes, checkpoint={"every_steps": 2})
     assert caught.value.step == 5
+    torch.testing.assert_close(model.state_dict(), reference(4)[1].state_dict())
     assert saved(tmp_path / "run") == [2, 4]
 
 
