@@ -30,6 +30,10 @@ class NonFiniteLossError(DataError):
         self.step = step
 
 
+class InstallError(UniparError):
+    """A framework could not be installed; the message holds what failed, and where its log is."""
+
+
 class WorkerError(UniparError):
     """A worker process failed; carries the first failing rank and its own traceback.
 

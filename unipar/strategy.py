@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -23,6 +23,9 @@ from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.state import EngineState, StateSource
 from unipar.world import Placement, World, join
+
+if TYPE_CHECKING:
+    from unipar.install import Recipe
 
 Precision = Literal["fp32", "bf16", "fp16"]
 OnNaN = Literal["raise", "skip", "ignore"]
@@ -272,6 +275,11 @@ class Strategy(ABC):
     def availability(cls) -> Availability:
         """Whether the framework is installed and usable, found without importing it."""
         return Availability(ok=True)
+
+    @classmethod
+    def recipe(cls) -> Recipe | None:
+        """How ``unipar install`` gets the framework; ``None`` where pip alone has brought it."""
+        return None
 
     @classmethod
     def bid(cls, needs: Needs) -> float:

@@ -19,6 +19,7 @@ _COMMANDS = {
     "train": "Train what a run file describes.",
     "schema": "Print the JSON Schema of run files, for editors.",
     "doctor": "Say what this machine can run, and what is missing for the rest.",
+    "install": "Install the framework of a strategy, built for the torch that is here.",
     "convert": "Turn a checkpoint into Hugging Face safetensors, or back.",
 }
 

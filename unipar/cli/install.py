@@ -1,0 +1,149 @@
+"""``unipar install``."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from unipar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unipar.install import Recipe
+    from unipar.install.plan import Action, Show
+    from unipar.strategy import Strategy
+
+Switch = Parameter(negative="")
+
+_HEARTBEAT = 30.0
+
+
+def install(
+    name: str,
+    *,
+    yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative="")] = False,
+    dry_run: Annotated[bool, Switch] = False,
+    force: Annotated[bool, Switch] = False,
+) -> int:
+    """Install the framework of a strategy, built for the torch that is here.
+
+    Wheels that have to be built are kept in ~/.cache/unipar (or $XDG_CACHE_HOME/unipar), so the
+    next environment gets them at once. Torch itself is never changed.
+
+    Args:
+        name: the strategy.
+        yes: do not ask.
+        dry_run: print the commands and run none.
+        force: install what is there already, and build anew what is in the cache.
+    """
+    from rich.console import Console
+
+    from unipar.install.plan import carry_out, check, plan
+
+    strategy, recipe = _recipe(name)
+    console = Console(soft_wrap=True, highlight=False)
+    if not force and not dry_run and strategy.availability().ok:
+        console.print(f"{recipe.framework} is here already. To install it again: --force")
+        return 0
+    check(recipe)
+    actions = plan(recipe, force=force)
+    if dry_run:
+        print("\n".join(line for action in actions for line in action.shell))
+        return 0
+    _show_plan(recipe, actions, console)
+    if not yes and not _agreed(console):
+        console.print("Nothing was done.")
+        return 1
+    begin = time.monotonic()
+    log = carry_out(recipe.name, actions, _Progress(console, len(actions)))
+    seconds = time.monotonic() - begin
+    console.print(f"{recipe.framework} is installed and trains ({seconds:.0f} s). Log: {log}")
+    return 0
+
+
+def _recipe(name: str) -> tuple[type[Strategy], Recipe]:
+    from unipar import registry
+
+    if name not in registry.names():
+        known = [one for one in registry.names() if registry.strategy_class(one).recipe()]
+        raise ConfigError(
+            f"there is no strategy '{name}' here to install the framework of. Each comes with a "
+            f"package of unipar's, to be installed first: pip install unipar-{name}. "
+            f"Here are: {', '.join(known) or 'none that needs more than torch'}."
+        )
+    strategy = registry.strategy_class(name)
+    recipe = strategy.recipe()
+    if recipe is None:
+        raise ConfigError(f"strategy '{name}' needs nothing installed beyond its own package.")
+    return strategy, recipe
+
+
+def _show_plan(recipe: Recipe, actions: list[Action], console: Console) -> None:
+    from unipar.install.cache import torch_version
+
+    version = ".".join(map(str, sys.version_info[:3]))
+    console.print(
+        f"[bold]{recipe.framework}[/] for torch {torch_version()} and Python {version}, "
+        f"into {sys.prefix}:"
+    )
+    for number, action in enumerate(actions, 1):
+        console.print(f"  {number}. {action.title}", markup=False)
+    if recipe.alone:
+        console.print(f"  Note: {recipe.alone}.", markup=False)
+
+
+def _agreed(console: Console) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("there is nobody here to ask: pass --yes to go on, or --dry-run.")
+    return console.input("Go on? \\[y/N] ").strip().lower() in {"y", "yes"}
+
+
+class _Progress:
+    """One line for each action, and what it is doing while it lasts."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console, self._total, self._number = console, total, 0
+
+    @contextlib.contextmanager
+    def __call__(self, title: str) -> Iterator[Show]:
+        self._number += 1
+        label = f"[{self._number}/{self._total}] {title}"
+        begin = time.monotonic()
+        show = self._live(label) if self._console.is_terminal else self._plain(label)
+        with show as update:
+            yield update
+        self._console.print(f"{label}: done, {time.monotonic() - begin:.0f} s", markup=False)
+
+    @contextlib.contextmanager
+    def _live(self, label: str) -> Iterator[Show]:
+        from rich.markup import escape
+
+        begin = time.monotonic()
+        with self._console.status(escape(label)) as status:
+
+            def update(line: str) -> None:
+                room = max(self._console.width - 12, 20)
+                seconds = time.monotonic() - begin
+                status.update(f"{escape(label)}, {seconds:.0f} s\n[dim]{escape(line[:room])}[/]")
+
+            yield update
+
+    @contextlib.contextmanager
+    def _plain(self, label: str) -> Iterator[Show]:
+        self._console.print(f"{label} …", markup=False)
+        begin = last = time.monotonic()
+
+        def update(line: str) -> None:
+            # A log that says nothing for minutes looks like a hang.
+            nonlocal last
+            if time.monotonic() - last >= _HEARTBEAT:
+                last = time.monotonic()
+                self._console.print(f"  {last - begin:.0f} s: {line}", markup=False)
+
+        yield update

@@ -1,0 +1,121 @@
+"""What a backend says of how its framework is installed: plain data, which the core carries out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that the steps call.
+
+    Attributes:
+        names: what it may be called; one of them on the ``PATH`` is enough.
+        debian: the Debian package that has it.
+    """
+
+    names: tuple[str, ...]
+    debian: str
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change to a source file, which must hold ``old`` exactly once.
+
+    Attributes:
+        file: path in the unpacked source distribution.
+        old: the text to replace.
+        new: what to put there.
+        why: the reason, for whoever reads the plan.
+    """
+
+    file: str
+    old: str
+    new: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Pip:
+    """``pip install`` into this environment; torch is never changed by it.
+
+    Attributes:
+        requirements: what to install.
+        args: further arguments, such as ``--no-deps``.
+        environment: variables to set for it.
+    """
+
+    requirements: tuple[str, ...]
+    args: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Build:
+    """A wheel built here against the installed torch, kept in a cache, and installed by itself.
+
+    Attributes:
+        distribution: its name on the package index.
+        version: its version there.
+        sha256: of the source distribution.
+        edits: changes to the sources.
+        tools: requirements of the build; they are put beside the environment, not into it.
+        environment: variables to set for the build.
+        sensitive: beginnings of further environment variables that change the wheel. Wheels built
+            under other values of them, or of a compiler's usual ones, are kept apart.
+        minutes: how long it takes on two cores, about.
+    """
+
+    distribution: str
+    version: str
+    sha256: str
+    edits: tuple[Edit, ...] = ()
+    tools: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    sensitive: tuple[str, ...] = ()
+    minutes: int = 1
+
+
+@dataclass(frozen=True)
+class Python:
+    """``python`` with these arguments, such as ``("-m", "unipar_name.prepare")``.
+
+    Attributes:
+        args: its arguments.
+        title: what it does, for the plan: "compile the optimizer's kernels".
+        environment: variables to set for it.
+    """
+
+    args: tuple[str, ...]
+    title: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+Step = Pip | Build | Python
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one framework gets into an environment that holds torch.
+
+    Attributes:
+        name: what ``unipar install`` calls it; the strategy's name.
+        framework: its own name and the version installed: "Horovod 0.28.1".
+        steps: what is done, in this order.
+        programs: what must be on the ``PATH`` for that.
+        needs: distributions that must have exactly this version beside it.
+        alone: why it wants an environment that no other framework shares; empty if it does not.
+        smoke: the strategy that the installation is checked with, such as ``"name:stage=1"``;
+            empty: ``name``.
+        smoke_precision: the precision of that check.
+    """
+
+    name: str
+    framework: str
+    steps: tuple[Step, ...]
+    programs: tuple[Program, ...] = ()
+    needs: Mapping[str, str] = field(default_factory=dict)
+    alone: str = ""
+    smoke: str = ""
+    smoke_precision: str = "fp32"
