@@ -16,23 +16,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unipar import checkpoint, launch, registry
+from unipar import checkpoint, launch, preflight
 from unipar.callbacks import Callback, Logger
 from unipar.callbacks.loggers import resolve_loggers
-from unipar.checks import check_capabilities, check_trainable
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
-from unipar.data import Loader
-from unipar.devices import device_memory, resolve_device_type, resolve_num_devices
 from unipar.errors import ConfigError, did_you_mean
 from unipar.evaluate import Metric, Predict
 from unipar.job import Job
-from unipar.loop import evaluation_loader, global_batch_size, train
+from unipar.loaders import evaluation_loader
+from unipar.loop import train
 from unipar.loss import LossFn, model_output_loss
 from unipar.result import RunResult
 from unipar.strategy import (
-    EngineSpec,
     ModelFactory,
-    Needs,
     OnNaN,
     OptimizerFactory,
     Precision,
@@ -40,7 +36,6 @@ from unipar.strategy import (
     Strategy,
     StrategyOptions,
 )
-from unipar.world import Placement
 
 
 def fit(
@@ -173,21 +168,10 @@ class _Launch:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.device_type = resolve_device_type(config.device)
-        found = launch.detect()
-        self.joined = found is not None
-        here = found or self._planned()
-        self.placement = dataclasses.replace(
-            here, device_type=self.device_type, timeout=config.timeout
-        )
-
-    def _planned(self) -> Placement:
-        devices = resolve_num_devices(self.config.devices, self.device_type)
-        nodes = self.config.num_nodes
-        return Placement(size=devices * nodes, local_size=devices, num_nodes=nodes)
 
     def run(self, model: nn.Module | ModelFactory, data: Any, **objects: Any) -> RunResult:
-        strategy = registry.resolve(self.config.strategy, self._needs(model))
+        planned = preflight.plan(self.config, model)
+        strategy, self.placement = planned.strategy, planned.placement
         # Every process resolves the same strategy, with what this one found out for "auto".
         config = self.config.model_copy(update={"strategy": strategy.options})
         optimizer = objects.pop("optimizer", None) or config.optimizer.factory()
@@ -205,9 +189,9 @@ class _Launch:
             lr_scheduler=scheduler,
             **objects,
         )
-        self._check(job, strategy)
+        self._check(job, planned)
         self._write_config(job)
-        if self.joined:
+        if planned.joined:
             return train(job, self.placement)
         with tempfile.TemporaryDirectory(prefix="unipar-") as scratch:
             return self._start(job, strategy, Path(scratch))
@@ -231,7 +215,7 @@ class _Launch:
                 functools.partial(train, job),
                 devices=self.placement.local_size,
                 num_nodes=self.placement.num_nodes,
-                device_type=self.device_type,
+                device_type=self.placement.device_type,
                 timeout=self.config.timeout,
                 max_restarts=self.config.max_restarts,
             )
@@ -242,47 +226,15 @@ class _Launch:
             checkpoint.load_model(source, model)
         return result
 
-    def _needs(self, model: nn.Module | ModelFactory) -> Needs:
-        size = None
-        if isinstance(model, nn.Module):
-            # Weights, gradients and AdamW's two moments, each in fp32.
-            size = 16 * sum(p.numel() for p in model.parameters())
-        return Needs(self.placement.size, size, device_memory(self.device_type))
-
-    def _check(self, job: Job, strategy: Strategy) -> None:
-        if isinstance(job.model, nn.Module):
-            check_trainable(job.model)
-        elif not callable(job.model):
-            raise ConfigError(
-                f"the model is a {type(job.model).__name__}. Pass a torch.nn.Module, or a function "
-                "without arguments that builds one."
-            )
+    def _check(self, job: Job, planned: preflight.Plan) -> None:
         _check_keep_best(job)
         resolve_loggers(job.loggers)
         if isinstance(job.config.resume, Path):
             checkpoint.find(job.config.resume)
-        micro = job.config.micro_batch_size
-        loader = Loader(
-            job.data,
-            global_batch_size=global_batch_size(job),
-            micro_batch_size=None if micro == "auto" else micro,
-            data_size=self.placement.size,
-            shuffle=job.config.shuffle,
-            num_workers=job.config.num_workers,
+        loader = preflight.check(job.config, planned, job.model, job.data)
+        evaluation_loader(
+            job.config, job.eval_data, loader.micro_batch_size, data_size=self.placement.size
         )
-        evaluation_loader(job, loader.micro_batch_size, data_size=self.placement.size)
-        spec = EngineSpec(
-            job.model,
-            precision=job.config.precision,
-            max_grad_norm=job.config.max_grad_norm,
-            activation_checkpointing=job.config.activation_checkpointing,
-            compile=job.config.compile,
-            on_nan=job.config.on_nan,
-            global_batch_size=loader.global_batch_size,
-            micro_batch_size=loader.micro_batch_size,
-            accumulation=loader.accumulation,
-        )
-        check_capabilities(strategy, spec, self.placement)
 
     def _output_dir(self, strategy: Strategy) -> Path:
         if self.config.output_dir is not None:

@@ -19,7 +19,13 @@ class DataError(UniparError):
 
 
 class CheckpointError(UniparError):
-    """A checkpoint cannot be written or read; the message names the file or the tensor."""
+    """A checkpoint cannot be written or read; the message names the file or the tensor.
+
+    Attributes:
+        agreed: whether every rank raises it at the same place, so that none waits for another.
+    """
+
+    agreed = False
 
 
 class NonFiniteLossError(DataError):

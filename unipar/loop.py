@@ -15,11 +15,12 @@ from unipar.batch import Batch
 from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, StepRecord
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
-from unipar.data import Loader, batch_size_of, num_samples_of
+from unipar.data import Loader
 from unipar.devices import peak_memory
 from unipar.errors import ConfigError
 from unipar.interrupt import interruptible
 from unipar.job import Job
+from unipar.loaders import evaluation_loader, training_loader
 from unipar.logs import logging_to_terminal
 from unipar.result import RunResult
 from unipar.saving import Saver
@@ -80,13 +81,11 @@ class TrainingRun:
     # -- before the first step -------------------------------------------------------------------
 
     def _loader(self) -> Loader:
-        micro = self.config.micro_batch_size
-        return self.session.loader(
+        return training_loader(
+            self.config,
             self.job.data,
-            global_batch_size=global_batch_size(self.job),
-            micro_batch_size=None if micro == "auto" else micro,
-            shuffle=self.config.shuffle,
-            num_workers=self.config.num_workers,
+            data_rank=self.world.data_rank,
+            data_size=self.world.data_size,
         )
 
     def _engine(self) -> Engine:
@@ -105,7 +104,8 @@ class TrainingRun:
 
     def _eval_loader(self) -> Loader | None:
         return evaluation_loader(
-            self.job,
+            self.config,
+            self.job.eval_data,
             self.loader.micro_batch_size,
             data_rank=self.world.data_rank,
             data_size=self.world.data_size,
@@ -310,7 +310,7 @@ class TrainingRun:
             return
         self._announced = path
         for callback in self.callbacks:
-            callback.on_checkpoint(self.info, self.step, path)
+            callback.on_checkpoint(self.info, checkpoint.step_of(path), path)
         self._last_end = time.perf_counter()
 
     def _finish(self) -> Path | None:
@@ -361,46 +361,3 @@ def _logged(callback: Callback) -> Iterator[None]:
         yield
     except Exception:
         log.exception("%s failed while the run was ending", type(callback).__name__)
-
-
-def evaluation_loader(
-    job: Job, micro_batch_size: int, *, data_rank: int = 0, data_size: int = 1
-) -> Loader | None:
-    """A rank's share of the evaluation data, in the order of the data.
-
-    Args:
-        job: whose data.
-        micro_batch_size: samples that a rank can take in one forward pass.
-        data_rank: which share.
-        data_size: number of shares.
-
-    Raises:
-        DataError: there is data, and it is empty or cannot be used.
-    """
-    if job.eval_data is None:
-        return None
-    size = batch_size_of(job.eval_data) or micro_batch_size * data_size
-    samples = num_samples_of(job.eval_data)
-    return Loader(
-        job.eval_data,
-        global_batch_size=size if samples is None else max(1, min(size, samples)),
-        data_rank=data_rank,
-        data_size=data_size,
-        shuffle=False,
-        num_workers=job.config.num_workers,
-    )
-
-
-def global_batch_size(job: Job) -> int:
-    """The config's, or else the batch size of the ``DataLoader`` that was given.
-
-    Raises:
-        ConfigError: neither is there.
-    """
-    size = job.config.global_batch_size or batch_size_of(job.data)
-    if size is None:
-        raise ConfigError(
-            "global_batch_size is not set, and the data has no batch size of its own. "
-            "Pass global_batch_size=…, the samples of one step over all devices."
-        )
-    return size

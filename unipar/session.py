@@ -228,7 +228,22 @@ class Session:
         metrics: Mapping[str, Metric] | None = None,
         predict: Predict | None = None,
     ) -> dict[str, float]:
-        """Mean loss and metrics with every sample counted once; see :func:`unipar.evaluate`."""
+        """Mean loss and metrics, with every sample counted once. Collective.
+
+        Args:
+            engine: one of this session's.
+            batches: from a loader of this session.
+            loss: ``None`` computes metrics alone.
+            metrics: by name, functions of (predictions, targets), or torchmetrics objects.
+            predict: ``predict(model, batch) -> (predictions, targets)``; left out: a batch is a
+                pair of inputs and targets.
+
+        Returns:
+            ``loss`` and each metric by its name, the same on every rank.
+
+        Raises:
+            ConfigError: a metric is not one number, or nothing says what it compares.
+        """
         return evaluate(engine, batches, loss, self.world, metrics=metrics, predict=predict)
 
     def save(

@@ -52,9 +52,11 @@ class ProgressBar(Callback):
         view = self._view
         self._stop()
         if view is not None and result is not None:
-            from unipar.callbacks.summary import summary
+            from unipar.callbacks.summary import places, summary
 
             view.console.print(summary(run, result))
+            for line in places(result):
+                view.note(line)
 
     def on_exception(self, run: RunInfo, error: BaseException) -> None:
         self._stop()

@@ -1,4 +1,4 @@
-"""The table that closes a run."""
+"""What closes a run: a table of figures, and where its files are."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ def summary(run: RunInfo, result: RunResult) -> Table:
     table.add_row("items/s", count(result.items_per_second))
     table.add_row("peak memory per rank", _by_rank(result.peak_memory))
     table.add_row("wall time", duration(result.wall_time))
-    table.add_row("checkpoint", _short(result.checkpoint) if result.checkpoint else "none")
-    table.add_row("output", _short(result.output_dir))
     return table
+
+
+def places(result: RunResult) -> list[str]:
+    """Where the run's files are; a line each, so that a path can be copied whole."""
+    checkpoint = _short(result.checkpoint) if result.checkpoint else "none"
+    return [f"checkpoint  {checkpoint}", f"output      {_short(result.output_dir)}"]
 
 
 def _by_rank(peaks: list[int]) -> str:

@@ -7,7 +7,7 @@ with checksums. The files carry the sharding metadata of PyTorch's distributed c
 
 from unipar.checkpoint.convert import from_safetensors, to_safetensors
 from unipar.checkpoint.describe import Description, describe, verify
-from unipar.checkpoint.directory import checkpoints, find, newest
+from unipar.checkpoint.directory import checkpoints, find, newest, step_of
 from unipar.checkpoint.inference import load_model
 from unipar.checkpoint.load import load
 from unipar.checkpoint.manifest import Manifest, read_manifest
@@ -30,6 +30,7 @@ __all__ = [
     "save",
     "save_async",
     "save_weights",
+    "step_of",
     "to_safetensors",
     "verify",
     "wait_for_pending",

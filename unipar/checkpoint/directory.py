@@ -24,6 +24,13 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of the checkpoint of this name, as :func:`step_name` gives it."""
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1])
+
+
 def checkpoints(directory: str | Path) -> list[Path]:
     """The complete checkpoints in a directory, by step, the newest last."""
     return [manifest.path for manifest in complete(directory)][::-1]

@@ -22,10 +22,6 @@ from unipar.strategy import Engine
 from unipar.world import World
 
 
-class AgreedError(CheckpointError):
-    """An error that every rank raises at the same place."""
-
-
 def agree(world: World, error: str | None) -> None:
     """Raise on every rank if any rank has an error, so that none waits for one that has left."""
     errors = world.gather(error)
@@ -33,7 +29,9 @@ def agree(world: World, error: str | None) -> None:
     if failed:
         everywhere = len(failed) == world.size and len(set(errors)) == 1
         text = errors[failed[0]]
-        raise AgreedError(text if everywhere else f"Rank {failed[0]}: {text}")
+        failure = CheckpointError(text if everywhere else f"Rank {failed[0]}: {text}")
+        failure.agreed = True
+        raise failure
 
 
 class Source:
@@ -160,9 +158,9 @@ def load(
             engine.import_state(source, optimizer=optimizer)
         if optimizer:
             _restore_generators(manifest, world)
-    except AgreedError:
-        raise
     except CheckpointError as failure:
+        if failure.agreed:
+            raise
         # This rank left early; the others learn of it where they next agree, whichever that is.
         error = str(failure)
     agree(world, error)

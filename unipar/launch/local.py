@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from unipar.errors import ConfigError, WorkerError
+from unipar.errors import ConfigError, UniparError, WorkerError
 from unipar.launch.rundir import RunDir
 from unipar.world import Placement
 
@@ -158,6 +158,9 @@ def _run_agent(directory: RunDir, *, devices: int, timeout: float, max_restarts:
             result = cast(Any, agent.run())
         except SignalException as end:
             ended_by = end.sigval
+        except UniparError as refused:
+            if refused is not agent.failure:
+                raise
         finally:
             agent.close()
     if ended_by is not None:
@@ -167,9 +170,10 @@ def _run_agent(directory: RunDir, *, devices: int, timeout: float, max_restarts:
         raise SystemExit(128 + ended_by)
     if agent.interrupts:
         raise KeyboardInterrupt
-    if result.is_failed():
+    if result is None or result.is_failed():
         assert agent.failure is not None
-        raise agent.failure
+        # The frames of torch's agent, through which it came, say nothing about it.
+        raise agent.failure.with_traceback(None)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,23 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(run: Run, strategy: str, back
     assert [r.lr for r in rest.history] == [whole.history[-1].lr]
 
 
+class Announced(Callback):
+    """Which step each checkpoint is said to be of."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def on_checkpoint(self, run: Any, step: int, path: Path) -> None:
+        self.seen.append((step, path.name))
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waits", "async"])
+def test_a_checkpoint_is_announced_with_its_own_step(run: Run, background: bool):
+    announced = Announced()
+    run(steps=5, checkpoint={"every_steps": 2, "async": background}, callbacks=[announced])
+    assert announced.seen == [(n, f"step-{n:08d}") for n in (2, 4, 5)]
+
+
 @pytest.fixture(autouse=True)
 def in_a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 
 import pytest
 
 from unipar.callbacks import JSONLLogger, LoggerCallback, read_metrics
+from unipar.errors import ConfigError
 
 
 def train(callback, run, make_record, steps, evaluate_at=()):
@@ -95,7 +97,7 @@ def test_a_crash_while_resuming_keeps_the_old_rows(make_run, make_record, monkey
         raise OSError("no space left on device")
 
     monkeypatch.setattr("os.fsync", crash)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ConfigError, match="no space"):
         JSONLLogger().start(make_run(start_step=2))
     assert path.read_text() == before
 
@@ -106,3 +108,20 @@ def test_only_some_steps_are_logged_if_asked(make_run, make_record):
     rows = read_metrics(run.output_dir / "metrics.jsonl")
     assert [row["step"] for row in rows if "loss" in row] == [1, 10, 20, 25]
     assert [row["step"] for row in rows if "eval/loss" in row] == [7]
+
+
+def test_a_full_disk_is_named(make_run, make_record):
+    run = make_run()
+    callback = LoggerCallback([JSONLLogger()])
+    callback.on_run_start(run)
+    callback.on_step_end(run, make_record(1))
+    path = run.output_dir / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be written: .+ output_dir"):
+            callback.on_step_end(run, make_record(2))
+        callback.on_exception(run, ConfigError("the same"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [row["step"] for row in read_metrics(path)] == [1]

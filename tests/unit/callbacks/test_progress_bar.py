@@ -96,9 +96,13 @@ def test_the_closing_table(make_run, make_record):
         "items/s": "64.3k",
         "peak memory per rank": "768 MiB, 1.0 GiB",
         "wall time": "1:02:05",
-        "checkpoint": str(run.output_dir / "step-00000100"),
-        "output": str(run.output_dir),
     }
+    # Below the table, whole however long they are.
+    places = [line.split() for line in out.getvalue().splitlines()[-2:]]
+    assert places == [
+        ["checkpoint", str(run.output_dir / "step-00000100")],
+        ["output", str(run.output_dir)],
+    ]
 
 
 def test_a_failed_run_has_no_table(make_run, make_record):

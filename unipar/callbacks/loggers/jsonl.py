@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,15 +12,17 @@ from typing import TextIO
 
 from unipar.callbacks.base import RunInfo
 from unipar.callbacks.loggers.base import Logger
+from unipar.errors import ConfigError
 
 
 class JSONLLogger(Logger):
     """Appends one JSON object a line to ``metrics.jsonl`` in the output directory.
 
-    Training rows hold ``step``, ``epoch``, ``loss``, …; evaluation rows hold ``step`` and names
-    that begin with ``eval/``. A value that is NaN or infinite is ``null``. A row is in the file as
-    soon as its step has ended. When a run resumes, rows of later steps than the one it resumes
-    from are dropped first, so each step is there once; a run from step 0 starts the file anew.
+    Training rows hold ``step`` (from 1), ``epoch`` (from 0), ``loss``, …; evaluation rows hold
+    ``step`` and names that begin with ``eval/``. A value that is NaN or infinite is ``null``. A row
+    is in the file as soon as its step has ended. When a run resumes, rows of later steps than the
+    one it resumes from are dropped first, so each step is there once; a run from step 0 starts the
+    file anew.
 
     Args:
         filename: the file's name within the output directory.
@@ -32,11 +35,12 @@ class JSONLLogger(Logger):
 
     def start(self, run: RunInfo) -> None:
         path = run.output_dir / self.filename
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _truncate(path, run.start_step)
-        # Line buffered: with slow steps a row would otherwise wait minutes for company.
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        with _writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                _truncate(path, run.start_step)
+            # Line buffered: with slow steps a row would otherwise wait minutes for company.
+            self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         assert self._file is not None, "log before start"
@@ -45,17 +49,35 @@ class JSONLLogger(Logger):
             line = self._encode(row)
         except ValueError:  # NaN and infinity are no JSON
             line = self._encode({key: _finite(value) for key, value in row.items()})
-        self._file.write(line + "\n")
+        with _writing(Path(self._file.name)):
+            self._file.write(line + "\n")
+
+    def fail(self, error: BaseException) -> None:
+        # What cannot be written now has been said by the error itself.
+        with contextlib.suppress(ConfigError):
+            self.close()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with _writing(Path(file.name)):
+                file.close()
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float | None]]:
     """The rows of a ``metrics.jsonl``, a last line cut short by a crash left out."""
     return [row for row, _ in _rows(Path(path))]
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the metrics file {path} cannot be written: {error.strerror or error}. Free some "
+            "space or choose another output_dir; resume='auto' goes on from the newest checkpoint."
+        ) from error
 
 
 def _finite(value: float) -> float | None:

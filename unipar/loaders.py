@@ -1,0 +1,79 @@
+"""The loaders of a run, from its config and its data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unipar.config import RunFields
+from unipar.data import Loader, batch_size_of, num_samples_of
+from unipar.errors import ConfigError
+
+
+def training_loader(
+    config: RunFields, data: Any, *, data_rank: int = 0, data_size: int = 1
+) -> Loader:
+    """A rank's share of the training data, in the global order.
+
+    With ``micro_batch_size="auto"`` a micro-batch is the rank's whole share until it is known.
+
+    Args:
+        config: of the run.
+        data: what to train on.
+        data_rank: which share.
+        data_size: number of shares.
+
+    Raises:
+        ConfigError: neither the config nor the data says how large a global batch is.
+        DataError: the data cannot be trained on.
+    """
+    size = config.global_batch_size or batch_size_of(data)
+    if size is None:
+        raise ConfigError(
+            "global_batch_size is not set, and the data has no batch size of its own. "
+            "Set global_batch_size, the samples of one step over all devices."
+        )
+    micro = config.micro_batch_size
+    return Loader(
+        data,
+        global_batch_size=size,
+        micro_batch_size=None if micro == "auto" else micro,
+        data_rank=data_rank,
+        data_size=data_size,
+        seed=config.seed,
+        shuffle=config.shuffle,
+        num_workers=config.num_workers,
+    )
+
+
+def evaluation_loader(
+    config: RunFields,
+    data: Any,
+    micro_batch_size: int,
+    *,
+    data_rank: int = 0,
+    data_size: int = 1,
+) -> Loader | None:
+    """A rank's share of the evaluation data, in the order of the data.
+
+    Args:
+        config: of the run.
+        data: what to evaluate on; ``None`` gives no loader.
+        micro_batch_size: samples that a rank can take in one forward pass.
+        data_rank: which share.
+        data_size: number of shares.
+
+    Raises:
+        DataError: there is data, and it is empty or cannot be used.
+    """
+    if data is None:
+        return None
+    size = batch_size_of(data) or micro_batch_size * data_size
+    samples = num_samples_of(data)
+    return Loader(
+        data,
+        global_batch_size=size if samples is None else max(1, min(size, samples)),
+        data_rank=data_rank,
+        data_size=data_size,
+        shuffle=False,
+        num_workers=config.num_workers,
+    )

@@ -1,0 +1,96 @@
+"""What is found out and checked of a run before there are any processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from unipar import launch, registry
+from unipar.checks import check_capabilities, check_trainable
+from unipar.config import RunFields
+from unipar.data import Loader
+from unipar.devices import device_memory, resolve_device_type, resolve_num_devices
+from unipar.errors import ConfigError
+from unipar.loaders import training_loader
+from unipar.strategy import EngineSpec, Needs, Strategy
+from unipar.world import Placement
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The processes and the strategy of a run.
+
+    Attributes:
+        placement: where this process stands in it; rank 0, where processes are yet to be started.
+        joined: whether a launcher has started the processes already.
+        strategy: with its options.
+    """
+
+    placement: Placement
+    joined: bool
+    strategy: Strategy
+
+
+def plan(config: RunFields, model: Any) -> Plan:
+    """Find the run's processes, and resolve its strategy for them.
+
+    Args:
+        config: of the run.
+        model: a module, whose size ``strategy="auto"`` goes by, or anything else.
+
+    Raises:
+        ConfigError: a device, a strategy or an option does not exist.
+    """
+    device_type = resolve_device_type(config.device)
+    found = launch.detect()
+    if found is None:
+        devices = resolve_num_devices(config.devices, device_type)
+        size = devices * config.num_nodes
+        here = Placement(size=size, local_size=devices, num_nodes=config.num_nodes)
+    else:
+        here = found
+    placement = dataclasses.replace(here, device_type=device_type, timeout=config.timeout)
+    # Weights, gradients and AdamW's two moments, each in fp32.
+    bytes_needed = (
+        16 * sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
+    )
+    needs = Needs(placement.size, bytes_needed, device_memory(device_type))
+    return Plan(placement, found is not None, registry.resolve(config.strategy, needs))
+
+
+def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: Any) -> Loader:
+    """Check model, data and strategy against each other.
+
+    Returns:
+        A loader over the data, as rank 0 would have it.
+
+    Raises:
+        ConfigError: the run cannot be done.
+        DataError: the data cannot be trained on.
+    """
+    if isinstance(model, nn.Module):
+        check_trainable(model)
+    elif not callable(model):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}. Pass a torch.nn.Module, or a function "
+            "without arguments that builds one."
+        )
+    loader = training_loader(config, data, data_size=planned.placement.size)
+    spec = EngineSpec(
+        model,
+        precision=config.precision,
+        max_grad_norm=config.max_grad_norm,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+        on_nan=config.on_nan,
+        seed=config.seed,
+        global_batch_size=loader.global_batch_size,
+        micro_batch_size=loader.micro_batch_size,
+        accumulation=loader.accumulation,
+    )
+    check_capabilities(planned.strategy, spec, planned.placement)
+    return loader
