@@ -46,9 +46,8 @@ def build_wheel(build: Build, run: Runner) -> Path:
 def commands(build: Build, work: Path) -> tuple[list[Command], Command]:
     """What is run before the sources are edited, and after."""
     tools = work / "tools"
-    environment = {
-        **build.environment,
-        # The build must see the installed torch, so it is not isolated; its tools come first.
+    # The build must see the installed torch, so it is not isolated; its tools come first.
+    paths = {
         "PYTHONPATH": _joined(str(tools), os.environ.get("PYTHONPATH")),
         "PATH": _joined(str(tools / "bin"), os.path.dirname(sys.executable), os.environ["PATH"]),
     }
@@ -56,12 +55,12 @@ def commands(build: Build, work: Path) -> tuple[list[Command], Command]:
     download = pip(
         *("download", "--no-deps", "--no-build-isolation", "--no-binary", build.distribution),
         *("--dest", str(work / "sdist"), f"{build.distribution}=={build.version}"),
-        environment=environment,
+        environment=paths,
     )
     wheel = pip(
         *("wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"),
         *("--wheel-dir", str(work / "wheel"), str(work / "source")),
-        environment=environment,
+        environment={**build.environment, **paths},
     )
     return [*prepare, download], wheel
 

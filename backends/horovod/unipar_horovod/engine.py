@@ -1,0 +1,221 @@
+"""The training step whose gradients Horovod averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unipar.batch import Batch
+from unipar.engine import ModuleEngine
+from unipar.errors import ConfigError
+from unipar.loss import LossFn
+from unipar.strategy import EngineSpec, StepResult
+from unipar.world import World
+from unipar_horovod.processes import import_horovod
+
+if TYPE_CHECKING:
+    from unipar_horovod.strategy import HorovodOptions
+
+_NEVER = 1 << 60
+"""So many backward passes that none of them starts to reduce a gradient."""
+
+DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
+
+
+class HorovodEngine(ModuleEngine):
+    """A replica on each rank; gradients are averaged while the last backward pass goes on.
+
+    Attributes:
+        reducer: Horovod's DistributedOptimizer, which averages the gradients. The update itself is
+            done by the user's own optimizer: Horovod would make a new one of its class, whose
+            arguments other than hyperparameters are lost.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        undo: list[Callable[[], None]],
+        options: HorovodOptions,
+    ) -> None:
+        self._hvd = import_horovod()
+        self._options = options
+        check_dtypes(module)
+        self._hvd.broadcast_parameters(
+            {f"{spec.name}.{name}": p.data for name, p in module.named_parameters()}, root_rank=0
+        )
+        super().__init__(spec, world, module, undo=undo)
+        self._sync_buffers()
+        self.reducer: Any = None
+        if self.optimizer is not None and world.size > 1:
+            self.reducer = self._build_reducer()
+
+    def _build_reducer(self) -> Any:
+        options = self._options
+        sparse = _sparse_weights(self.module)
+        if sparse and options.num_groups is not None:
+            raise ConfigError(
+                f"horovod: num_groups={options.num_groups} was given, and '{sparse[0]}' has sparse "
+                "gradients, which Horovod does not reduce in groups. Leave num_groups out."
+            )
+        reducer = self._hvd.DistributedOptimizer(
+            torch.optim.SGD(self._all_parameters, lr=0.0),
+            # Reductions meet by name, and engines of one session must not meet.
+            named_parameters=[
+                (f"{self.spec.name}.{name}", p) for name, p in self.module.named_parameters()
+            ],
+            compression=getattr(self._hvd.Compression, options.compression),
+            backward_passes_per_step=_NEVER,
+            gradient_predivide_factor=options.gradient_predivide_factor,
+            groups=None if sparse else self._groups(),
+            sparse_as_dense=options.sparse_as_dense,
+        )
+        if options.gradient_predivide_factor != 1.0:
+            # Horovod 0.28.1 leaves the factor out where it reduces a group.
+            reducer._grouped_allreduce_grad_async = self._reduce_group
+        self._used = torch.ones(len(self._all_parameters), device=self._device)
+        return reducer
+
+    def _groups(self) -> list[list[nn.Parameter]]:
+        """The gradients that are reduced together, in about the order in which they form.
+
+        Left to itself Horovod fuses what happens to be there, and over more than two ranks the
+        order of a sum, so the last bit of it, depends on what else is in the buffer.
+        """
+        parameters = self._parameters[::-1]
+        if self._options.num_groups is not None:
+            size = -(-len(parameters) // self._options.num_groups)
+            return [parameters[at : at + size] for at in range(0, len(parameters), size)]
+        groups: list[list[nn.Parameter]] = []
+        limit, filled = self._options.fusion_bytes, 0
+        for parameter in parameters:
+            size = parameter.numel() * parameter.element_size()
+            same = groups and groups[-1][0].dtype is parameter.dtype
+            if same and filled + size <= limit:
+                groups[-1].append(parameter)
+                filled += size
+            else:
+                groups.append([parameter])
+                filled = size
+        return groups
+
+    def _reduce_group(self, group: tuple[nn.Parameter, ...]) -> tuple[Any, Any]:
+        reducer, factor = self.reducer, self._options.gradient_predivide_factor
+        compressed = [reducer._compression.compress(p.grad) for p in group]
+        handle = self._hvd.grouped_allreduce_async_(
+            [tensor for tensor, _ in compressed],
+            name=reducer._parameter_names[group[0]],
+            op=self._hvd.Average,
+            prescale_factor=1.0 / factor,
+            postscale_factor=factor,
+        )
+        return handle, [context for _, context in compressed]
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        self._share_buffers()
+        return super().train_step(batch, loss_fn)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._total is None and torch.is_grad_enabled():
+            self._share_buffers()
+        return super().__call__(*args, **kwargs)
+
+    def _share_buffers(self) -> None:
+        if self._options.broadcast_buffers:
+            self._sync_buffers()
+
+    def _add(self, loss: torch.Tensor, weight: float, count: Any, *, last: bool, **known) -> None:
+        if last and self.reducer is not None:
+            # Each gradient is averaged as soon as this backward pass has added to it.
+            self.reducer.set_backward_passes_per_step(1)
+        super()._add(loss, weight, count, last=last, **known)
+
+    def _finish_gradients(self) -> None:
+        reducer = self.reducer
+        if reducer is None:
+            return
+        try:
+            unused = self._start_telling_unused()
+            if reducer._groups is None:
+                self._complete_each()
+            else:
+                self._complete_groups()
+            reducer.synchronize()
+            unused = self._hvd.synchronize(unused)
+        except self._hvd.HorovodInternalError as error:
+            raise dist.DistNetworkError(
+                f"Horovod's connection to the other ranks was closed: {error}"
+            ) from error
+        # Backward passes of other engines may go through this model before its own next one.
+        reducer.set_backward_passes_per_step(_NEVER)
+        if not unused.all():
+            for parameter, used in zip(self._all_parameters, unused.tolist(), strict=True):
+                if not used:
+                    # Horovod gives zeros, with which an optimizer would decay weight and moments.
+                    parameter.grad = None
+
+    def _start_telling_unused(self) -> int:
+        """Begin to find the parameters that got a gradient on some rank."""
+        self._used.fill_(1.0)
+        for index, parameter in enumerate(self._all_parameters):
+            if parameter.grad is None:
+                self._used[index] = 0.0
+        # As a tensor like the gradients, it travels in one buffer with them.
+        return self._hvd.allreduce_async_(self._used, name=f"{self.spec.name}..used")
+
+    def _complete_groups(self) -> None:
+        """Reduce as groups, too, those of which some parameter got no gradient on this rank.
+
+        Horovod 0.28.1 would reduce their parameters one by one, and wait forever for the ranks
+        that reduce the group (horovod/torch/optimizer.py, ``synchronize``).
+        """
+        reducer = self.reducer
+        for parameter in self._all_parameters:
+            if parameter.requires_grad and parameter not in reducer._p_to_group:
+                # It was frozen when the groups were made.
+                reducer._p_to_group[parameter] = (parameter,)
+                reducer._group_counts[parameter,] = 0
+        for group in reducer._group_counts:
+            if group in reducer._handles:
+                continue
+            for parameter in group:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                reducer._handles.pop(parameter, None)
+            reducer._handles[group] = reducer._grouped_allreduce_grad_async(group)
+            reducer._group_counts[group] = 0
+
+    def _complete_each(self) -> None:
+        """The same where each gradient is reduced by itself, since some are sparse."""
+        reducer, sparse = self.reducer, set(_sparse_weights(self.module))
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                reducer._requires_update.add(parameter)
+                if parameter.grad is None and name in sparse:
+                    # Horovod would give dense zeros, and wait for the ranks that send indices.
+                    parameter.grad = torch.zeros_like(parameter).to_sparse(1)
+
+
+def _sparse_weights(module: nn.Module) -> list[str]:
+    """The names of the parameters whose gradients are sparse."""
+    return [
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, one in module.named_modules()
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
+    ]
+
+
+def check_dtypes(module: nn.Module) -> None:
+    """Refuse parameters that Horovod's collectives cannot carry."""
+    for name, parameter in module.named_parameters():
+        if parameter.dtype not in DTYPES:
+            raise ConfigError(
+                f"horovod: parameter '{name}' is {parameter.dtype}, which Horovod's collectives "
+                "do not know. Keep the model's parameters in float32; precision='bf16' computes "
+                "in bfloat16 all the same."
+            )

@@ -1,0 +1,58 @@
+"""What is installed of Horovod, and how it was built; found without importing it."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from unipar.strategy import Availability
+
+VERSION = "0.28.1"
+_REMEDY = "unipar install horovod"
+
+
+def availability() -> Availability:
+    """Whether Horovod is here, in the tested version, and built for the torch that is here."""
+    try:
+        found = metadata.version("horovod")
+    except metadata.PackageNotFoundError:
+        return Availability(False, "Horovod is not installed.", _REMEDY)
+    if found.partition("+")[0] != VERSION:
+        reason = f"Horovod {found} is installed, and this backend is for {VERSION}."
+        return Availability(False, reason, _REMEDY)
+    folder = _folder()
+    if folder is None or _library(folder) is None:
+        reason = "Horovod is installed without its library for PyTorch."
+        return Availability(False, reason, f"{_REMEDY} --force")
+    built, torch = _built_for(folder), metadata.version("torch")
+    if built is not None and built != torch:
+        reason = f"Horovod was built for torch {built}, and torch {torch} is installed."
+        return Availability(False, reason, f"{_REMEDY} --force")
+    return Availability(True)
+
+
+@cache
+def has_mpi() -> bool:
+    """Whether the installed Horovod was built with MPI."""
+    folder = _folder()
+    library = None if folder is None else _library(folder)
+    return library is not None and b"libmpi" in library.read_bytes()
+
+
+def _folder() -> Path | None:
+    spec = find_spec("horovod")
+    places = spec.submodule_search_locations if spec is not None else None
+    return Path(places[0]) if places else None
+
+
+def _library(folder: Path) -> Path | None:
+    return next((folder / "torch").glob("mpi_lib_v2*.so"), None)
+
+
+def _built_for(folder: Path) -> str | None:
+    """The torch that the library was compiled against; a library for another one crashes."""
+    file = folder / "metadata.json"
+    return json.loads(file.read_text()).get("pytorch") if file.is_file() else None

@@ -1,0 +1,183 @@
+"""Joining Horovod's processes, whoever started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unipar.errors import ConfigError
+from unipar.logs import quiet_framework
+from unipar.world import World
+
+if TYPE_CHECKING:
+    from horovod.torch import ProcessSet
+
+_sets: dict[tuple[int, ...], Any] = {}
+
+
+def process_set(ranks: Sequence[int]) -> ProcessSet:
+    """The process set of these ranks, for collectives of one's own within a run.
+
+    Raises:
+        ConfigError: the run's option ``process_sets`` does not name these ranks.
+    """
+    key = tuple(sorted(ranks))
+    if key not in _sets:
+        known = ", ".join(str(list(ranks)) for ranks in _sets) or "none"
+        raise ConfigError(
+            f"this run has no process set of ranks {list(key)}; it has: {known}. "
+            "Name it in the strategy's options: HorovodOptions(process_sets=[[0, 1], …])."
+        )
+    return _sets[key]
+
+
+def import_horovod() -> Any:
+    """``horovod.torch``, or the reason why it cannot be used.
+
+    Raises:
+        ConfigError: it is installed and broken.
+    """
+    with quiet_framework():
+        try:
+            import horovod.torch as hvd
+        except Exception as error:
+            raise _broken(error) from error
+    if not hvd._MPI_LIB_AVAILABLE:
+        # Horovod prints why its library does not load, and goes on without it.
+        try:
+            pass
+        except Exception as error:
+            raise _broken(error) from error
+    return hvd
+
+
+def _broken(error: Exception) -> ConfigError:
+    text = str(error).strip().splitlines()
+    return ConfigError(
+        f"Horovod is installed, and does not load: {type(error).__name__}: "
+        f"{text[0][:300] if text else ''} It was probably built for another torch or Python. "
+        "Build it again: unipar install horovod --force"
+    )
+
+
+def start(world: World, settings: Mapping[str, str], sets: Sequence[Sequence[int]]) -> None:
+    """Join all processes of ``world`` in Horovod. Collective.
+
+    Args:
+        world: the processes, already joined by ``torch.distributed``.
+        settings: Horovod's own environment variables; left as they were when this returns.
+        sets: ranks of the process sets to make.
+    """
+    hvd = import_horovod()
+    made = [hvd.ProcessSet(list(ranks)) for ranks in sets]
+    with _meeting_point(world) as where, _environment({**where, **settings}):
+        hvd.init(process_sets=made)
+        # The meeting point must last until every rank has been there.
+        world.barrier()
+    _sets.update({tuple(one.ranks): one for one in made})
+
+
+def stop() -> None:
+    """Leave Horovod; collective, unless an error is on its way out."""
+    hvd = sys.modules.get("horovod.torch")
+    if hvd is None or not hvd.is_initialized():
+        return
+    if sys.exc_info()[0] is None:
+        # The first to leave would end the collectives of those that are still at work.
+        hvd.barrier()
+    _sets.clear()
+    hvd.shutdown()
+
+
+@contextlib.contextmanager
+def _meeting_point(world: World) -> Iterator[dict[str, str]]:
+    """Horovod's variables for where this process stands, and for where they meet.
+
+    Rank 0 serves as the meeting point, as ``horovodrun`` would.
+    """
+    placement = world.placement
+    # Ranks of the same number on every node; nodes may differ in their number of ranks.
+    column = [
+        node
+        for node, local_rank in world.gather((placement.node_rank, placement.local_rank))
+        if local_rank == placement.local_rank
+    ]
+    variables = {
+        "HOROVOD_RANK": placement.rank,
+        "HOROVOD_SIZE": placement.size,
+        "HOROVOD_LOCAL_RANK": placement.local_rank,
+        "HOROVOD_LOCAL_SIZE": placement.local_size,
+        "HOROVOD_CROSS_RANK": sorted(column).index(placement.node_rank),
+        "HOROVOD_CROSS_SIZE": len(column),
+        "HOROVOD_HOSTNAME": f"node{placement.node_rank}",
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": max(1, round(placement.timeout)),
+    }
+    if placement.num_nodes == 1 and sys.platform == "linux":
+        variables["HOROVOD_GLOO_IFACE"] = "lo"
+    elif "GLOO_SOCKET_IFNAME" in os.environ:
+        variables["HOROVOD_GLOO_IFACE"] = os.environ["GLOO_SOCKET_IFNAME"]
+    with contextlib.ExitStack() as stack:
+        if world.size > 1:
+            address = None
+            if world.is_main:
+                address = stack.enter_context(_server(local=placement.num_nodes == 1))
+            host, port = world.broadcast(address)
+            variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = host
+            variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] = port
+        yield {name: str(value) for name, value in variables.items()}
+
+
+@contextlib.contextmanager
+def _server(*, local: bool) -> Iterator[tuple[str, int]]:
+    """Horovod's store of addresses, for the length of the block."""
+    import threading
+
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    host = "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())
+    # Horovod's own starter listens on every interface, on a port that others may guess.
+    server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield host, server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables, and nothing else of Horovod's launcher, for the length of the block."""
+    foreign = {name for name in os.environ if name.startswith(_LAUNCHER)}
+    before = {name: os.environ.get(name) for name in foreign | set(variables)}
+    for name in foreign:
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+_LAUNCHER = (
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_",
+    "HOROVOD_CROSS_",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_GLOO_RENDEZVOUS_",
+    "HOROVOD_CONTROLLER",
+    "HOROVOD_CPU_OPERATIONS",
+)
