@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unipar.launch.environment import Environment
+from unipar.launch.horovodrun import Horovodrun
 from unipar.launch.mpi import OpenMpi, Pmi
 from unipar.launch.slurm import Slurm
 from unipar.launch.torchrun import Torchrun
@@ -12,11 +13,11 @@ from unipar.world import Placement
 
 # The innermost first: torchrun runs inside srun, mpirun inside an allocation of Slurm, and srun
 # itself sets PMI's variables.
-ENVIRONMENTS: tuple[type[Environment], ...] = (Torchrun, OpenMpi, Slurm, Pmi)
+ENVIRONMENTS: tuple[type[Environment], ...] = (Torchrun, Horovodrun, OpenMpi, Slurm, Pmi)
 
 
 def detect(variables: Mapping[str, str] | None = None) -> Placement | None:
-    """Where this process stands in a world that torchrun, srun or mpirun has started.
+    """Where this process stands in a world that torchrun, horovodrun, srun or mpirun has started.
 
     Its ``timeout`` and ``device_type`` are the defaults, for no launcher knows them.
 
