@@ -5,7 +5,15 @@ itself; one that only reduces gradients extends :class:`ModuleEngine`.
 """
 
 from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
-from unipar.engine.state import export_state, import_state, param_groups, restore_groups
+from unipar.engine.state import (
+    export_scheduler,
+    export_state,
+    group_names,
+    group_states,
+    import_scheduler,
+    import_state,
+    restore_groups,
+)
 from unipar.engine.transforms import (
     Undo,
     checkpoint_activations,
@@ -20,10 +28,13 @@ __all__ = [
     "Undo",
     "checkpoint_activations",
     "compile_modules",
+    "export_scheduler",
     "export_state",
+    "group_names",
+    "group_states",
+    "import_scheduler",
     "import_state",
     "modules_of_classes",
-    "param_groups",
     "repeated_blocks",
     "restore_groups",
 ]

@@ -344,6 +344,9 @@ class ModuleEngine(Engine):
     def export_state(self) -> EngineState:
         self._sync_buffers()
         state = export_state(self.module, self.optimizer, self.lr_scheduler, self.world)
+        return self._with_counters(state)
+
+    def _with_counters(self, state: EngineState) -> EngineState:
         if self._scaler is not None:
             state.extra["scaler"] = self._scaler.state_dict()
         state.extra["num_steps"] = self.num_steps
@@ -352,8 +355,10 @@ class ModuleEngine(Engine):
     def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
         own = self.optimizer if optimizer else None
         import_state(source, self.module, own, self.lr_scheduler if optimizer else None)
-        if not optimizer:
-            return
+        if optimizer:
+            self._restore_counters(source)
+
+    def _restore_counters(self, source: StateSource) -> None:
         if self._scaler is not None and "scaler" in source.extra:
             self._scaler.load_state_dict(dict(source.extra["scaler"]))
         self.num_steps = int(source.extra.get("num_steps", 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,10 +38,9 @@ def export_state(
     if optimizer is not None:
         moments, scalars = _moments(module, optimizer)
         state.optimizer = _on_every_rank(moments, world) if _is_partial(optimizer) else moments
-        state.groups = param_groups(module, optimizer)
+        state.groups = group_states(group_names(module, optimizer), optimizer)
         state.extra["scalars"] = scalars
-    if scheduler is not None:
-        state.extra["lr_scheduler"] = to_json(scheduler.state_dict(), "lr_scheduler")
+    export_scheduler(scheduler, state)
     return state
 
 
@@ -56,27 +55,43 @@ def import_state(
     source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
     if optimizer is not None:
         source.fill_optimizer(_allocate_moments(source, module, optimizer))
-        restore_groups(source.groups, module, optimizer)
-    if scheduler is not None and "lr_scheduler" in source.extra:
-        scheduler.load_state_dict(
-            from_json(source.extra["lr_scheduler"], like=scheduler.state_dict())
-        )
+        restore_groups(source.groups, group_names(module, optimizer), optimizer)
+    import_scheduler(scheduler, source)
 
 
-def param_groups(module: nn.Module, optimizer: Optimizer) -> tuple[GroupState, ...]:
-    """The optimizer's groups, by the names of their parameters."""
+def group_names(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
+    """The names of the parameters of each of the optimizer's groups."""
     names = {id(p): name for name, p in module.named_parameters()}
+    return [tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups]
+
+
+def group_states(names: Sequence[tuple[str, ...]], optimizer: Optimizer) -> tuple[GroupState, ...]:
+    """The optimizer's groups, whose parameters have these names."""
     return tuple(
         GroupState(
-            tuple(names[id(p)] for p in group["params"]),
+            params,
             {
                 key: to_json(value, f"optimizer hyperparameter '{key}'")
                 for key, value in group.items()
                 if key not in {"params", "param_names"}
             },
         )
-        for group in optimizer.param_groups
+        for params, group in zip(names, optimizer.param_groups, strict=True)
     )
+
+
+def export_scheduler(scheduler: LRScheduler | None, state: EngineState) -> None:
+    """Add the scheduler's state, if there is one."""
+    if scheduler is not None:
+        state.extra["lr_scheduler"] = to_json(scheduler.state_dict(), "lr_scheduler")
+
+
+def import_scheduler(scheduler: LRScheduler | None, source: StateSource) -> None:
+    """Take over the stored scheduler, if there are both."""
+    if scheduler is not None and "lr_scheduler" in source.extra:
+        scheduler.load_state_dict(
+            from_json(source.extra["lr_scheduler"], like=scheduler.state_dict())
+        )
 
 
 def _local(optimizer: Optimizer) -> Optimizer:
@@ -164,8 +179,15 @@ def _allocate(
     return torch.zeros(info.shape, dtype=info.dtype, device=parameter.device)
 
 
-def restore_groups(stored: tuple[GroupState, ...], module: nn.Module, optimizer: Optimizer) -> None:
+def restore_groups(
+    stored: tuple[GroupState, ...], names: Sequence[tuple[str, ...]], optimizer: Optimizer
+) -> None:
     """Take over the stored hyperparameters of each group.
+
+    Args:
+        stored: the stored groups; none leaves the optimizer as it is.
+        names: the names of the parameters of each of the optimizer's groups.
+        optimizer: what takes them over.
 
     Raises:
         CheckpointError: the optimizer groups its parameters in another way.
@@ -173,16 +195,15 @@ def restore_groups(stored: tuple[GroupState, ...], module: nn.Module, optimizer:
     if not stored:
         return
     index_of = {name: index for index, group in enumerate(stored) for name in group.params}
-    current = param_groups(module, optimizer)
     chosen: list[int] = []
-    for number, group in enumerate(current):
-        indices = {index_of.get(name) for name in group.params}
+    for number, params in enumerate(names):
+        indices = {index_of.get(name) for name in params}
         if len(indices) > 1 or None in indices:
             raise CheckpointError(
-                f"parameter group {number} of the optimizer ({len(group.params)} parameters) does "
+                f"parameter group {number} of the optimizer ({len(params)} parameters) does "
                 "not match one stored group: the checkpoint has groups of "
                 f"{[len(g.params) for g in stored]} parameters, this optimizer "
-                f"{[len(g.params) for g in current]}. Build the same groups as the saved run did."
+                f"{[len(n) for n in names]}. Build the same groups as the saved run did."
             )
         chosen.append(next(iter(indices), number))  # pyright: ignore[reportArgumentType]
     for number, index in enumerate(chosen):

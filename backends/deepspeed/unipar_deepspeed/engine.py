@@ -1,0 +1,102 @@
+"""A module under DeepSpeed's engine; at stage 0, where every rank keeps everything."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unipar.engine import ModuleEngine, Undo, group_names
+from unipar.logs import quiet_framework
+from unipar.strategy import EngineSpec
+from unipar.world import World
+from unipar_deepspeed import framework
+
+
+class DeepSpeedEngine(ModuleEngine):
+    """What is common to all stages: DeepSpeed's engine runs forward, backward and reductions.
+
+    DeepSpeed is kept in fp32, and half precision is autocast's around it: weights, moments and
+    reductions stay fp32, as in every strategy.
+
+    Args:
+        spec: what the user asked for.
+        world: the joined processes.
+        module: the user's module.
+        config: DeepSpeed's configuration.
+        undo: called by :meth:`close`, newest first.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        config: dict[str, Any],
+        undo: list[Undo],
+    ) -> None:
+        self._config = config
+        self._group_names: list[tuple[str, ...]] = []
+        self._deepspeed: Any = None
+        super().__init__(spec, world, module.to(world.device), undo=undo)
+        if self._mixed:
+            self._undo.append(_autocast_forward(module, world.device.type, self._dtype))
+
+    def _build_optimizer(self) -> Optimizer:
+        optimizer = super()._build_optimizer()
+        # ZeRO puts its flat partitions in their place.
+        self._group_names = group_names(self.module, optimizer)
+        deepspeed = framework.load()
+        with quiet_framework(*framework.LOGGERS):
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=self.module, optimizer=optimizer, config=self._config
+            )
+        self._model = self._deepspeed
+        return optimizer
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        self._deepspeed.backward(loss, scale_wrt_gas=False)
+
+    def close(self) -> None:
+        super().close()
+        if self._deepspeed is not None:
+            self._deepspeed.destroy()
+            self._deepspeed = None
+            self._model = self.module
+            # Its hooks and its parameters hold each other, and threads of gloo's hold on to both.
+            gc.collect()
+
+
+class ReplicaEngine(DeepSpeedEngine):
+    """Stage 0: DeepSpeed averages the gradients, and the optimizer is the user's own."""
+
+    def _finish_gradients(self) -> None:
+        size = self._config["zero_optimization"]["reduce_bucket_size"]
+        self._deepspeed.buffered_allreduce_fallback(elements_per_buffer=size)
+
+
+def _autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) -> Undo:
+    """Autocast inside DeepSpeed's forward, which turns off any that is around it."""
+    own = module.__dict__.get("forward")
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype):
+            return forward(*args, **kwargs)
+
+    module.forward = under_autocast
+
+    def undo() -> None:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = own
+
+    return undo

@@ -1,0 +1,99 @@
+"""Bringing DeepSpeed up in this process, without its banners."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import warnings
+from importlib import metadata
+from types import ModuleType
+
+from unipar.errors import ConfigError
+from unipar.logs import quiet_framework
+from unipar.strategy import Availability
+from unipar.world import Placement, World
+
+LOGGERS = ("DeepSpeed", "deepspeed")
+_TESTED = (0, 19)
+
+
+def availability() -> Availability:
+    """Whether DeepSpeed is installed in a version that is known to work; it is not imported."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return Availability(False, "DeepSpeed is not installed.", "unipar install deepspeed")
+    version = metadata.version("deepspeed")
+    if tuple(int(part) for part in version.split(".")[:2]) != _TESTED:
+        return Availability(
+            False,
+            f"DeepSpeed {version} is installed, and this backend works with "
+            f"{'.'.join(map(str, _TESTED))}.",
+            "unipar install deepspeed",
+        )
+    return Availability(ok=True)
+
+
+def load() -> ModuleType:
+    """DeepSpeed itself.
+
+    Raises:
+        ConfigError: it is installed, and cannot be imported.
+    """
+    try:
+        with quiet_framework(*LOGGERS):
+            import deepspeed
+    except Exception as error:
+        raise ConfigError(
+            f"DeepSpeed {metadata.version('deepspeed')} is installed and fails to import: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}. "
+            "Reinstall it for this torch: unipar install deepspeed."
+        ) from error
+    return deepspeed
+
+
+def start(world: World) -> dict[str, str | None]:
+    """Let DeepSpeed take over the process group that unipar has made. Collective.
+
+    Returns:
+        The environment variables that were set for it, with what they were before.
+    """
+    before = _set_environment(world.placement)
+    deepspeed = load()
+    with quiet_framework(*LOGGERS):
+        if world.device.type == "cpu":
+            # It would be compiled when first used, and leaves its segments in /dev/shm.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+    if not logging.getLogger("unipar").isEnabledFor(logging.DEBUG):
+        # DeepSpeed 0.19 calls deprecated functions of torch in every step.
+        warnings.filterwarnings("ignore", module=r"(deepspeed|torch\.distributed)\b")
+    return before
+
+
+def stop(before: dict[str, str | None]) -> None:
+    """Let go of the process group, and put environment variables back to what they were."""
+    from deepspeed.comm import comm
+    from deepspeed.utils import groups
+
+    # Another session of this process has another group, and DeepSpeed would keep to the first.
+    groups._release_process_group_references()
+    comm.cdb = None
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _set_environment(placement: Placement) -> dict[str, str | None]:
+    # DeepSpeed reads its place from here, whatever group there is.
+    wanted = {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "DS_ACCELERATOR": placement.device_type,
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    return before

@@ -1,0 +1,125 @@
+"""DeepSpeed: replicas whose state ZeRO divides among ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from unipar.engine import checkpoint_activations, compile_modules
+from unipar.errors import ConfigError
+from unipar.strategy import (
+    Availability,
+    Capabilities,
+    EngineSpec,
+    Strategy,
+    seeded_model,
+)
+from unipar.world import Placement, World, join
+from unipar_deepspeed import framework
+from unipar_deepspeed.config import check_native, deepspeed_config
+from unipar_deepspeed.options import (
+    AnyOptions,
+    DeepSpeedOptions,
+    ZeRO1Options,
+    ZeRO2Options,
+    ZeRO3Options,
+)
+
+if TYPE_CHECKING:
+    from unipar.install import Recipe
+    from unipar_deepspeed.engine import DeepSpeedEngine
+
+_SHARDED = ("optimizer", "gradients", "parameters")
+
+
+class DeepSpeedStrategy(Strategy):
+    """DeepSpeed's ZeRO, at the stage that the options say."""
+
+    name = "deepspeed"
+    options_type = DeepSpeedOptions
+    rewrites_module: ClassVar[bool] = True
+    options: AnyOptions
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return framework.availability()
+
+    @classmethod
+    def recipe(cls) -> Recipe:
+        from unipar.install import Pip, Recipe
+
+        return Recipe("deepspeed", "DeepSpeed 0.19.8", (Pip(("deepspeed==0.19.8",)),))
+
+    def capabilities(self) -> Capabilities:
+        stage = self.options.stage
+        return Capabilities(
+            precisions=frozenset({"fp32", "bf16", "fp16"}),
+            device_types=frozenset({"cpu", "cuda"}),
+            sharded=frozenset(_SHARDED[:stage]),
+            offload=frozenset({"optimizer"} if stage > 0 else ())
+            | frozenset({"parameters"} if stage == 3 else ()),
+            several_engines=False,
+            compile=stage < 3,
+        )
+
+    def check(self, spec: EngineSpec, placement: Placement) -> None:
+        check_native(self.options)
+        if self.options.overlap_comm and placement.device_type == "cpu":
+            raise ConfigError(
+                f"{self.name}: overlap_comm=true needs a GPU, whose streams it overlaps. "
+                "Leave it off."
+            )
+        if isinstance(spec.model, nn.Module):
+            _check_parameters(spec.model, self.name)
+
+    def setup(self, placement: Placement) -> World:
+        world = join(placement)
+        self._environment = framework.start(world)
+        return world
+
+    def prepare(self, spec: EngineSpec, world: World) -> DeepSpeedEngine:
+        from unipar_deepspeed.engine import ReplicaEngine
+        from unipar_deepspeed.zero import ZeROEngine
+
+        module = seeded_model(spec)
+        _check_parameters(module, self.name)
+        undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+        undo.append(compile_modules([module], spec.compile))
+        size = sum(p.numel() for p in module.parameters())
+        config = deepspeed_config(self.options, spec, world.size, size)
+        engine = ZeROEngine if self.options.stage else ReplicaEngine
+        return engine(spec, world, module, config, undo)
+
+    def teardown(self) -> None:
+        framework.stop(self._environment)
+
+
+class ZeRO1Strategy(DeepSpeedStrategy):
+    """ZeRO stage 1, by a name of its own."""
+
+    name = "zero1"
+    options_type = ZeRO1Options
+
+
+class ZeRO2Strategy(DeepSpeedStrategy):
+    """ZeRO stage 2, by a name of its own."""
+
+    name = "zero2"
+    options_type = ZeRO2Options
+
+
+class ZeRO3Strategy(DeepSpeedStrategy):
+    """ZeRO stage 3, by a name of its own."""
+
+    name = "zero3"
+    options_type = ZeRO3Options
+
+
+def _check_parameters(module: nn.Module, strategy: str) -> None:
+    scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
+    if scalars:
+        raise ConfigError(
+            f"{strategy}: parameter '{scalars[0]}' has no dimension, and DeepSpeed cannot flatten "
+            "such. Give it the shape (1,): nn.Parameter(torch.ones(1))."
+        )

@@ -1,0 +1,133 @@
+"""The training step of ZeRO's stages 1 to 3: DeepSpeed reduces, clips and updates."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from unipar.batch import MicroBatch
+from unipar.loss import LossFn, LossSum
+from unipar.state import EngineState, StateSource
+from unipar.strategy import StepResult
+from unipar_deepspeed import state
+from unipar_deepspeed.engine import DeepSpeedEngine
+from unipar_deepspeed.layout import is_stage_3
+
+
+class ZeROEngine(DeepSpeedEngine):
+    """Gradients and the optimizer live in DeepSpeed's flat partitions.
+
+    DeepSpeed divides gradients by its loss scale when it steps. That is 1 while gradients are
+    made; for the step it carries the fp16 loss scale, and the correction that is known only when
+    all items of the batch have been counted.
+    """
+
+    @property
+    def _zero(self) -> Any:
+        return self._deepspeed.optimizer
+
+    def _update(self) -> StepResult:
+        assert self._reduction is not None
+        loss, count = self._reduction.wait()
+        normalizer = self._normalizer
+        self._clear()
+        self.num_steps += 1
+        if not math.isfinite(loss) and self.spec.on_nan != "ignore":
+            self._discard()
+            return self._not_finite("loss", loss, count)
+        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
+        self._zero.loss_scale = scale * count / normalizer
+        try:
+            self._deepspeed.step()
+        finally:
+            self._zero.loss_scale = 1.0
+        overflow = bool(self._zero.overflow)
+        if self._scaler is not None:
+            _update_scale(self._scaler, overflow)
+        elif overflow and self.spec.on_nan != "ignore":
+            return self._not_finite("gradient norm", loss, count)
+        norm = None
+        if self.spec.max_grad_norm is not None:
+            norm = float(self._deepspeed.get_global_grad_norm())
+        if self.lr_scheduler is not None and not overflow:
+            self.lr_scheduler.step()
+        return StepResult(loss, count, norm, skipped=overflow)
+
+    def _discard(self) -> None:
+        """Throw the gradients away by DeepSpeed's own means: a step whose norm is no number."""
+        with _overflowing(self._zero):
+            self._deepspeed.step()
+
+    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        self._enter_training()
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._probing():
+            try:
+                loss = self._loss(self._model, microbatch, loss_fn, training=True)
+                total = loss.total if isinstance(loss, LossSum) else loss
+                self._deepspeed.backward(total, scale_wrt_gas=False)
+            finally:
+                self._discard()
+                with torch.no_grad():
+                    for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
+                        buffer.copy_(saved)
+
+    def export_state(self) -> EngineState:
+        if self._deepspeed is None:
+            return super().export_state()
+        self._sync_buffers()
+        exported = state.export_state(
+            self.module, self._zero, self._group_names, self.lr_scheduler, self.world.rank
+        )
+        return self._with_counters(exported)
+
+    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
+        if self._deepspeed is None:
+            super().import_state(source, optimizer=optimizer)
+            return
+        state.import_weights(source, self.module, self._zero, self.world.rank)
+        if optimizer:
+            state.import_optimizer(
+                source,
+                self.module,
+                self._zero,
+                self._group_names,
+                self.lr_scheduler,
+                self.world.rank,
+            )
+            self._restore_counters(source)
+
+
+@contextlib.contextmanager
+def _overflowing(zero: Any) -> Iterator[None]:
+    """Let a step find a gradient norm that is no number, which makes it drop the gradients."""
+    infinite = torch.tensor(math.inf)
+    if is_stage_3(zero):
+        zero._get_norm_groups = lambda: [infinite]
+    else:
+        zero.scaled_global_norm = lambda: infinite
+    try:
+        yield
+    finally:
+        # Its class has the real one.
+        zero.__dict__.pop("_get_norm_groups", None)
+        zero.__dict__.pop("scaled_global_norm", None)
+
+
+def _update_scale(scaler: torch.amp.GradScaler, overflow: bool) -> None:
+    """What ``GradScaler.update`` does after a step that it has seen itself."""
+    state = scaler.state_dict()
+    if overflow:
+        state["scale"] *= state["backoff_factor"]
+        state["_growth_tracker"] = 0
+    else:
+        state["_growth_tracker"] += 1
+        if state["_growth_tracker"] == state["growth_interval"]:
+            state["scale"] *= state["growth_factor"]
+            state["_growth_tracker"] = 0
+    scaler.load_state_dict(state)
