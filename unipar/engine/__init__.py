@@ -4,6 +4,7 @@ A backend whose framework takes over the whole step implements :class:`unipar.st
 itself; one that only reduces gradients extends :class:`ModuleEngine`.
 """
 
+from unipar.engine.flat import flat_state
 from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
 from unipar.engine.state import (
     export_scheduler,
@@ -30,6 +31,7 @@ __all__ = [
     "compile_modules",
     "export_scheduler",
     "export_state",
+    "flat_state",
     "group_names",
     "group_states",
     "import_scheduler",
