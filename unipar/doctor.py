@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from unipar import registry
+from unipar.errors import ConfigError
+from unipar.install import Recipe
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
@@ -90,6 +92,16 @@ class StrategyReport:
 
 
 @dataclass(frozen=True)
+class FrameworkReport:
+    """A framework that ``unipar install`` knows, and what it can share an environment with."""
+
+    name: str
+    framework: str
+    shares_with: tuple[str, ...]
+    apart: str
+
+
+@dataclass(frozen=True)
 class Report:
     """All that ``unipar doctor`` tells."""
 
@@ -98,6 +110,7 @@ class Report:
     interfaces: tuple[Interface, ...]
     host: Host
     strategies: tuple[StrategyReport, ...]
+    frameworks: tuple[FrameworkReport, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values."""
@@ -113,6 +126,7 @@ def examine() -> Report:
         interfaces=_interfaces(),
         host=_host(),
         strategies=tuple(_strategy(info, devices) for info in registry.table()),
+        frameworks=_frameworks(),
     )
 
 
@@ -230,6 +244,27 @@ def _strategy(info: registry.StrategyInfo, devices: tuple[Device, ...]) -> Strat
         device_types=tuple(sorted(able.device_types)) if able else (),
         precisions=tuple(sorted(able.precisions, reverse=True)) if able else (),
         sharded=tuple(sorted(able.sharded)) if able else (),
+    )
+
+
+def _frameworks() -> tuple[FrameworkReport, ...]:
+    recipes: dict[str, Recipe] = {}
+    for name in registry.names():
+        try:
+            recipe = registry.strategy_class(name).recipe()
+        except ConfigError:
+            # Said among the strategies.
+            continue
+        if recipe is not None:
+            recipes[recipe.name] = recipe
+    return tuple(
+        FrameworkReport(
+            name,
+            recipe.framework,
+            tuple(other for other in recipes if other != name and recipe.can_share(recipes[other])),
+            recipe.alone,
+        )
+        for name, recipe in sorted(recipes.items())
     )
 
 

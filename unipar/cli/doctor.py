@@ -39,7 +39,10 @@ def _print_tables(report: Report, console: Console) -> None:
     if not console.is_terminal:
         # A pipe has no width; wrapping at the default one would cut commands in two.
         console.width = 200
-    for table in (_machine(report), _interconnect(report), _strategies(report)):
+    tables = [_machine(report), _interconnect(report), _strategies(report)]
+    if report.frameworks:
+        tables.append(_frameworks(report))
+    for table in tables:
         console.print(table)
         console.print()
     broken = [one for one in report.strategies if not one.ok]
@@ -112,6 +115,16 @@ def _strategies(report: Report) -> Table:
             ", ".join(one.sharded) or "nothing",
             one.distribution,
         )
+    return table
+
+
+def _frameworks(report: Report) -> Table:
+    columns = ("unipar install", "brings", "can share an environment with", "or not, because")
+    table = _table("Frameworks", *columns)
+    for one in report.frameworks:
+        with_all = len(one.shares_with) == len(report.frameworks) - 1
+        shared = "all of these" if with_all else ", ".join(one.shares_with) or "none of these"
+        table.add_row(one.name, one.framework, shared, one.apart)
     return table
 
 

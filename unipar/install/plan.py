@@ -115,12 +115,6 @@ def carry_out(name: str, actions: Iterable[Action], progress: Progress) -> Path:
     return log
 
 
-def can_share(one: Recipe, other: Recipe) -> bool:
-    """Whether two frameworks can live in one environment."""
-    agree = all(other.needs.get(name, wanted) == wanted for name, wanted in one.needs.items())
-    return agree and not one.alone and not other.alone
-
-
 def _actions(step: Step, force: bool) -> list[Action]:
     if isinstance(step, Build):
         return _built(step, force)

@@ -6,7 +6,7 @@ import os
 
 from unipar.install import Build, Edit, Pip, Program, Recipe
 from unipar.install.cache import torch_version
-from unipar_horovod.installed import VERSION
+from unipar_horovod.installed import VERSION, local_version
 
 _SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
@@ -16,6 +16,16 @@ _EDITS = (
         "global_ranks_.reserve(size_);",
         "global_ranks_.resize(size_);",
         "Horovod 0.28.1 leaves this list empty, so that it never tells a hang under Gloo",
+    ),
+    Edit(
+        "horovod/common/parameter_manager.cc",
+        "    Eigen::VectorXd v = TunableParameter::BestValue();\n    v[index_[variable]] = value;",
+        "    if (fixed_values_.count(variable) > 0) {\n"
+        "      fixed_values_[variable] = value;\n"
+        "      return;\n"
+        "    }\n"
+        "    Eigen::VectorXd v = TunableParameter::BestValue();\n    v[index_[variable]] = value;",
+        "Horovod 0.28.1 writes past this vector when it starts again after a cycle time was set",
     ),
     Edit(
         "CMakeLists.txt",
@@ -67,7 +77,7 @@ def recipe() -> Recipe:
                     "HOROVOD_WITHOUT_MXNET": "1",
                     "HOROVOD_WITH_GLOO": "1",
                     ("HOROVOD_WITH_MPI" if with_mpi else "HOROVOD_WITHOUT_MPI"): "1",
-                    "HOROVOD_LOCAL_VERSION": "torch" + torch_version().replace("+", "."),
+                    "HOROVOD_LOCAL_VERSION": local_version(torch_version()),
                     # CMake 4 refuses the minimum that Horovod's own file asks for.
                     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
                     # Horovod asks for eight compilers at once, which small machines run out of.

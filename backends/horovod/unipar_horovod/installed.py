@@ -11,6 +11,7 @@ from pathlib import Path
 from unipar.strategy import Availability
 
 VERSION = "0.28.1"
+_MARK = "unipar"
 _REMEDY = "unipar install horovod"
 
 
@@ -32,6 +33,20 @@ def availability() -> Availability:
         reason = f"Horovod was built for torch {built}, and torch {torch} is installed."
         return Availability(False, reason, f"{_REMEDY} --force")
     return Availability(True)
+
+
+def local_version(torch: str) -> str:
+    """What the recipe adds to Horovod's version, to know its own builds by."""
+    return f"torch{torch.replace('+', '.')}.{_MARK}"
+
+
+def starts_again() -> bool:
+    """Whether one process may start it twice with a fusion threshold or cycle time set.
+
+    Upstream it then writes past the end of a vector (horovod/common/parameter_manager.cc,
+    ``BayesianParameter::SetValue``); the recipe mends that.
+    """
+    return metadata.version("horovod").endswith(f".{_MARK}")
 
 
 @cache

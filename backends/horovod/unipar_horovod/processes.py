@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 from unipar.errors import ConfigError
 from unipar.logs import quiet_framework
 from unipar.world import World
+from unipar_horovod import installed
 
 if TYPE_CHECKING:
     from horovod.torch import ProcessSet
 
 _sets: dict[tuple[int, ...], Any] = {}
+_history: set[str] = set()
+"""What earlier starts of Horovod in this process have left behind in it."""
 
 
 def process_set(ranks: Sequence[int]) -> ProcessSet:
@@ -64,21 +67,47 @@ def _broken(error: Exception) -> ConfigError:
     )
 
 
-def start(world: World, settings: Mapping[str, str], sets: Sequence[Sequence[int]]) -> None:
+def start(
+    world: World, settings: Mapping[str, str], sets: Sequence[Sequence[int]], transport: str
+) -> None:
     """Join all processes of ``world`` in Horovod. Collective.
 
     Args:
         world: the processes, already joined by ``torch.distributed``.
         settings: Horovod's own environment variables; left as they were when this returns.
         sets: ranks of the process sets to make.
+        transport: ``"gloo"`` or ``"mpi"``.
+
+    Raises:
+        ConfigError: Horovod is broken, or cannot start again in this process.
     """
     hvd = import_horovod()
+    _check_again(settings, transport)
     made = [hvd.ProcessSet(list(ranks)) for ranks in sets]
-    with _meeting_point(world) as where, _environment({**where, **settings}):
+    with _meeting_point(world, transport) as where, _environment({**where, **settings}):
         hvd.init(process_sets=made)
         # The meeting point must last until every rank has been there.
         world.barrier()
     _sets.update({tuple(one.ranks): one for one in made})
+
+
+def _check_again(settings: Mapping[str, str], transport: str) -> None:
+    """Refuse what would crash in a process in which Horovod has been started before."""
+    if "tuned" in _history and not installed.starts_again():
+        raise ConfigError(
+            "Horovod was started in this process with a fusion threshold or a cycle time, and this "
+            "build of it crashes when it then starts again. Start a new process, or get a build "
+            "without the fault: unipar install horovod --force"
+        )
+    if "mpi" in _history:
+        raise ConfigError(
+            "Horovod was started in this process with transport='mpi', and MPI starts only once in "
+            "a process. Start a new one, or leave the transport out."
+        )
+    if {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"} & settings.keys():
+        _history.add("tuned")
+    if transport == "mpi":
+        _history.add("mpi")
 
 
 def stop() -> None:
@@ -94,7 +123,7 @@ def stop() -> None:
 
 
 @contextlib.contextmanager
-def _meeting_point(world: World) -> Iterator[dict[str, str]]:
+def _meeting_point(world: World, transport: str) -> Iterator[dict[str, str]]:
     """Horovod's variables for where this process stands, and for where they meet.
 
     Rank 0 serves as the meeting point, as ``horovodrun`` would.
@@ -114,8 +143,8 @@ def _meeting_point(world: World) -> Iterator[dict[str, str]]:
         "HOROVOD_CROSS_RANK": sorted(column).index(placement.node_rank),
         "HOROVOD_CROSS_SIZE": len(column),
         "HOROVOD_HOSTNAME": f"node{placement.node_rank}",
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_CONTROLLER": transport,
+        "HOROVOD_CPU_OPERATIONS": transport,
         "HOROVOD_GLOO_TIMEOUT_SECONDS": max(1, round(placement.timeout)),
     }
     if placement.num_nodes == 1 and sys.platform == "linux":
@@ -123,7 +152,7 @@ def _meeting_point(world: World) -> Iterator[dict[str, str]]:
     elif "GLOO_SOCKET_IFNAME" in os.environ:
         variables["HOROVOD_GLOO_IFACE"] = os.environ["GLOO_SOCKET_IFNAME"]
     with contextlib.ExitStack() as stack:
-        if world.size > 1:
+        if world.size > 1 and transport == "gloo":
             address = None
             if world.is_main:
                 address = stack.enter_context(_server(local=placement.num_nodes == 1))

@@ -35,6 +35,10 @@ class HorovodOptions(StrategyOptions):
 
     strategy: ClassVar[str] = "horovod"
 
+    transport: Literal["gloo", "mpi"] = Field(
+        default="gloo",
+        description="What carries the reductions; mpi only under mpirun, where it is built in.",
+    )
     fusion_threshold_mb: float = Field(
         default=25.0,
         ge=0,
@@ -148,6 +152,8 @@ class HorovodStrategy(Strategy):
         if not available.ok:
             raise ConfigError(f"horovod: {available.reason} To mend it: {available.remedy}")
         self._settings(placement)
+        if self.options.transport == "mpi":
+            _check_mpi(placement)
         for ranks in self.options.process_sets:
             if ranks[-1] >= placement.size:
                 raise ConfigError(
@@ -165,7 +171,7 @@ class HorovodStrategy(Strategy):
     def setup(self, placement: Placement) -> World:
         settings = self._settings(placement)
         world = join(placement)
-        processes.start(world, settings, self.options.process_sets)
+        processes.start(world, settings, self.options.process_sets, self.options.transport)
         return world
 
     def prepare(self, spec: EngineSpec, world: World) -> HorovodEngine:
@@ -187,7 +193,7 @@ class HorovodStrategy(Strategy):
         """
         options = self.options
         settings = {}
-        if not options.autotune:
+        if "fusion_threshold_mb" in options.model_fields_set:
             settings["HOROVOD_FUSION_THRESHOLD"] = str(options.fusion_bytes)
         if options.cycle_time_ms is not None:
             settings["HOROVOD_CYCLE_TIME"] = f"{options.cycle_time_ms:g}"
@@ -196,14 +202,13 @@ class HorovodStrategy(Strategy):
         if options.timeline is not None:
             _check_writable(options.timeline)
             settings["HOROVOD_TIMELINE"] = str(options.timeline)
-        for variable, value in settings.items():
-            if (
-                _OWNED[variable] in options.model_fields_set
-                and os.environ.get(variable, value) != value
-            ):
+        for variable, option in _OWNED.items():
+            value, given = settings.get(variable), os.environ.get(variable)
+            if given not in (None, value):
+                makes = f"makes {variable}={value}" if value else "is not set"
                 raise ConfigError(
-                    f"horovod: {_OWNED[variable]} makes {variable}={value}, and the environment "
-                    f"has {variable}={os.environ[variable]}. Unset it, and set the option."
+                    f"horovod: the environment has {variable}={given}, and the option '{option}', "
+                    f"which is the place for it, {makes}. Unset the variable, and set the option."
                 )
         for variable in options.native:
             if variable in _OWNED:
@@ -231,6 +236,19 @@ class HorovodStrategy(Strategy):
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(patience),
         }
         return {**settings, **fixed, **options.native}
+
+
+def _check_mpi(placement: Placement) -> None:
+    if not installed.has_mpi():
+        raise ConfigError(
+            "horovod: transport='mpi' was asked for, and the installed Horovod is built without "
+            "MPI. Build it in: HOROVOD_WITH_MPI=1 unipar install horovod --force"
+        )
+    if placement.size > 1 and not {"OMPI_COMM_WORLD_RANK", "PMI_RANK"} & os.environ.keys():
+        raise ConfigError(
+            "horovod: transport='mpi' was asked for, and these processes were not started by "
+            f"mpirun. Start them by it: mpirun -np {placement.size} python …; or leave it out."
+        )
 
 
 def _check_writable(path: Path) -> None:

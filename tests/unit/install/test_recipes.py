@@ -1,0 +1,77 @@
+"""What follows from a recipe alone: who can live with whom, and which wheel is whose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from unipar.errors import InstallError
+from unipar.install import Build, Edit, Pip, Recipe, cache
+from unipar.install.build import apply
+from unipar.install.plan import plan
+
+
+def _recipe(name: str, needs: dict[str, str] | None = None, alone: str = "") -> Recipe:
+    return Recipe(name, name.title(), (Pip((name,)),), needs=needs or {}, alone=alone)
+
+
+BUILD = Build("thing", "1.0", "0" * 64, environment={"THING_FLAG": "1"}, sensitive=("THING_",))
+
+
+def test_frameworks_that_need_different_versions_cannot_share() -> None:
+    old, new = _recipe("old", {"dep": "1.0"}), _recipe("new", {"dep": "2.0"})
+    neither = _recipe("neither")
+    assert not old.can_share(new)
+    assert old.can_share(neither)
+    assert neither.can_share(old)
+    assert old.can_share(_recipe("same", {"dep": "1.0"}))
+
+
+def test_a_framework_that_wants_to_be_alone_shares_with_none() -> None:
+    alone, other = _recipe("alone", alone="it pins what all others use"), _recipe("other")
+    assert not alone.can_share(other)
+    assert not other.can_share(alone)
+
+
+def test_torch_is_pinned_to_what_is_there() -> None:
+    (install, _) = plan(_recipe("thing"))
+    assert install.shell[0].endswith(f"thing torch=={cache.torch_version()}")
+
+
+def test_each_torch_python_and_set_of_flags_has_a_wheel_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = cache.wheel_directory(BUILD)
+    assert first.is_relative_to(tmp_path / "unipar" / "wheels")
+    found = {first}
+    found.add(cache.wheel_directory(replace(BUILD, environment={"THING_FLAG": "2"})))
+    found.add(cache.wheel_directory(replace(BUILD, edits=(Edit("f", "a", "b", "why"),))))
+    found.add(cache.wheel_directory(replace(BUILD, version="1.1")))
+    monkeypatch.setenv("CXXFLAGS", "-O0")
+    found.add(cache.wheel_directory(BUILD))
+    monkeypatch.delenv("CXXFLAGS")
+    monkeypatch.setenv("THING_OTHER", "1")
+    found.add(cache.wheel_directory(BUILD))
+    monkeypatch.delenv("THING_OTHER")
+    monkeypatch.setattr(cache, "torch_version", lambda: "9.9.9")
+    found.add(cache.wheel_directory(BUILD))
+    assert len(found) == 7
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.wheel_directory(BUILD) == first
+
+
+@pytest.mark.parametrize(("text", "count"), [("a = 1", 0), ("x x", 2)])
+def test_an_edit_must_find_its_text_once(tmp_path: Path, text: str, count: int) -> None:
+    (tmp_path / "file.cc").write_text(text)
+    with pytest.raises(InstallError, match=f"{count} times"):
+        apply(Edit("file.cc", "x", "y", "why"), tmp_path)
+    assert (tmp_path / "file.cc").read_text() == text
+
+
+def test_an_edit_of_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InstallError, match="file.cc"):
+        apply(Edit("file.cc", "x", "y", "why"), tmp_path)
