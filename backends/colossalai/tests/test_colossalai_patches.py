@@ -1,0 +1,159 @@
+"""Each change to Colossal-AI is still needed, still fits what it changes, and is taken back."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import subprocess
+import sys
+from functools import reduce
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unipar import registry
+from unipar.world import Placement, joined
+from unipar_colossalai import patches
+from unipar_colossalai.patches import Patch
+
+
+def target_of(patch: Patch) -> Any:
+    module, _, name = patch.target.partition(":")
+    return reduce(getattr, name.split("."), import_module(module))
+
+
+@pytest.mark.parametrize("patch", patches.ALL, ids=lambda patch: patch.name)
+def test_what_a_patch_replaces_is_what_it_was_written_against(
+    patch: Patch, world_pool: Any
+) -> None:
+    assert world_pool(1).run(source_hash, patch.name)[0] == patch.source
+
+
+def source_hash(placement: Placement, name: str) -> str:
+    from unipar_colossalai.framework import load
+
+    load()
+    (patch,) = (patch for patch in patches.ALL if patch.name == name)
+    return hashlib.sha256(inspect.getsource(target_of(patch)).encode()).hexdigest()
+
+
+# -- what goes wrong without them ----------------------------------------------------------------
+
+
+def test_without_zero_on_cpu_it_refuses_a_cpu(world_pool: Any) -> None:
+    assert world_pool(1).run(zero_unpatched)[0] == "device is required"
+
+
+def zero_unpatched(placement: Placement) -> str:
+    from unipar_colossalai.framework import load
+
+    booster = load()
+    with joined(placement):
+        plugin = booster.plugin.LowLevelZeroPlugin(precision="fp32", overlap_communication=False)
+        model = nn.Linear(2, 2)
+        try:
+            booster.Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+        except AssertionError as error:
+            return str(error)
+    return "it runs"
+
+
+def test_without_keep_batchnorm_the_model_gets_another_normalization(world_pool: Any) -> None:
+    assert "SyncBatchNorm" in world_pool(1).run(batchnorm_unpatched)[0]
+
+
+def batchnorm_unpatched(placement: Placement) -> str:
+    from unipar_colossalai.framework import load
+
+    booster = load()
+    with joined(placement):
+        plugin = booster.plugin.TorchDDPPlugin()
+        try:
+            model, *_ = booster.Booster(plugin=plugin).boost(nn.Sequential(nn.BatchNorm1d(2)))
+        except ValueError as error:
+            return str(error)
+        return type(model.unwrap()[0]).__name__
+
+
+def test_without_the_hosts_streams_zero_has_none(world_pool: Any) -> None:
+    assert "not supported for cpu" in world_pool(1).run(stream_of_the_host)[0]
+
+
+def stream_of_the_host(placement: Placement) -> str:
+    from unipar_colossalai.framework import load
+
+    load()
+    from colossalai.accelerator.cpu_accelerator import (  # pyright: ignore[reportMissingImports]
+        CpuAccelerator,
+    )
+
+    try:
+        CpuAccelerator().Stream()
+    except RuntimeError as error:
+        return str(error)
+    return "it has one"
+
+
+def test_without_stand_ins_it_cannot_be_imported() -> None:
+    code = "import warnings; warnings.simplefilter('ignore'); import colossalai.booster"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "ModuleNotFoundError: No module named 'galore_torch'" in done.stderr
+
+
+def test_stand_ins_are_gone_after_the_import(world_pool: Any) -> None:
+    assert world_pool(1).run(left_over)[0] == []
+
+
+def left_over(placement: Placement) -> list[str]:
+    from importlib.util import find_spec
+
+    from unipar_colossalai.framework import load
+
+    load()
+    return [name for name in ("galore_torch", "bitsandbytes") if find_spec(name)]
+
+
+# -- what is left of them ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "zero2"])
+def test_teardown_leaves_colossalai_as_it_was(plugin: str, world_pool: Any) -> None:
+    before, during, after = world_pool(1).run(set_up_and_tear_down, plugin)[0]
+    assert before == after != during
+
+
+def set_up_and_tear_down(placement: Placement, plugin: str) -> tuple[Any, Any, Any]:
+    from unipar_colossalai.framework import load
+
+    load()
+    from colossalai.accelerator import api  # pyright: ignore[reportMissingImports]
+    from colossalai.booster.plugin import torch_ddp_plugin  # pyright: ignore[reportMissingImports]
+    from colossalai.zero import LowLevelZeroOptimizer  # pyright: ignore[reportMissingImports]
+
+    def seen() -> tuple[int, ...]:
+        found = api._ACCELERATOR, torch_ddp_plugin.nn, LowLevelZeroOptimizer._sanity_checks
+        return tuple(map(id, found))
+
+    before = seen()
+    strategy = registry.resolve(f"colossalai:plugin={plugin}")
+    world = strategy.setup(placement)
+    during = seen()
+    strategy.teardown()
+    world.leave()
+    return before, during, seen()
+
+
+@pytest.mark.parametrize(
+    ("device_type", "plugin", "names"),
+    [
+        ("cpu", "ddp", ["keep-batchnorm"]),
+        ("cpu", "zero1", ["zero-on-cpu"]),
+        ("cuda", "zero2", []),
+        ("cuda", "ddp", ["keep-batchnorm"]),
+    ],
+)
+def test_a_run_gets_only_what_it_needs(device_type: str, plugin: str, names: list[str]) -> None:
+    assert [patch.name for patch in patches.ALL if patch.needed(device_type, plugin)] == names

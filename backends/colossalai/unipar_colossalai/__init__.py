@@ -1,0 +1,1 @@
+"""Colossal-AI's Booster plugins as a strategy of unipar."""

@@ -1,0 +1,61 @@
+"""What ZeRO cannot take, found before it goes wrong."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn, optim
+
+from unipar.errors import ConfigError
+
+_ELEMENTWISE = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
+    *(optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop),
+)
+
+
+def check_parameters(module: nn.Module) -> None:
+    """Refuse parameters that Colossal-AI's ZeRO would fail on, or train wrongly."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype is not torch.float32:
+            raise ConfigError(
+                f"colossalai: parameter '{name}' is {parameter.dtype}, and ZeRO keeps all that it "
+                "trains in float32. Call model.float(); precision='bf16' computes in bfloat16 all "
+                "the same."
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise ConfigError(
+                f"colossalai: '{name}' has sparse gradients, which ZeRO cannot flatten. "
+                "Build it with sparse=False, or use plugin='ddp'."
+            )
+
+
+def check_optimizer(module: nn.Module, optimizer: optim.Optimizer, promised: bool) -> None:
+    """Refuse an optimizer that would not update a flat part of a tensor as it does the whole.
+
+    Args:
+        module: the model.
+        optimizer: built for its parameters.
+        promised: whether the user says that any optimizer is elementwise.
+    """
+    kind = type(optimizer).__name__
+    if not promised and not isinstance(optimizer, _ELEMENTWISE):
+        raise ConfigError(
+            f"colossalai: ZeRO gives the optimizer ({kind}) flat parts of tensors, and only for "
+            f"{', '.join(sorted(c.__name__ for c in _ELEMENTWISE))} is it known that this changes "
+            "nothing. Use one of these or plugin='ddp'; if it updates every element by itself, "
+            "pass elementwise_optimizer=true."
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in held:
+            raise ConfigError(
+                f"colossalai: parameter '{name}' requires a gradient, and the optimizer does not "
+                "hold it, so that ZeRO would not reduce it. Give it to the optimizer, or freeze it "
+                "with requires_grad_(False)."
+            )
+    if not optimizer.param_groups[0]["params"]:
+        raise ConfigError(
+            "colossalai: the optimizer's first parameter group is empty, and ZeRO takes its dtype "
+            "from there. Leave empty groups out."
+        )

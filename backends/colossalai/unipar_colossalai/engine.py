@@ -1,0 +1,72 @@
+"""The training step of the DDP plugin, and what the engines of all plugins share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from unipar.engine import ModuleEngine
+from unipar.strategy import EngineSpec
+from unipar.world import World
+from unipar_colossalai.boosted import Boosted
+from unipar_colossalai.framework import quiet
+
+
+class BoosterEngine(ModuleEngine):
+    """A module under Colossal-AI's Booster; gradients are averaged by its plugin.
+
+    Attributes:
+        booster: Colossal-AI's Booster.
+        wrapper: what it made of the module.
+        framework_optimizer: what it made of the optimizer.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        booster: Any,
+        undo: list[Callable[[], None]],
+    ) -> None:
+        self.booster = booster
+        self.framework_optimizer: Any = None
+        super().__init__(spec, world, module, undo=undo)
+        if self.optimizer is None:
+            self._boost(None)
+        self._model = Boosted(module, self.wrapper)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = super()._build_optimizer()
+        self._boost(optimizer)
+        return optimizer
+
+    def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
+        with quiet():
+            self.wrapper, self.framework_optimizer, *_ = self.booster.boost(self.module, optimizer)
+
+    def _require_optimizer(self) -> Any:
+        super()._require_optimizer()
+        # It is what steps; hyperparameters and state are those of the optimizer that it holds.
+        return self.framework_optimizer
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        self.booster.backward(loss, self.framework_optimizer)
+
+
+class DDPEngine(BoosterEngine):
+    """Gradients are averaged during the backward pass of the last micro-batch."""
+
+    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+        # A static graph is recorded in the first backward pass, which asserts if it is not reduced.
+        recording = self.num_steps == 0 and self.booster.plugin.ddp_kwargs["static_graph"]
+        if last or recording:
+            return contextlib.nullcontext()
+        return self.booster.no_sync(self.wrapper, self.framework_optimizer)

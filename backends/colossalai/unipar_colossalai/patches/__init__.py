@@ -1,0 +1,20 @@
+"""The changes that Colossal-AI needs in memory: the fewest that serve, each in a module of its own.
+
+They are made when a run sets the strategy up, only those that its device and plugin need, and are
+taken back when it ends.
+"""
+
+from __future__ import annotations
+
+from unipar_colossalai.patches import batchnorm, sanity
+from unipar_colossalai.patches.patch import Patch, Undo
+
+ALL: tuple[Patch, ...] = (batchnorm.PATCH, sanity.PATCH)
+
+
+def apply(device_type: str, plugin: str) -> list[Undo]:
+    """Make the changes that a run needs; what takes each of them back, in order."""
+    return [patch.apply() for patch in ALL if patch.needed(device_type, plugin)]
+
+
+__all__ = ["ALL", "Patch", "Undo", "apply"]
