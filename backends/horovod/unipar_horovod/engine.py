@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +140,7 @@ class HorovodEngine(ModuleEngine):
         reducer = self.reducer
         if reducer is None:
             return
+        begin = time.monotonic()
         try:
             unused = self._start_telling_unused()
             if reducer._groups is None:
@@ -148,9 +150,11 @@ class HorovodEngine(ModuleEngine):
             reducer.synchronize()
             unused = self._hvd.synchronize(unused)
         except self._hvd.HorovodInternalError as error:
-            raise dist.DistNetworkError(
-                f"Horovod's connection to the other ranks was closed: {error}"
-            ) from error
+            patience = self.world.placement.timeout
+            # Horovod looks for stalls now and then, and says the same of them as of a lost rank.
+            stalled = time.monotonic() - begin > 0.9 * patience
+            what = f"timed out after {patience:g} s" if stalled else "connection closed"
+            raise dist.DistNetworkError(f"Horovod's reduction of gradients: {what}") from error
         # Backward passes of other engines may go through this model before its own next one.
         reducer.set_backward_passes_per_step(_NEVER)
         if not unused.all():

@@ -73,5 +73,5 @@ def test_an_edit_must_find_its_text_once(tmp_path: Path, text: str, count: int) 
 
 
 def test_an_edit_of_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InstallError, match="file.cc"):
+    with pytest.raises(InstallError, match=r"file\.cc"):
         apply(Edit("file.cc", "x", "y", "why"), tmp_path)

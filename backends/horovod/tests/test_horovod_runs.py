@@ -1,0 +1,142 @@
+"""Runs as a user starts them: by every launcher, quietly, and with ranks that are lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(sys.executable).parent
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from torch import nn
+import unipar
+
+generator = torch.Generator().manual_seed(0)
+inputs = torch.randn(32, 8, generator=generator)
+targets = inputs.sum(1, keepdim=True)
+what, output, marker = sys.argv[1], sys.argv[2], sys.argv[2] + "/was-here"
+
+
+def trip(gradient):
+    # Within the backward pass: the other rank waits for this one's gradients.
+    if what == "killed" or (what == "restarted" and not os.path.exists(marker)):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stuck":
+        time.sleep(600)
+
+
+steps = 0
+
+
+def loss(model, batch):
+    global steps
+    steps += 1
+    value = nn.functional.mse_loss(model(batch[0]), batch[1])
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if what != "train" and rank == 1 and steps == 4:
+        value.register_hook(trip)
+    return value
+
+
+result = unipar.fit(
+    lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
+    (inputs, targets),
+    strategy=os.environ.get("STRATEGY", "horovod"),
+    loss=loss,
+    global_batch_size=8,
+    steps=8,
+    progress=False,
+    output_dir=output,
+    checkpoint={"every_steps": 2} if what == "restarted" else False,
+    max_restarts=1 if what == "restarted" else 0,
+    timeout=6 if what == "stuck" else 60,
+    **({"devices": int(os.environ["DEVICES"])} if "DEVICES" in os.environ else {}),
+)
+if not torch.distributed.is_initialized() and result is not None:
+    print("RESULT", result.metrics["train_loss"], result.world_size, flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    (tmp_path / "out").mkdir()
+    return path
+
+
+def run(
+    script: Path, *command: str, what: str = "train", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, sys.executable, str(script), what, str(script.parent / "out")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+
+
+def results(done: subprocess.CompletedProcess[str]) -> list[tuple[float, int]]:
+    """Loss and world size of each process that has printed them."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line[line.index("RESULT") :] for line in done.stdout.splitlines() if "RESULT" in line]
+    return [(float(line.split()[1]), int(line.split()[2])) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> float:
+    path = tmp_path_factory.mktemp("plain") / "script.py"
+    path.write_text(SCRIPT)
+    (path.parent / "out").mkdir()
+    ((loss, _),) = results(run(path, STRATEGY="single", DEVICES="1"))
+    return loss
+
+
+def test_unipars_own_launcher_and_not_a_word_more(script: Path, expected: float) -> None:
+    done = run(script, DEVICES="2")
+    assert results(done) == [(pytest.approx(expected, rel=1e-5), 2)]
+    assert len(done.stdout.splitlines()) == 1
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun"])
+def test_other_launchers(script: Path, expected: float, launcher: str) -> None:
+    commands = {
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "--no-python"],
+        "horovodrun": [str(BIN / "horovodrun"), "--gloo", "-np", "2"],
+        "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"],
+    }
+    if shutil.which(commands[launcher][0]) is None:
+        pytest.skip(f"there is no {launcher} here")
+    done = run(script, *commands[launcher])
+    assert results(done) == [(pytest.approx(expected, rel=1e-5), 2)] * 2
+
+
+def test_a_killed_rank_is_named(script: Path) -> None:
+    done = run(script, what="killed", DEVICES="2")
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr.lower()
+    assert "SIGKILL" in done.stderr
+
+
+def test_a_killed_rank_comes_back_and_the_run_goes_on(script: Path, expected: float) -> None:
+    done = run(script, what="restarted", DEVICES="2")
+    assert (script.parent / "out" / "was-here").exists()
+    assert results(done) == [(pytest.approx(expected, rel=1e-5), 2)]
+
+
+def test_a_rank_that_does_not_come_is_named(script: Path) -> None:
+    done = run(script, what="stuck", DEVICES="2")
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr.lower()
+    assert "time.sleep(600)" in done.stderr
