@@ -12,14 +12,18 @@ from unipar.world import Placement
 
 
 def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placement) -> None:
-    """Raise :class:`ConfigError` for the first thing asked for that the strategy cannot do.
+    """Raise :class:`ConfigError` for the first thing asked for that the strategy cannot do here.
 
     Args:
         strategy: with its options.
         spec: what is asked of an engine.
         placement: ``size`` and ``device_type`` of the run; the rest is not looked at.
     """
-    # First, since a strategy's own words say more than what follows.
+    available = strategy.availability()
+    if not available.ok:
+        remedy = f" To mend it: {available.remedy}" if available.remedy else ""
+        raise ConfigError(f"strategy '{strategy.name}': {available.reason}{remedy}")
+    # Before the rest, since a strategy's own words say more than what follows.
     strategy.check(spec, placement)
     able = strategy.capabilities()
     for problem in (

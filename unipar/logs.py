@@ -41,16 +41,17 @@ def quiet_framework(*loggers: str) -> Iterator[None]:
     """Keep a framework's banners and warnings from the terminal, within the block.
 
     Put it around what imports or sets up a framework, not around the user's own code. With unipar's
-    log level at ``debug`` everything is shown. Its loggers stay at errors after the block.
+    log level at ``debug`` everything is shown. Its loggers keep their level after the block.
 
     Args:
         loggers: names of the framework's loggers.
     """
-    if logging.getLogger("unipar").isEnabledFor(logging.DEBUG):
+    shown = logging.getLogger("unipar").isEnabledFor(logging.DEBUG)
+    for name in loggers:
+        logging.getLogger(name).setLevel(logging.INFO if shown else logging.ERROR)
+    if shown:
         yield
         return
-    for name in loggers:
-        logging.getLogger(name).setLevel(logging.ERROR)
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("ignore")

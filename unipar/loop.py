@@ -169,7 +169,7 @@ class TrainingRun:
             total_steps=self.total_steps,
             epochs=self.config.epochs,
             global_batch_size=self.loader.global_batch_size,
-            num_parameters=sum(p.numel() for p in self.engine.module.parameters()),
+            num_parameters=self.engine.num_parameters,
             output_dir=self.job.output_dir,
             start_step=self.start_step,
             rank=self.world.rank,

@@ -186,6 +186,11 @@ class Engine(ABC):
     spec: EngineSpec
     num_steps: int = 0
 
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the whole model, however they are divided."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
     @abstractmethod
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         """Forward, backward and update on one global batch. Collective.

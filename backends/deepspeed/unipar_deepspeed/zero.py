@@ -27,6 +27,11 @@ class ZeROEngine(DeepSpeedEngine):
     """
 
     @property
+    def num_parameters(self) -> int:
+        # Stage 3 leaves nothing of a parameter in the module but what it was.
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters())
+
+    @property
     def _zero(self) -> Any:
         return self._deepspeed.optimizer
 
