@@ -60,7 +60,7 @@ def commands(build: Build, work: Path) -> tuple[list[Command], Command]:
     wheel = pip(
         *("wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"),
         *("--wheel-dir", str(work / "wheel"), str(work / "source")),
-        environment={**build.environment, **paths},
+        environment={**build.environment, **paths, "MAKEFLAGS": _jobs()},
     )
     return [*prepare, download], wheel
 
@@ -117,6 +117,11 @@ def _unpack(sdist: Path, directory: Path) -> Path:
         (root,) = Path(unpacked).iterdir()
         os.replace(root, directory)
     return directory
+
+
+def _jobs() -> str:
+    """As many compilers as there are cores, unless the user says otherwise."""
+    return os.environ.get("MAKEFLAGS") or f"-j{os.cpu_count() or 1}"
 
 
 def _joined(*paths: str | None) -> str:

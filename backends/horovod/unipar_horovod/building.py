@@ -80,8 +80,6 @@ def recipe() -> Recipe:
                     "HOROVOD_LOCAL_VERSION": local_version(torch_version()),
                     # CMake 4 refuses the minimum that Horovod's own file asks for.
                     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-                    # Horovod asks for eight compilers at once, which small machines run out of.
-                    "MAKEFLAGS": os.environ.get("MAKEFLAGS", f"-j{os.cpu_count() or 1}"),
                 },
                 sensitive=("HOROVOD_", "CMAKE_"),
                 minutes=4,
