@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 from unipar.errors import InstallError
 
 _TAIL = 20
+_ERROR = re.compile(r":\d+: (fatal )?error: |CMake Error")
+"""How compilers and CMake begin what they complain of."""
 _POLL = 0.2
 _GRACE = 5.0
 
@@ -86,10 +89,14 @@ class Runner:
                 code = self._wait(process, begin, timeout)
             finally:
                 _end(process)
+        if code is None:
+            raise InstallError(self._failure(command, f"took longer than {timeout:g} s", begin))
         if code:
             raise InstallError(self._failure(command, f"exit code {code}", begin))
 
-    def _wait(self, process: subprocess.Popen[bytes], begin: int, timeout: float | None) -> int:
+    def _wait(
+        self, process: subprocess.Popen[bytes], begin: int, timeout: float | None
+    ) -> int | None:
         waited = 0.0
         while timeout is None or waited < timeout:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -98,7 +105,7 @@ class Runner:
             lines = self._tail(begin, 1)
             if lines:
                 self._show(lines[-1])
-        return 124  # As the `timeout` command has it.
+        return None
 
     def _tail(self, begin: int, count: int) -> list[str]:
         with self.log.open("rb") as log:
@@ -108,11 +115,23 @@ class Runner:
         return list(deque((line for line in text.splitlines() if line.strip()), maxlen=count))
 
     def _failure(self, command: Command, what: str, begin: int) -> str:
-        tail = "\n".join(f"    {line}" for line in self._tail(begin, _TAIL))
+        shown = [f"    {line}" for line in self._tail(begin, _TAIL)]
+        # A compiler's error comes long before the last words of what has called it.
+        early = [line for line in self._errors(begin) if f"    {line}" not in shown]
+        if early:
+            shown = [*(f"    {line}" for line in early), "    …", *shown]
+        text = "\n".join(shown) or "    (it printed nothing)"
         return (
-            f"this command failed ({what}):\n  {command.shell()}\n"
-            f"{tail or '    (it printed nothing)'}\nThe whole log: {self.log}"
+            f"this command failed ({what}):\n  {command.shell()}\n{text}\nThe whole log: {self.log}"
         )
+
+    def _errors(self, begin: int) -> list[str]:
+        """The first lines that tell of an error, and the lines after the first of them."""
+        with self.log.open("rb") as log:
+            log.seek(begin)
+            lines = log.read().decode(errors="replace").splitlines()
+        first = next((at for at, line in enumerate(lines) if _ERROR.search(line)), None)
+        return [] if first is None else [line for line in lines[first : first + 6] if line.strip()]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

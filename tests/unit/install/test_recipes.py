@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from unipar.errors import InstallError
 from unipar.install import Build, Edit, Pip, Recipe, cache
 from unipar.install.build import apply
+from unipar.install.commands import Command, Runner
 from unipar.install.plan import plan
 
 
@@ -75,3 +78,25 @@ def test_an_edit_must_find_its_text_once(tmp_path: Path, text: str, count: int) 
 def test_an_edit_of_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InstallError, match=r"file\.cc"):
         apply(Edit("file.cc", "x", "y", "why"), tmp_path)
+
+
+def test_a_failure_shows_the_compilers_first_error_and_the_last_lines(tmp_path: Path) -> None:
+    script = "import sys\nprint('a.cc:7:1: fatal error: mpi.h: No such file')\n"
+    script += "for i in range(100): print('line', i)\nsys.exit(3)"
+    run = Runner(tmp_path / "log", lambda line: None)
+    with pytest.raises(InstallError) as failed:
+        run(Command((sys.executable, "-c", script)))
+    text = str(failed.value)
+    assert "exit code 3" in text
+    assert "a.cc:7:1: fatal error: mpi.h" in text
+    assert "line 99" in text
+    assert "line 50" not in text
+    assert f"The whole log: {tmp_path / 'log'}" in text
+
+
+def test_a_command_that_takes_too_long_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
+    script = f"sh -c 'echo $$ > {tmp_path}/pid; sleep 600'; true"
+    run = Runner(tmp_path / "log", lambda line: None)
+    with pytest.raises(InstallError, match="took longer than 3 s"):
+        run(Command(("sh", "-c", script)), timeout=3)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
