@@ -59,6 +59,9 @@ def start(world: World) -> dict[str, str | None]:
     """
     before = _set_environment(world.placement)
     deepspeed = load()
+    for handler in logging.getLogger(LOGGERS[0]).handlers:
+        # It has a level of its own, above what unipar's debug level is to show.
+        handler.setLevel(logging.NOTSET)
     with quiet_framework(*LOGGERS):
         if world.device.type == "cpu":
             # It would be compiled when first used, and leaves its segments in /dev/shm.
