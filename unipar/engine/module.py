@@ -86,6 +86,11 @@ class ModuleEngine(Engine):
     def _finish_gradients(self) -> None:
         """Wait until the gradients are averaged over ranks, where ``backward()`` does not."""
 
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the loss scale out of the gradients, unless clipping or stepping does."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
     def _gradient_norm(self, max_norm: float) -> float:
         """Clip the gradients to ``max_norm`` unless it is infinite; their norm before."""
         if math.isinf(max_norm):
@@ -189,8 +194,7 @@ class ModuleEngine(Engine):
         if not math.isfinite(loss) and self.spec.on_nan != "ignore":
             self._drop_gradients()
             return self._not_finite("loss", loss, count)
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+        self._unscale(optimizer)
         if count != normalizer:
             grads = [p.grad for p in self._parameters if p.grad is not None]
             torch._foreach_mul_(grads, normalizer / count)  # pyright: ignore[reportPrivateImportUsage]
