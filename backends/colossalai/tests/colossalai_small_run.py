@@ -1,10 +1,15 @@
-"""A run as a user would start it: ``python colossalai_small_run.py PLUGIN LOG_LEVEL [kill]``."""
+"""A run as a user would start it: ``python colossalai_small_run.py PLUGIN LOG_LEVEL [DIRECTORY]``.
+
+With a directory, rank 1 is killed once in the run, which begins anew from its last checkpoint there
+if there is one.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +21,16 @@ from unipar.callbacks import Callback, RunInfo, StepRecord
 
 
 class Kill(Callback):
-    """Kills rank 1 between two steps; rank 0 goes on, into a reduction of Colossal-AI's."""
+    """Kills rank 1 once, between two steps; rank 0 goes on, into a reduction of Colossal-AI's."""
 
     every_rank = True
 
+    def __init__(self, killed: Path) -> None:
+        self._killed = killed
+
     def on_step_end(self, run: RunInfo, record: StepRecord) -> None:
-        if run.rank == 1 and record.step == 3:
+        if run.rank == 1 and record.step == 4 and not self._killed.exists():
+            self._killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -29,7 +38,8 @@ def loss_fn(model: Any, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def main(plugin: str, log_level: str, *action: str) -> None:
+def main(plugin: str, log_level: str, directory: str = "", restarts: str = "0") -> None:
+    torch.manual_seed(0)
     x = torch.randn(64, 4)
     result = unipar.fit(
         nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
@@ -40,13 +50,14 @@ def main(plugin: str, log_level: str, *action: str) -> None:
         device="cpu",
         global_batch_size=8,
         steps=6,
-        checkpoint=False,
+        checkpoint={"directory": directory, "every_steps": 2} if directory else False,
         progress=False,
-        callbacks=[Kill()] if action else [],
+        callbacks=[Kill(Path(directory, "killed"))] if directory else [],
+        max_restarts=int(restarts),
         log_level=log_level,
         timeout=60,
     )
-    print("steps:", len(result.history))
+    print("steps:", result.history[-1].step)
 
 
 if __name__ == "__main__":

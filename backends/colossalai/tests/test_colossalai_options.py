@@ -180,6 +180,17 @@ def test_a_weight_without_gradient_is_named_before_ranks_exchange_others(
     assert "plugin='ddp' with find_unused_parameters=true" in said
 
 
+def test_a_weight_without_gradient_on_one_rank_ends_all(world_pool: Any) -> None:
+    with pytest.raises(ConfigError, match=r"does not depend on .* spare\.weight"):
+        world_pool(2).run(train_half_used)
+
+
+def train_half_used(placement: Placement) -> None:
+    said = step_of(placement, ZERO2, lambda placement: HalfUsed(placement.rank), plain_loss)
+    if isinstance(said, str):
+        raise ConfigError(said)
+
+
 def test_ddp_finds_unused_weights_where_it_is_told_to(world_pool: Any) -> None:
     results = world_pool(2).run(
         step_of,

@@ -32,8 +32,15 @@ def test_debug_shows_what_the_framework_says() -> None:
     assert "tensornvme" in done.stdout + done.stderr
 
 
-def test_a_rank_that_is_killed_ends_the_run_with_a_report() -> None:
-    done = run("zero2", "warning", "kill")
+def test_a_rank_that_is_killed_ends_the_run_with_a_report(tmp_path: Path) -> None:
+    done = run("zero2", "warning", str(tmp_path))
     assert done.returncode != 0
     assert "Rank 1 of 2 failed" in done.stderr
     assert "SIGKILL" in done.stderr
+
+
+def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
+    done = run("zero2", "error", str(tmp_path), "1")
+    assert (tmp_path / "killed").exists()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "steps: 6\n"
