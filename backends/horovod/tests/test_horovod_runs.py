@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,22 @@ def test_other_launchers(script: Path, expected: float, launcher: str) -> None:
         pytest.skip(f"there is no {launcher} here")
     done = run(script, *commands[launcher])
     assert results(done) == [(pytest.approx(expected, rel=1e-5), 2)] * 2
+
+
+def test_two_nodes(script: Path, expected: float) -> None:
+    """As far as one machine can tell: an agent for each, and one rank on each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [str(BIN / "torchrun"), "--nnodes=2", "--nproc-per-node=1", "--no-python"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    with ThreadPoolExecutor() as pool:
+        nodes = [
+            pool.submit(run, script, *command, f"--node-rank={node}", GLOO_SOCKET_IFNAME="lo")
+            for node in (0, 1)
+        ]
+        for node in nodes:
+            assert results(node.result()) == [(pytest.approx(expected, rel=1e-5), 2)]
 
 
 def test_a_killed_rank_is_named(script: Path) -> None:

@@ -8,10 +8,11 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from unipar.errors import ConfigError
 from unipar.logs import quiet_framework
-from unipar.world import World
+from unipar.world import Placement, World
 from unipar_horovod import installed
 
 if TYPE_CHECKING:
@@ -155,21 +156,29 @@ def _meeting_point(world: World, transport: str) -> Iterator[dict[str, str]]:
         if world.size > 1 and transport == "gloo":
             address = None
             if world.is_main:
-                address = stack.enter_context(_server(local=placement.num_nodes == 1))
+                address = stack.enter_context(_server(_host(placement)))
             host, port = world.broadcast(address)
             variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = host
             variables["HOROVOD_GLOO_RENDEZVOUS_PORT"] = port
         yield {name: str(value) for name, value in variables.items()}
 
 
+def _host(placement: Placement) -> str:
+    """The address of rank 0, as the other nodes know it."""
+    if placement.num_nodes == 1:
+        return "127.0.0.1"
+    where = urlsplit(placement.init_method or "")
+    host = where.hostname if where.scheme == "tcp" else os.environ.get("MASTER_ADDR")
+    return socket.gethostbyname(host or socket.gethostname())
+
+
 @contextlib.contextmanager
-def _server(*, local: bool) -> Iterator[tuple[str, int]]:
+def _server(host: str) -> Iterator[tuple[str, int]]:
     """Horovod's store of addresses, for the length of the block."""
     import threading
 
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    host = "127.0.0.1" if local else socket.gethostbyname(socket.gethostname())
     # Horovod's own starter listens on every interface, on a port that others may guess.
     server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
