@@ -1,0 +1,1 @@
+"""Hugging Face Accelerate behind unipar's strategy interface."""

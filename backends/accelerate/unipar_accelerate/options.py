@@ -1,0 +1,138 @@
+"""What one may set of Accelerate."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from unipar.errors import ConfigError, did_you_mean
+from unipar.strategy import StrategyOptions
+
+Plugin = Literal["ddp", "fsdp"]
+
+
+class AccelerateOptions(StrategyOptions):
+    """Accelerate, and what its DDP and FSDP2 plugins let one tune."""
+
+    strategy: ClassVar[str] = "accelerate"
+
+    plugin: Plugin = Field(
+        default="ddp",
+        description="'ddp' keeps a replica on each device; 'fsdp' divides it (FSDP2), GPU only.",
+    )
+    bucket_cap_mb: int = Field(
+        default=25, ge=1, description="Size of a gradient bucket, in MiB; ddp only."
+    )
+    find_unused_parameters: bool = Field(
+        default=False,
+        description="Some parameters get no gradient in some steps; costs a graph walk; ddp only.",
+    )
+    static_graph: bool = Field(
+        default=False, description="The graph is the same in every step; ddp only."
+    )
+    gradient_as_bucket_view: bool = Field(
+        default=True,
+        description="Gradients live in the communication buckets, which saves a copy; ddp only.",
+    )
+    broadcast_buffers: bool = Field(
+        default=True,
+        description="Every forward starts from rank 0's buffers (BatchNorm statistics); ddp only.",
+    )
+    compression: Literal["none", "fp16", "bf16", "power_sgd"] = Field(
+        default="none",
+        description="Compression of gradients in the all-reduce, which loses precision; ddp only.",
+    )
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="Free gathered parameters between forward and backward; fsdp only.",
+    )
+    wrap: Literal["auto", "none"] | tuple[str, ...] = Field(
+        default="auto",
+        description="What is gathered as a unit: the repeated blocks ('auto'), the whole model "
+        "('none'), or modules of the named classes; fsdp only.",
+    )
+    cpu_offload: bool = Field(
+        default=False,
+        description="Shards, gradients and optimizer live in host memory between uses; fsdp only.",
+    )
+    native: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments: of Accelerator (log_with, project_dir), and of its "
+        "DistributedDataParallelKwargs (comm_state_option, comm_wrapper, …).",
+    )
+
+    @model_validator(mode="after")
+    def _of_the_plugin(self) -> AccelerateOptions:
+        for name in sorted(self.model_fields_set & _ONLY[_other(self.plugin)]):
+            raise ValueError(
+                f"{name} means nothing with plugin='{self.plugin}'. "
+                f"Set plugin='{_other(self.plugin)}', or leave it out"
+            )
+        return self
+
+
+_ONLY: dict[Plugin, frozenset[str]] = {
+    "ddp": frozenset(
+        {
+            *("bucket_cap_mb", "find_unused_parameters", "static_graph", "compression"),
+            *("gradient_as_bucket_view", "broadcast_buffers"),
+        }
+    ),
+    "fsdp": frozenset({"reshard_after_forward", "wrap", "cpu_offload"}),
+}
+"""The options that mean something under one plugin."""
+
+ACCELERATOR_KEYS = frozenset({"log_with", "project_dir"})
+DDP_KEYS = frozenset({"check_reduction", "comm_state_option", "comm_wrapper", "dim"})
+
+_OWNED = {
+    **{name: f"the option '{name}'" for name in sorted(_ONLY["ddp"] | _ONLY["fsdp"])},
+    "comm_hook": "the option 'compression'",
+    "auto_wrap_policy": "the option 'wrap'",
+    "transformer_cls_names_to_wrap": "the option 'wrap'",
+    "min_num_params": "the option 'wrap'",
+    "fsdp_plugin": "the option 'plugin'",
+    "fsdp_version": "the option 'plugin'",
+    "deepspeed_plugin": "the strategy 'deepspeed'",
+    "deepspeed_plugins": "the strategy 'deepspeed'",
+    "kwargs_handlers": "this strategy's options",
+    "cpu": "the run's device",
+    "mixed_precision": "the run's precision",
+    "mixed_precision_policy": "the run's precision",
+    "dynamo_backend": "the run's compile",
+    "dynamo_plugin": "the run's compile",
+    "activation_checkpointing": "the run's activation_checkpointing",
+    "gradient_accumulation_steps": "the run's global_batch_size and micro_batch_size",
+    "gradient_accumulation_plugin": "the run's global_batch_size and micro_batch_size",
+    "split_batches": "the run's global_batch_size and micro_batch_size",
+    "step_scheduler_with_optimizer": "unipar, which steps the scheduler once a step",
+    "dataloader_config": "unipar, which loads the data",
+    "rng_types": "unipar, which seeds the data's order",
+}
+"""Accelerate's arguments that follow from another place, and which."""
+
+
+def _other(plugin: Plugin) -> Plugin:
+    return "fsdp" if plugin == "ddp" else "ddp"
+
+
+def check_native(options: AccelerateOptions) -> None:
+    """Refuse native arguments that unipar sets itself, or that Accelerate does not have.
+
+    Raises:
+        ConfigError: it names both places.
+    """
+    allowed = ACCELERATOR_KEYS | (DDP_KEYS if options.plugin == "ddp" else frozenset())
+    for key in options.native:
+        if key in _OWNED:
+            raise ConfigError(
+                f"accelerate: native sets '{key}', which follows from {_OWNED[key]}. "
+                "Set it there, and leave it out of native."
+            )
+        if key not in allowed:
+            raise ConfigError(
+                f"accelerate: native sets '{key}', which is not taken with "
+                f"plugin='{options.plugin}'.{did_you_mean(key, allowed)} "
+                f"Allowed: {', '.join(sorted(allowed))}."
+            )

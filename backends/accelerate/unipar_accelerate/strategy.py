@@ -1,0 +1,98 @@
+"""Hugging Face Accelerate: its Accelerator prepares the model, and reduces, scales and clips."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+from unipar.engine import checkpoint_activations, compile_modules
+from unipar.errors import ConfigError
+from unipar.strategy import (
+    Availability,
+    Capabilities,
+    EngineSpec,
+    Strategy,
+    seeded_model,
+)
+from unipar.world import Placement, World, join
+from unipar_accelerate import framework, installed
+from unipar_accelerate.options import AccelerateOptions, check_native
+
+if TYPE_CHECKING:
+    from unipar.install import Recipe
+    from unipar_accelerate.engine import AccelerateEngine
+
+
+class AccelerateStrategy(Strategy):
+    """Accelerate with its DDP or its FSDP2 plugin."""
+
+    name = "accelerate"
+    options_type = AccelerateOptions
+    options: AccelerateOptions
+    rewrites_module = True
+
+    @classmethod
+    def availability(cls) -> Availability:
+        return installed.availability()
+
+    @classmethod
+    def recipe(cls) -> Recipe:
+        return installed.recipe()
+
+    def capabilities(self) -> Capabilities:
+        precisions = frozenset({"fp32", "bf16", "fp16"})
+        if self.options.plugin == "ddp":
+            return Capabilities(precisions, frozenset({"cpu", "cuda"}))
+        return Capabilities(
+            precisions,
+            frozenset({"cuda"}),
+            sharded=frozenset({"parameters", "gradients", "optimizer"}),
+            offload=frozenset({"parameters", "optimizer"}),
+            # The plugin, with the classes that it wraps, is one for all Accelerators of a process.
+            several_engines=False,
+        )
+
+    def check(self, spec: EngineSpec, placement: Placement) -> None:
+        options, device = self.options, placement.device_type
+        check_native(options)
+        framework.check_environment(options.plugin, spec.precision, device, os.environ)
+        if options.plugin == "fsdp" and device == "cpu":
+            raise ConfigError(
+                "accelerate: plugin='fsdp' needs a GPU: on the CPU Accelerate would make plain "
+                "DDP of it. Use plugin='ddp', or strategy='fsdp', which is real there too."
+            )
+        if options.compression == "bf16" and device == "cpu":
+            raise ConfigError(
+                "accelerate: compression='bf16' needs a GPU (torch's hook wants NCCL). "
+                "Use 'fp16', or 'none'."
+            )
+
+    def setup(self, placement: Placement) -> World:
+        world = join(placement)
+        self._framework = framework.Framework(world, self.options.plugin)
+        return world
+
+    def prepare(self, spec: EngineSpec, world: World) -> AccelerateEngine:
+        from unipar_accelerate.accelerator import make_accelerator
+        from unipar_accelerate.engine import AccelerateEngine, ShardedEngine
+
+        module = seeded_model(spec).to(world.device)
+        undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+        undo.append(compile_modules([module], spec.compile))
+        accelerator = make_accelerator(self._framework, self.options, spec, module, world)
+        if self.options.plugin == "ddp":
+            return AccelerateEngine(spec, world, module, accelerator, self.options, undo)
+        _make_equal(module)
+        return ShardedEngine(spec, world, module, accelerator, self.options, undo)
+
+    def teardown(self) -> None:
+        self._framework.stop()
+
+
+def _make_equal(module: nn.Module) -> None:
+    """Give every rank rank 0's weights, as DDP does and FSDP2 does not."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)
