@@ -6,29 +6,38 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Backends whose frameworks live in one environment, and the one that needs its own.
+TOGETHER := accelerate deepspeed horovod
+ALONE := .venv-colossalai
 PINS := pyproject.toml constraints.txt
 # Threads of one process; the tests and examples start several.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format docs bench constraints clean
+.PHONY: help demo test test-backends lint format docs bench constraints clean
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
-	@echo "make test    run all tests"
+	@echo "make test    run all tests, those of the backends' frameworks included"
 	@echo "make lint    check style and types"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make bench   measure overhead, memory and checkpoint speed"
 	@echo "make format  rewrite the sources in the project's style"
-	@echo "make clean   remove .venv and everything built"
+	@echo "make clean   remove .venv, .venv-colossalai and everything built"
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
-# The fast tests come first, so that what is plainly broken is known within a minute or two.
+# The fast tests come first, so that what is plainly broken is known within a minute or two. Each
+# backend has processes of its own, for frameworks change torch when they are imported.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit
-	$(BIN)/python -m pytest --ignore=tests/unit
+	$(BIN)/python -m pytest tests/integration backends/torch
+	$(MAKE) --no-print-directory test-backends
+
+test-backends: $(VENV)/.backends $(ALONE)/.backends
+	for name in $(TOGETHER); do $(BIN)/python -m pytest backends/$$name || exit 1; done
+	$(ALONE)/bin/python -m pytest backends/colossalai
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -56,6 +65,22 @@ $(VENV)/.dev: $(PINS) | $(BIN)/python
 	@$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.demo $@
 
+$(VENV)/.backends: $(VENV)/.dev $(TOGETHER:%=backends/%/pyproject.toml)
+	@echo "Installing $(TOGETHER) into $(VENV); once, and it takes a few minutes."
+	@$(PIP) install -c constraints.txt $(TOGETHER:%=-e backends/%)
+	@for name in $(TOGETHER); do \
+	  PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/unipar install $$name --yes || exit 1; done
+	@touch $@
+
+$(ALONE)/.backends: $(PINS) backends/colossalai/pyproject.toml backends/colossalai/constraints.txt | $(BIN)/python
+	@echo "Installing colossalai into $(ALONE); once, and it takes a few minutes."
+	@$(BIN)/python -m venv $(ALONE)
+	@$(ALONE)/bin/python -m pip --disable-pip-version-check --quiet install \
+	  -c backends/colossalai/constraints.txt -e '.[test]' -e backends/colossalai
+	@PIP_CONSTRAINT=$(CURDIR)/backends/colossalai/constraints.txt \
+	  $(ALONE)/bin/unipar install colossalai --yes
+	@touch $@
+
 $(BIN)/python:
 	@command -v $(PYTHON) > /dev/null || { \
 	  echo "There is no '$(PYTHON)' here. Name a Python 3.10 or newer:" >&2; \
@@ -73,12 +98,13 @@ $(BIN)/python:
 constraints: | $(BIN)/python
 	$(PIP) install uv
 	grep '^torch==' constraints.txt > $(VENV)/torch.txt
+	echo 'deepspeed==0.19.8' > $(VENV)/frameworks.txt
 	UV_PYTHON_DOWNLOADS=never $(BIN)/uv pip compile --quiet --universal --python-version 3.10 \
 	  --extra dev --no-annotate --no-header --constraints $(VENV)/torch.txt \
-	  pyproject.toml --output-file $(VENV)/resolved.txt --upgrade
+	  pyproject.toml $(VENV)/frameworks.txt --output-file $(VENV)/resolved.txt --upgrade
 	{ grep '^#' constraints.txt; \
 	  grep -Ev '^(nvidia-|cuda-|triton==)' $(VENV)/resolved.txt; } > $(VENV)/constraints.txt
 	mv $(VENV)/constraints.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ALONE) docs/_build build dist .pytest_cache .ruff_cache .hypothesis

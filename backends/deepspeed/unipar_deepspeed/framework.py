@@ -41,7 +41,7 @@ def load() -> ModuleType:
     """
     try:
         with quiet_framework(*LOGGERS):
-            import deepspeed
+            import deepspeed  # pyright: ignore[reportMissingImports]
     except Exception as error:
         raise ConfigError(
             f"DeepSpeed {metadata.version('deepspeed')} is installed and fails to import: "
@@ -76,8 +76,8 @@ def start(world: World) -> dict[str, str | None]:
 
 def stop(before: dict[str, str | None]) -> None:
     """Let go of the process group, and put environment variables back to what they were."""
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
+    from deepspeed.comm import comm  # pyright: ignore[reportMissingImports]
+    from deepspeed.utils import groups  # pyright: ignore[reportMissingImports]
 
     # Another session of this process has another group, and DeepSpeed would keep to the first.
     groups._release_process_group_references()
