@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from unipar_horovod import installed
+
 BIN = Path(sys.executable).parent
 
 SCRIPT = """
@@ -121,6 +123,13 @@ def test_other_launchers(script: Path, expected: float, launcher: str) -> None:
     if shutil.which(commands[launcher][0]) is None:
         pytest.skip(f"there is no {launcher} here")
     done = run(script, *commands[launcher])
+    assert results(done) == [(pytest.approx(expected, rel=1e-5), 2)] * 2
+
+
+@pytest.mark.skipif(not installed.has_mpi(), reason="the installed Horovod is built without MPI")
+def test_reductions_over_mpi(script: Path, expected: float) -> None:
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    done = run(script, *command, STRATEGY="horovod:transport=mpi")
     assert results(done) == [(pytest.approx(expected, rel=1e-5), 2)] * 2
 
 
