@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_weights_too_small_to_divide_are_saved_and_loaded(
 def train_scaled(
     placement: Placement, strategy: str, kind: type, start: float, path: Path, resume: bool
 ) -> Exported:
-    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     with Session(strategy, device="cpu", placement=placement) as session:
         engine = session.prepare(
             Scaled(start), optimizer=lambda named: kind([p for _, p in named], lr=0.1, **options)

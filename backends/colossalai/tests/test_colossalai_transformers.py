@@ -34,19 +34,11 @@ def losses(placement: Placement, strategy: str, attention: str) -> list[float]:
 
     from unipar.loss import model_output_loss
 
-    config = GPT2Config(
-        vocab_size=11,
-        n_positions=8,
-        n_embd=8,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation=attention,
-    )
+    sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    settings: dict[str, Any] = {**sizes, **rates, **ends, "attn_implementation": attention}
+    config = GPT2Config(**settings)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config)
 

@@ -54,8 +54,9 @@ class ColossalAIStrategy(Strategy):
             check_parameters(spec.model)
 
     def setup(self, placement: Placement) -> World:
-        from unipar_colossalai.framework import Framework
+        from unipar_colossalai.framework import Framework, load
 
+        load()  # Should it fail, there is no process group yet to leave.
         world = join(placement)
         self._framework: Framework = Framework(world, self.options.plugin)
         return world
