@@ -90,7 +90,7 @@ class ZeROEngine(BoosterEngine):
     def _backward(self, loss: torch.Tensor) -> None:
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        # Its own `backward` would reduce at once, with no moment to look at what there is to reduce.
+        # Its own `backward` would reduce at once, with no moment to look at what there is.
         zero = self.framework_optimizer
         self._without.update(self._trained)
         if self._reduces_now and self._partial:
