@@ -79,7 +79,12 @@ def test_a_parameter_without_dimensions_is_refused(tmp_path: Path) -> None:
         fit(model, DATA, strategy="zero1", **settings(tmp_path))
 
 
-def test_several_models_are_refused(tmp_path: Path) -> None:
+def test_steps_that_zero_drops_cannot_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ZeRO drops a step.*on_nan='skip'"):
+        fit(build(), DATA, strategy="zero2", on_nan="ignore", **settings(tmp_path))
+
+
+def test_several_models_are_refused() -> None:
     assert not DeepSpeedStrategy(DeepSpeedOptions()).capabilities().several_engines
 
 

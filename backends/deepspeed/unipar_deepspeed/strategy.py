@@ -70,6 +70,11 @@ class DeepSpeedStrategy(Strategy):
                 f"{self.name}: overlap_comm=true needs a GPU, whose streams it overlaps. "
                 "Leave it off."
             )
+        if self.options.stage > 0 and spec.on_nan == "ignore":
+            raise ConfigError(
+                f"{self.name}: ZeRO drops a step whose gradients are not finite, so "
+                "on_nan='ignore' cannot be had. Use on_nan='skip', which says so, or 'raise'."
+            )
         if isinstance(spec.model, nn.Module):
             _check_parameters(spec.model, self.name)
 

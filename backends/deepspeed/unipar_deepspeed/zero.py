@@ -41,7 +41,7 @@ class ZeROEngine(DeepSpeedEngine):
         normalizer = self._normalizer
         self._clear()
         self.num_steps += 1
-        if not math.isfinite(loss) and self.spec.on_nan != "ignore":
+        if not math.isfinite(loss):
             self._discard()
             return self._not_finite("loss", loss, count)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
@@ -53,7 +53,7 @@ class ZeROEngine(DeepSpeedEngine):
         overflow = bool(self._zero.overflow)
         if self._scaler is not None:
             _update_scale(self._scaler, overflow)
-        elif overflow and self.spec.on_nan != "ignore":
+        elif overflow:
             return self._not_finite("gradient norm", loss, count)
         norm = None
         if self.spec.max_grad_norm is not None:
