@@ -15,6 +15,7 @@ from unipar.batch import MicroBatch
 from unipar.engine import ModuleEngine, Undo
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
+from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_accelerate.accelerator import check_wrapped
@@ -22,6 +23,7 @@ from unipar_accelerate.framework import quiet
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
     from unipar_accelerate.options import AccelerateOptions
 
 
@@ -76,7 +78,7 @@ class AccelerateEngine(ModuleEngine):
     def _gradient_norm(self, max_norm: float) -> float:
         # Accelerate knows an FSDP2 model by the list of all its parameters, frozen ones included.
         norm: Any = self.accelerator.clip_grad_norm_(self._all_parameters, max_norm)
-        return norm.item()
+        return (norm.full_tensor() if is_dtensor(norm) else norm).item()
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         self._check_shared_state()
@@ -88,7 +90,8 @@ class AccelerateEngine(ModuleEngine):
 
         It would divide the loss once more, and leave steps out.
         """
-        steps, synced = self.accelerator.gradient_accumulation_steps, self.accelerator.sync_gradients
+        steps = self.accelerator.gradient_accumulation_steps
+        synced = self.accelerator.sync_gradients
         if steps == 1 and synced:
             return
         raise ConfigError(
@@ -107,8 +110,6 @@ class AccelerateEngine(ModuleEngine):
 class ShardedEngine(AccelerateEngine):
     """Under the FSDP2 plugin: gradients are reduce-scattered in the last backward pass."""
 
-    module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
-
     def _prepare(self) -> None:
         # FSDP2 is prepared with an optimizer, or not at all.
         optimizer = self.optimizer or torch.optim.SGD(self.module.parameters(), lr=0.0)
@@ -125,15 +126,12 @@ class ShardedEngine(AccelerateEngine):
             super().probe(microbatch, loss_fn)
         finally:
             # After running out of memory in a forward pass, parameters are still gathered.
+            assert isinstance(self.module, FSDPModule)
             self.module.reset_iter_state()
-
-    def _gradient_norm(self, max_norm: float) -> float:
-        norm: Any = self.accelerator.clip_grad_norm_(self._all_parameters, max_norm)
-        return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
 def _restored(module: nn.Module) -> Undo:
-    """Takes back what ``prepare`` sets on a module itself: a marked module is not prepared again."""
+    """Takes back what ``prepare`` sets on the module: a marked one would not be prepared again."""
     before = module.__dict__.get("forward")
 
     def undo() -> None:

@@ -117,9 +117,9 @@ class Framework:
         if not self._owns and world.size == 1:
             kinds.add("NO")
         found = (str(state.distributed_type.value), state.num_processes, state.process_index)
-        if found[0] in kinds and found[1:] == (world.size, world.rank):
-            if state.device.type == world.device.type:
-                return
+        placed = found[1:] == (world.size, world.rank)
+        if placed and found[0] in kinds and state.device.type == world.device.type:
+            return
         made = "" if self._owns else " by an Accelerator that was made before"
         raise ConfigError(
             f"accelerate: its state in this process was set up{made} for {found[0]} on "

@@ -14,6 +14,7 @@ from unipar.strategy import (
     Availability,
     Capabilities,
     EngineSpec,
+    Precision,
     Strategy,
     seeded_model,
 )
@@ -43,7 +44,7 @@ class AccelerateStrategy(Strategy):
         return installed.recipe()
 
     def capabilities(self) -> Capabilities:
-        precisions = frozenset({"fp32", "bf16", "fp16"})
+        precisions: frozenset[Precision] = frozenset({"fp32", "bf16", "fp16"})
         if self.options.plugin == "ddp":
             return Capabilities(precisions, frozenset({"cpu", "cuda"}))
         return Capabilities(
