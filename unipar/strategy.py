@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -285,6 +286,25 @@ class Strategy(ABC):
     def recipe(cls) -> Recipe | None:
         """How ``unipar install`` gets the framework; ``None`` where pip alone has brought it."""
         return None
+
+    @classmethod
+    def read_checkpoint(cls, path: Path) -> EngineState:
+        """What the framework itself has saved, read tensor by tensor; ``unipar convert --from``.
+
+        Its ``extra`` has ``num_steps``, the training steps taken. A state without moments holds
+        weights alone.
+
+        Args:
+            path: what the framework's own users would load from.
+
+        Raises:
+            ConfigError: there are no checkpoints of the framework's own, or this is none.
+            CheckpointError: it is damaged, or holds what cannot be converted.
+        """
+        raise ConfigError(
+            f"strategy '{cls.name}' reads no checkpoints of a framework's own. unipar convert "
+            "reads unipar's checkpoints and safetensors: leave --from out."
+        )
 
     @classmethod
     def bid(cls, needs: Needs) -> float:

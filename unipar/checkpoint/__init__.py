@@ -5,7 +5,7 @@ with checksums. The files carry the sharding metadata of PyTorch's distributed c
 ``torch.distributed.checkpoint.load`` with a ``HuggingFaceStorageReader`` reads them without unipar.
 """
 
-from unipar.checkpoint.convert import from_safetensors, to_safetensors
+from unipar.checkpoint.convert import from_framework, from_safetensors, to_safetensors
 from unipar.checkpoint.describe import Description, describe, verify
 from unipar.checkpoint.directory import checkpoints, find, newest, step_of
 from unipar.checkpoint.inference import load_model
@@ -22,6 +22,7 @@ __all__ = [
     "checkpoints",
     "describe",
     "find",
+    "from_framework",
     "from_safetensors",
     "load",
     "load_model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,11 @@ from unipar.checkpoint.read import ChunkReader
 from unipar.checkpoint.safetensors import Entry, lay_out
 from unipar.checkpoint.save import save_states
 from unipar.errors import CheckpointError, ConfigError
+from unipar.registry import strategy_class
 from unipar.state import EngineState, TensorState
 from unipar.world import Placement, World
+
+logger = logging.getLogger(__name__)
 
 DType = Literal["fp32", "bf16", "fp16"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -162,20 +166,59 @@ def from_safetensors(source: str | Path, output: str | Path, *, engine: str = "m
     if not source.exists():
         raise CheckpointError(f"{source} does not exist.")
     found = read_directory(source)
-    manifest = Manifest(
-        path=Path(output).absolute(),
-        step=0,
-        strategy="",
-        world_size=1,
-        engines={},
-        files={},
-        weights_only=True,
-        unipar_version=unipar.__version__,
-        torch_version=str(torch.__version__),
-    )
+    manifest = _manifest(output, step=0, strategy="", weights_only=True)
     with ChunkReader(found) as reader:
         weights = [
             _Stored(name, index.shape, index.dtype, (whole(index.shape),), index, reader)
             for name, index in found.engines["model"].weights.items()
         ]
         return save_states(manifest, {engine: EngineState(weights)}, World(Placement()), None)
+
+
+def from_framework(
+    name: str, source: str | Path, output: str | Path, *, engine: str = "model"
+) -> Path:
+    """Write a checkpoint of what a framework itself has saved; training goes on from it.
+
+    Args:
+        name: the strategy whose framework wrote the source.
+        source: what that framework's own users would load from.
+        output: the directory of checkpoints that takes it.
+        engine: the name of the engine that is to load it.
+
+    Returns:
+        the checkpoint's path, ``output/step-…``.
+
+    Raises:
+        CheckpointError: the source is missing or damaged, or the output cannot be written.
+        ConfigError: that strategy reads no such checkpoint.
+    """
+    source = Path(source)
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist.")
+    state = strategy_class(name).read_checkpoint(source)
+    moments = list(state.optimizer)
+    state.optimizer = moments
+    if not moments:
+        logger.warning(
+            "%s says of no optimizer state whose it is: only weights are taken over, and the "
+            "optimizer starts anew.",
+            source,
+        )
+    step = int(state.extra["num_steps"])
+    manifest = _manifest(output, step=step, strategy=name, weights_only=not moments)
+    return save_states(manifest, {engine: state}, World(Placement()), None)
+
+
+def _manifest(output: str | Path, *, step: int, strategy: str, weights_only: bool) -> Manifest:
+    return Manifest(
+        path=Path(output).absolute(),
+        step=step,
+        strategy=strategy,
+        world_size=1,
+        engines={},
+        files={},
+        weights_only=weights_only,
+        unipar_version=unipar.__version__,
+        torch_version=str(torch.__version__),
+    )

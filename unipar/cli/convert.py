@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -23,24 +23,31 @@ def convert(
     checkpoint: Path,
     output: Path,
     *,
-    from_: Annotated[Format | None, Parameter(name="--from")] = None,
+    from_: Annotated[str | None, Parameter(name="--from")] = None,
     to: Format | None = None,
     max_shard_size: str = "5GB",
     dtype: DType | None = None,
 ) -> None:
-    """Turn a checkpoint into Hugging Face safetensors, or back.
+    """Turn a checkpoint into Hugging Face safetensors, or back, or take over a framework's own.
 
     Args:
         checkpoint: a checkpoint of unipar (or the directory of a run's checkpoints, of which the
-            newest is taken), or a directory or file of safetensors.
+            newest is taken), a directory or file of safetensors, or what a framework has saved.
         output: the directory to write.
-        from_: what the checkpoint is; left out: what it looks like.
+        from_: what the checkpoint is: unipar, safetensors, or the strategy whose framework wrote
+            it, such as deepspeed; left out: what it looks like.
         to: what to write; left out: the other format.
         max_shard_size: the most bytes of one safetensors file, such as 5GB or 500MiB.
         dtype: what to store weights as in safetensors; left out: as they are.
     """
     given = from_ or _look(checkpoint)
-    wanted = to or ("unipar" if given == "safetensors" else "safetensors")
+    wanted = to or ("safetensors" if given == "unipar" else "unipar")
+    foreign = given not in get_args(Format)
+    if foreign and wanted != "unipar":
+        raise ConfigError(
+            f"--from {given} makes a checkpoint of unipar. Leave --to out, and convert what comes "
+            f"of it to {wanted} afterwards."
+        )
     if given == wanted:
         raise ConfigError(
             f"{checkpoint} is {given} already, and --to {wanted} was given. Leave --to out for the "
@@ -54,7 +61,9 @@ def convert(
 
     from unipar import checkpoint as formats
 
-    if wanted == "unipar":
+    if foreign:
+        written = formats.from_framework(given, checkpoint, output)
+    elif wanted == "unipar":
         written = formats.from_safetensors(checkpoint, output)
     else:
         written = formats.to_safetensors(
