@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
 from unipar.engine import checkpoint_activations, compile_modules
 from unipar.errors import ConfigError
+from unipar.state import EngineState
 from unipar.strategy import (
     Availability,
     Capabilities,
@@ -50,6 +52,12 @@ class DeepSpeedStrategy(Strategy):
         from unipar.install import Pip, Recipe
 
         return Recipe("deepspeed", "DeepSpeed 0.19.8", (Pip(("deepspeed==0.19.8",)),))
+
+    @classmethod
+    def read_checkpoint(cls, path: Path) -> EngineState:
+        from unipar_deepspeed import saved
+
+        return saved.read(path)
 
     def capabilities(self) -> Capabilities:
         stage = self.options.stage

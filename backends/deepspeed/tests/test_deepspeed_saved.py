@@ -1,0 +1,219 @@
+"""A run that DeepSpeed itself has saved goes on under unipar, whatever the strategy."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from unipar import Session
+from unipar.checkpoint import from_framework
+from unipar.data import Loader
+from unipar.errors import CheckpointError, ConfigError
+from unipar.state import named_weights
+from unipar.testing import portability
+from unipar.testing.pool import WorldPools
+from unipar.testing.portability import BATCH, HALF, RELATIVE, STEPS, Language
+from unipar.world import Placement, join
+from unipar_deepspeed import framework, saved
+
+pytestmark = pytest.mark.slow
+
+SCENARIOS = {
+    "0": {"zero_optimization": {"stage": 0}},
+    "1": {"zero_optimization": {"stage": 1}},
+    "2": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+    "3": {
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 300,
+            "stage3_param_persistence_threshold": 0,
+        }
+    },
+    "2-bf16": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    "0-bf16": {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},
+}
+
+
+def endless(loader: Loader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def train_plainly(placement: Placement, asked: dict[str, Any], directory: Path) -> list[float]:
+    """The first half of the run, by DeepSpeed's own calls; and its checkpoint."""
+    world = join(placement)
+    environment = framework.start(world)
+    model = Language()
+    optimizer = portability.make_optimizer(model.named_parameters())
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // world.size,
+        "gradient_clipping": 0.5,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+        **asked,
+    }
+    engine, *_ = framework.load().initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=portability.make_scheduler(optimizer),
+        config=config,
+    )
+    loader = Loader(
+        portability.data(),
+        global_batch_size=BATCH,
+        shuffle=True,
+        data_rank=world.rank,
+        data_size=world.size,
+    )
+    losses = []
+    for batch in itertools.islice(endless(loader), HALF):
+        (own,) = batch
+        loss = portability.loss_sum(engine, own.data)
+        total, count = loss.total.detach().clone(), torch.as_tensor(loss.count).clone()
+        dist.all_reduce(total)
+        dist.all_reduce(count)
+        losses.append((total / count).item())
+        engine.backward(loss.total * world.size / count)
+        engine.step()
+    engine.save_checkpoint(str(directory), client_state={"epoch": 1, "notes": ["plain", 1.5]})
+    engine.destroy()
+    framework.stop(environment)
+    world.leave()
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What plain DeepSpeed has saved on two ranks."""
+    found = {}
+    for name, asked in SCENARIOS.items():
+        found[name] = tmp_path_factory.mktemp(name)
+        for losses in world_pool(2).run(train_plainly, asked, found[name]):
+            if "bf16" not in name:
+                assert losses == pytest.approx(portability.uninterrupted()[:HALF], rel=RELATIVE)
+    return found
+
+
+def go_on(placement: Placement, strategy: str, path: Path) -> tuple[int, list[float]]:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine, loader = portability.prepare(session, elsewhere=True)
+        step = session.load(path, loader=loader)
+        batches = itertools.islice(endless(loader), step, STEPS)
+        return step, [engine.train_step(batch, portability.loss_sum).loss for batch in batches]
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("zero3", 2), ("fsdp", 4)])
+def test_goes_on_as_if_undisturbed(
+    plain: dict[str, Path],
+    world_pool: WorldPools,
+    tmp_path: Path,
+    stage: str,
+    strategy: str,
+    ranks: int,
+) -> None:
+    path = from_framework("deepspeed", plain[stage], tmp_path)
+    expected = portability.uninterrupted()[HALF:]
+    for step, losses in world_pool(ranks).run(go_on, strategy, path):
+        assert step == HALF
+        assert losses == pytest.approx(expected, rel=RELATIVE)
+
+
+def test_stage_0_gives_its_weights_and_says_so(
+    plain: dict[str, Path], world_pool: WorldPools, tmp_path: Path
+) -> None:
+    command = ["-m", "unipar.cli", "convert", "--from", "deepspeed"]
+    done = subprocess.run(
+        [sys.executable, *command, str(plain["0"] / f"global_step{HALF}"), str(tmp_path / "new")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "only weights are taken over" in done.stderr
+    path = tmp_path / f"new/step-{HALF:08}"
+    assert f"wrote {path}" in done.stdout
+    ((step, losses),) = world_pool(1).run(go_on, "single", path)
+    assert step == HALF
+    assert losses[0] == pytest.approx(portability.uninterrupted()[HALF], rel=RELATIVE)
+
+
+def test_master_weights_are_taken_not_rounded_ones(plain: dict[str, Path]) -> None:
+    state = saved.read(plain["2-bf16"])
+    weights = {tensor.name: tensor.read()[0] for tensor in state.weights}
+    assert weights.keys() == named_weights(Language())[0].keys()
+    assert state.aliases == {"head.weight": "embedding.weight"}
+    assert all(value.dtype == torch.float32 for value in weights.values())
+    trained = weights["embedding.weight"]
+    assert not torch.equal(trained, trained.bfloat16().float())
+
+
+def test_reading_does_not_import_deepspeed(plain: dict[str, Path]) -> None:
+    code = (
+        "import sys; from pathlib import Path; from unipar_deepspeed import saved; "
+        "saved.read(Path(sys.argv[1])); sys.exit('deepspeed' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(plain["3"])], check=True, timeout=60)
+
+
+# -- what cannot be taken over ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(plain: dict[str, Path], tmp_path: Path) -> Path:
+    """One step's directory, to be damaged."""
+    return Path(shutil.copytree(plain["2"] / f"global_step{HALF}", tmp_path / "copy"))
+
+
+def test_half_precision_without_masters_is_refused(plain: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"in half precision.*stage 1"):
+        saved.read(plain["0-bf16"])
+
+
+def test_a_missing_rank_is_named(copy: Path) -> None:
+    (copy / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"saved by 2 ranks, and has 1 files"):
+        saved.read(copy)
+
+
+def test_a_damaged_file_is_named(copy: Path) -> None:
+    file = copy / "mp_rank_00_model_states.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt is damaged"):
+        saved.read(copy)
+
+
+class Surprise:
+    def __reduce__(self) -> Any:
+        return print, ("this ran",)
+
+
+def test_nothing_in_a_file_is_run(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = copy / "mp_rank_00_model_states.pt"
+    contents = torch.load(file, weights_only=True)
+    torch.save({**contents, "mine": Surprise()}, file)
+    with pytest.raises(CheckpointError, match=r"objects that are not unpickled.*print"):
+        saved.read(copy)
+    assert "this ran" not in capsys.readouterr().out
+
+
+def test_model_parallel_checkpoints_are_refused(copy: Path) -> None:
+    (copy / "mp_rank_01_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match=r"tensor-parallel"):
+        saved.read(copy)
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no checkpoint of DeepSpeed's"):
+        from_framework("deepspeed", tmp_path, tmp_path / "new")
+    with pytest.raises(ConfigError, match=r"'ddp' reads no checkpoints of a framework's own"):
+        from_framework("ddp", tmp_path, tmp_path / "new")

@@ -1,0 +1,276 @@
+"""Checkpoints that DeepSpeed itself has saved, so that a project can go on under unipar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from unipar.checkpoint.boxes import whole
+from unipar.errors import CheckpointError
+from unipar.plain import to_json
+from unipar.state import EngineState, GroupState, LocalState, TensorState
+from unipar_deepspeed import files
+
+_NOT_FOR_TORCH = frozenset({"params", "step", "bias_correction"})
+"""What DeepSpeed's own optimizers keep in a group, and PyTorch's do not."""
+
+_MASTER = "master"
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of a parameter in one rank's file.
+
+    Attributes:
+        rank: whose file.
+        flat: number of the flat partition.
+        start: the first of them in that partition.
+        numel: how many they are.
+    """
+
+    rank: int
+    flat: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Pieced(TensorState):
+    """A tensor in pieces; they are put together when it is read."""
+
+    pieces: tuple[torch.Tensor, ...]
+
+    def read(self) -> Sequence[torch.Tensor]:
+        count = torch.Size(self.shape).numel()
+        return (torch.cat(self.pieces).narrow(0, 0, count).view(self.shape).to(self.dtype),)
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        raise CheckpointError(f"'{self.name}' is being converted and cannot be written to.")
+
+
+def read(path: Path) -> EngineState:
+    """Describe a checkpoint of DeepSpeed's; tensors stay on the disk until they are read.
+
+    Args:
+        path: what ``save_checkpoint`` was given, or one of the steps in it.
+
+    Returns:
+        the weights in fp32; and from stage 1 on, where the files say whose they are, the
+        optimizer's moments and groups.
+
+    Raises:
+        ConfigError: there is no checkpoint of DeepSpeed's.
+        CheckpointError: a file is damaged, missing, or holds what cannot be converted.
+    """
+    directory = files.step_directory(path)
+    models = [files.load(file) for file in files.of_model(directory)]
+    optimizers = [
+        files.load(file)["optimizer_state_dict"] for file in files.of_optimizer(directory)
+    ]
+    saved = _Saved(directory, models, optimizers)
+    state = EngineState(list(saved.weights()), aliases=saved.aliases())
+    state.extra["num_steps"] = int(saved.model["global_steps"])
+    if optimizers:
+        state.optimizer = list(saved.moments())
+        state.groups = saved.groups()
+        scheduler = saved.model.get("lr_scheduler")
+        # DeepSpeed's own schedulers count otherwise than PyTorch's do.
+        if isinstance(scheduler, Mapping) and "last_epoch" in scheduler:
+            state.extra["lr_scheduler"] = to_json(scheduler, "lr_scheduler")
+    return state
+
+
+class _Saved:
+    """The files of one step.
+
+    Args:
+        directory: where they are.
+        models: the contents of the model's files, by rank at stage 3, else of the only one.
+        optimizers: those of the optimizer's, by rank; empty at stage 0.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        models: list[dict[str, Any]],
+        optimizers: list[dict[str, Any]],
+    ) -> None:
+        self.directory, self.model, self._models = directory, models[0], models
+        self._optimizers = optimizers
+        self._is_stage_3 = bool(optimizers) and "fp32_flat_groups" in optimizers[0]
+        self._shapes: list[dict[str, tuple[int, ...]]] = [
+            {name: tuple(shape) for name, shape in group.items()}
+            for group in (self.model.get("param_shapes") or ())
+        ]
+        self._check_ranks()
+        self._check_precision()
+        self._pieces = self._sharded() if self._is_stage_3 else self._partitioned()
+        for name, pieces in self._pieces.items():
+            wanted = torch.Size(self._shape(name)).numel()
+            if sum(piece.numel for piece in pieces) < wanted:
+                raise self._error(f"holds only a part of '{name}'")
+
+    def weights(self) -> Iterator[TensorState]:
+        """Parameters and buffers, in the model's order."""
+        aliases = self.aliases()
+        frozen = self.model.get("frozen_param_shapes") or {}
+        for name, value in self.model["module"].items():
+            if name in aliases:
+                continue
+            if name in self._pieces:
+                yield self._pieced(name, name, _MASTER)
+            elif self._is_stage_3 and name in frozen:
+                parts = tuple(model["frozen_param_fragments"][name] for model in self._models)
+                shape = tuple(frozen[name])
+                yield _Pieced(name, shape, torch.float32, (whole(shape),), parts)
+            elif not self._is_stage_3 or name in self.model["buffer_names"]:
+                yield LocalState.of(name, _in_fp32(value))
+            # What is left at stage 3 is a further name of a tied weight, of which nothing is kept.
+
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied weights."""
+        if self._shapes:
+            return dict(self.model.get("shared_params") or {})
+        first: dict[tuple[Any, ...], str] = {}
+        aliases: dict[str, str] = {}
+        for name, value in self.model["module"].items():
+            place = (value.data_ptr(), tuple(value.shape), value.stride())
+            if not value.numel() or first.setdefault(place, name) == name:
+                continue
+            aliases[name] = first[place]
+        return aliases
+
+    def moments(self) -> Iterator[TensorState]:
+        """The optimizer's state of each trained parameter."""
+        steps = [group.get("step") for group in self._base(0)["param_groups"]]
+        for number, group in enumerate(self._shapes):
+            for name in group:
+                yield from self._moments_of(name, steps[number])
+
+    def _moments_of(self, name: str, step: Any) -> Iterator[TensorState]:
+        first = self._pieces[name][0]
+        held = self._base(first.rank)["state"].get(first.flat, {})
+        for key, value in held.items():
+            if isinstance(value, torch.Tensor) and value.ndim:
+                yield self._pieced(f"{name}.{key}", name, key)
+            elif key == "step":
+                step = value
+            else:
+                raise self._error(f"holds optimizer state '{key}' that is no tensor")
+        if held and step is not None:
+            # A number with DeepSpeed's own optimizers, a tensor with PyTorch's.
+            yield LocalState.of(f"{name}.step", torch.tensor(float(step)))
+
+    def groups(self) -> tuple[GroupState, ...]:
+        """The optimizer's groups, by the names of their parameters."""
+        return tuple(
+            GroupState(
+                tuple(names),
+                {
+                    key: to_json(value, f"optimizer hyperparameter '{key}'")
+                    for key, value in group.items()
+                    if key not in _NOT_FOR_TORCH
+                },
+            )
+            for names, group in zip(self._shapes, self._base(0)["param_groups"], strict=True)
+        )
+
+    def _pieced(self, full: str, name: str, key: str) -> _Pieced:
+        shape = self._shape(name)
+        parts = tuple(
+            self._flat(piece, key).narrow(0, piece.start, piece.numel)
+            for piece in self._pieces[name]
+        )
+        return _Pieced(full, shape, torch.float32, (whole(shape),), parts)
+
+    def _flat(self, piece: Piece, key: str) -> torch.Tensor:
+        if key != _MASTER:
+            return self._base(piece.rank)["state"][piece.flat][key]
+        kind = "fp32_flat_groups" if self._is_stage_3 else "single_partition_of_fp32_groups"
+        return self._optimizers[piece.rank][kind][piece.flat]
+
+    def _base(self, rank: int) -> dict[str, Any]:
+        """PyTorch's state dict of the optimizer over flat partitions."""
+        kind = "optimizer_state_dict" if self._is_stage_3 else "base_optimizer_state"
+        base = self._optimizers[rank][kind]
+        if not isinstance(base, Mapping):
+            raise self._error("was saved with elastic_checkpoint, which has to be off for this")
+        return dict(base)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return next(group[name] for group in self._shapes if name in group)
+
+    def _partitioned(self) -> dict[str, tuple[Piece, ...]]:
+        """Stages 1 and 2: a group's parameters end to end, cut into equal parts.
+
+        What the files map to whom (``param_slice_mappings``) is wrong under
+        ``round_robin_gradients`` in DeepSpeed 0.19: ``_link_all_hp_params`` of
+        ``zero/stage_1_and_2.py`` counts in the order from before the parameters were dealt out.
+        """
+        pieces: dict[str, tuple[Piece, ...]] = {}
+        for flat, group in enumerate(self._shapes):
+            lengths = [o["single_partition_of_fp32_groups"][flat].numel() for o in self._optimizers]
+            paddings = self._optimizers[0].get("param_alignment_paddings")
+            gaps = paddings[flat] if paddings else [0] * len(group)
+            begin = 0
+            for (name, shape), gap in zip(group.items(), gaps, strict=True):
+                end = begin + torch.Size(shape).numel()
+                held: list[Piece] = []
+                for rank, length in enumerate(lengths):
+                    # The last part is shorter by the padding that is left out of it.
+                    offset = rank * lengths[0]
+                    start, stop = max(begin, offset), min(end, offset + length)
+                    if start < stop:
+                        held.append(Piece(rank, flat, start - offset, stop - start))
+                pieces[name] = tuple(held)
+                begin = end + gap
+        return pieces
+
+    def _sharded(self) -> dict[str, tuple[Piece, ...]]:
+        """Stage 3: an equal part of each parameter, in flat partitions filled one after another."""
+        sizes = [flat.numel() for flat in self._optimizers[0]["fp32_flat_groups"]]
+        pieces: dict[str, tuple[Piece, ...]] = {}
+        flat = used = 0
+        for name in (name for group in self._shapes for name in group):
+            numel = -(-torch.Size(self._shape(name)).numel() // len(self._optimizers))
+            if flat < len(sizes) and used == sizes[flat]:
+                flat, used = flat + 1, 0
+            if flat == len(sizes) or used + numel > sizes[flat]:
+                raise self._error("has parameters across several of its partitions")
+            pieces[name] = tuple(
+                Piece(rank, flat, used, numel) for rank in range(len(self._optimizers))
+            )
+            used += numel
+        return pieces
+
+    def _check_ranks(self) -> None:
+        for optimizer in self._optimizers[:1]:
+            count = optimizer["partition_count"]
+            wanted = max(count) if isinstance(count, (list, tuple)) else int(count)
+            if wanted != len(self._optimizers):
+                raise self._error(
+                    f"was saved by {wanted} ranks, and has {len(self._optimizers)} files of "
+                    "optimizer state"
+                )
+        if self._is_stage_3 and len(self._models) != len(self._optimizers):
+            raise self._error(f"has {len(self._models)} files of weights for that many ranks")
+
+    def _check_precision(self) -> None:
+        weights: Mapping[str, torch.Tensor] = self.model["module"]
+        half = [name for name, value in weights.items() if value.dtype in _HALF]
+        if half and not self._optimizers:
+            raise self._error(
+                f"has '{half[0]}' in half precision, and its fp32 original, which training goes on "
+                "from, under no name: stage 0 saves so. Load it under stage 1 and save it there"
+            )
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.directory} {what}.")
+
+
+def _in_fp32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in _HALF else value
