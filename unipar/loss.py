@@ -65,7 +65,8 @@ def model_output_loss(model: Any, batch: Any) -> Loss:
     if _is_causal(model):
         labels = labels[:, 1:]
     count = (labels != IGNORE_INDEX).sum()
-    return LossSum(loss * count, count)
+    # A mean over no label at all is NaN, and NaN times nothing would stay so.
+    return LossSum(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
 
 
 def _is_causal(model: Any) -> bool:

@@ -122,7 +122,7 @@ def _frameworks(report: Report) -> Table:
     columns = ("unipar install", "brings", "can share an environment with", "or not, because")
     table = _table("Frameworks", *columns)
     for one in report.frameworks:
-        with_all = len(one.shares_with) == len(report.frameworks) - 1
+        with_all = len(one.shares_with) == len(report.frameworks) - 1 and not one.apart
         shared = "all of these" if with_all else ", ".join(one.shares_with) or "none of these"
         table.add_row(one.name, one.framework, shared, one.apart)
     return table

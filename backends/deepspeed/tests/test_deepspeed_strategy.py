@@ -25,7 +25,6 @@ from unipar.testing.scenarios import Scenario
 from unipar.world import World
 from unipar_deepspeed import framework
 from unipar_deepspeed.config import deepspeed_config
-from unipar_deepspeed.layout import boxes_of
 from unipar_deepspeed.options import DeepSpeedOptions, ZeRO3Options
 from unipar_deepspeed.strategy import DeepSpeedStrategy
 
@@ -139,19 +138,6 @@ def test_no_clipping_is_no_clipping() -> None:
     for norm in (None, math.inf):
         spec = EngineSpec(build(), max_grad_norm=norm)
         assert deepspeed_config(DeepSpeedOptions(), spec, 1, 9)["gradient_clipping"] == 0.0
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4), (4, 1, 3), (1, 1, 1)])
-def test_consecutive_elements_as_boxes(shape: tuple[int, ...]) -> None:
-    whole = torch.arange(math.prod(shape)).view(shape)
-    for start in range(whole.numel() + 1):
-        for stop in range(start, whole.numel() + 1):
-            parts = []
-            for box in boxes_of(shape, start, stop):
-                where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                parts += whole[where].flatten().tolist()
-            assert parts == list(range(start, stop))
-            assert len(list(boxes_of(shape, start, stop))) <= 2 * len(shape) - 1
 
 
 # -- what is divided -------------------------------------------------------------------------------

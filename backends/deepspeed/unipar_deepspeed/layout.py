@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from unipar.state import Box, LocalState
+from unipar.engine import flat_state
+from unipar.state import LocalState
 
 
 @dataclass(frozen=True)
@@ -34,53 +34,9 @@ class Share:
 
     def state(self, name: str, flat: torch.Tensor) -> LocalState:
         """Describe the share of a tensor laid out as the flat partition is."""
-        return elements(
+        return flat_state(
             name, self.shape, self.start, flat[self.offset : self.offset + self.stop - self.start]
         )
-
-
-def elements(name: str, shape: tuple[int, ...], start: int, held: torch.Tensor) -> LocalState:
-    """Describe consecutive elements of a tensor.
-
-    Args:
-        name: the tensor's name.
-        shape: its logical shape.
-        start: the first element, in row-major order.
-        held: those elements, one-dimensional.
-    """
-    boxes = tuple(boxes_of(shape, start, start + held.numel()))
-    tensors, at = [], 0
-    for box in boxes:
-        size = math.prod(box.sizes)
-        tensors.append(held[at : at + size].view(box.sizes))
-        at += size
-    return LocalState(name, shape, held.dtype, boxes, tuple(tensors))
-
-
-def boxes_of(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The fewest boxes that consecutive elements of a row-major tensor make, in their order."""
-    if start >= stop:
-        return
-    if len(shape) == 1:
-        yield Box((start,), (stop - start,))
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:
-        yield from _in_row(shape, last, start, stop)
-        return
-    if start < first * row:
-        yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
-    if last * row < stop:
-        yield from _in_row(shape, last, last * row, stop)
-
-
-def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    row = math.prod(shape[1:])
-    for box in boxes_of(shape[1:], start - index * row, stop - index * row):
-        yield Box((index, *box.offsets), (1, *box.sizes))
 
 
 def flats(zero: Any) -> list[torch.Tensor]:

@@ -9,11 +9,17 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from unipar.engine import export_scheduler, group_states, import_scheduler, restore_groups
+from unipar.engine import (
+    export_scheduler,
+    flat_state,
+    group_states,
+    import_scheduler,
+    restore_groups,
+)
 from unipar.errors import CheckpointError
 from unipar.plain import from_json, to_json
 from unipar.state import EngineState, LocalState, StateSource, TensorState, named_weights
-from unipar_deepspeed.layout import Share, elements, flats, is_stage_3, part, shares
+from unipar_deepspeed.layout import Share, flats, is_stage_3, part, shares
 
 Groups = list[tuple[str, ...]]
 
@@ -138,4 +144,4 @@ def _weight(name: str, tensor: Any, rank: int) -> LocalState:
         return LocalState.of(name, tensor)
     held = tensor.ds_tensor.detach().view(-1)
     start, stop = part(tensor, rank, held.numel())
-    return elements(name, tuple(tensor.ds_shape), start, held[: stop - start])
+    return flat_state(name, tuple(tensor.ds_shape), start, held[: stop - start])

@@ -72,6 +72,20 @@ def test_other_losses_are_means_over_samples(batch: Any):
     assert isinstance(model_output_loss(TinyForCausalLM(), batch), torch.Tensor)
 
 
+def test_a_batch_without_any_label_counts_nothing():
+    """Its mean is not a number, neither may be what training makes of it."""
+    logits = torch.randn(2, 3, 5, requires_grad=True)
+    labels = torch.full((2, 3), -100)
+    mean = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert mean.isnan()
+    loss = model_output_loss(lambda **_: {"loss": mean}, {"labels": labels})
+    assert isinstance(loss, LossSum)
+    assert (float(loss.total), int(loss.count)) == (0.0, 0)
+    loss.total.backward()
+    assert logits.grad is not None
+    assert logits.grad.abs().max() == 0
+
+
 def test_a_mapping_as_output_has_its_loss_too():
     loss = torch.tensor(3.0)
     assert model_output_loss(lambda **_: {"loss": loss}, {}) is loss
