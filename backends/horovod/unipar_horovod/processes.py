@@ -16,7 +16,7 @@ from unipar.world import Placement, World
 from unipar_horovod import installed
 
 if TYPE_CHECKING:
-    from horovod.torch import ProcessSet
+    from horovod.torch import ProcessSet  # pyright: ignore[reportMissingImports]
 
 _sets: dict[tuple[int, ...], Any] = {}
 _history: set[str] = set()
@@ -47,7 +47,7 @@ def import_horovod() -> Any:
     """
     with quiet_framework():
         try:
-            import horovod.torch as hvd
+            import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
         except Exception as error:
             raise _broken(error) from error
     if not hvd._MPI_LIB_AVAILABLE:
@@ -177,7 +177,7 @@ def _server(host: str) -> Iterator[tuple[str, int]]:
     """Horovod's store of addresses, for the length of the block."""
     import threading
 
-    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer  # pyright: ignore[reportMissingImports]
 
     # Horovod's own starter listens on every interface, on a port that others may guess.
     server = RendezvousHTTPServer((host, 0), RendezvousHandler, 0)
