@@ -20,8 +20,6 @@ from unipar.errors import *
 from unipar.launch import mark, run
 from unipar.world import joined
 
-# A test run in the background of a shell inherits an ignored SIGINT.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 here = Path(sys.argv[1])
 """
 
