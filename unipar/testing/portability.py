@@ -19,6 +19,7 @@ from unipar.data import Loader
 from unipar.loss import LossSum
 from unipar.session import Session
 from unipar.strategy import Engine
+from unipar.testing.compare import relative
 from unipar.testing.models import LENGTH, VOCABULARY, Block, Samples, sentences
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
@@ -171,22 +172,37 @@ def save_all(places: Sequence[Where], pools: WorldPools, root: Path) -> dict[Whe
     return saved
 
 
-def assert_goes_on(target: Where, saved: Mapping[Where, Path], pools: WorldPools) -> None:
+def go_on(target: Where, saved: Mapping[Where, Path], pools: WorldPools) -> dict[Where, float]:
     """Resume each checkpoint at ``target``, and train the second half.
 
+    Returns:
+        For each source, the largest relative difference of a loss from the undisturbed run's, over
+        the steps and ranks.
+
     Raises:
-        AssertionError: a step or a loss is not that of the undisturbed run.
+        AssertionError: a checkpoint is not of step :data:`HALF`.
     """
     expected = uninterrupted()[HALF:]
-    wrong = []
+    apart = dict.fromkeys(saved, 0.0)
     for runs in pools(target.ranks).run(resume_each, target.strategy, list(saved.values())):
         for source, (step, losses) in zip(saved, runs, strict=True):
-            if step != HALF or difference(losses, expected) > RELATIVE:
-                wrong.append(f"{source} -> {target}: step {step}, {losses}")
+            if step != HALF:
+                raise AssertionError(f"{source} -> {target}: goes on from step {step}")
+            apart[source] = max(apart[source], difference(losses, expected))
+    return apart
+
+
+def assert_goes_on(target: Where, saved: Mapping[Where, Path], pools: WorldPools) -> None:
+    """Assert that :func:`go_on` makes the undisturbed run's second half of each checkpoint."""
+    wrong = [
+        f"{source} -> {target}: losses differ by {apart:.1e} of the undisturbed run's"
+        for source, apart in go_on(target, saved, pools).items()
+        if apart > RELATIVE
+    ]
     if wrong:
-        raise AssertionError("\n".join([*wrong, f"undisturbed: {expected}"]))
+        raise AssertionError("\n".join(wrong))
 
 
 def difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """The largest relative difference of two curves of one length."""
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    """The largest relative difference of two curves of one length; infinite where one is NaN."""
+    return max(relative(loss, wanted) for loss, wanted in zip(losses, expected, strict=True))
