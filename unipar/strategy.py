@@ -40,7 +40,8 @@ class Capabilities:
     """What a strategy, with the options it was given, can do. Anything else is a ConfigError.
 
     Attributes:
-        precisions: the compute dtypes; weights and reductions stay fp32 in all of them.
+        precisions: the compute dtypes; weights and reductions stay fp32 in all of them, unless
+            ``half_weights``.
         device_types: where it runs.
         max_devices: the most processes it takes, or ``None`` for any number.
         sharded: what is divided among ranks: ``parameters``, ``gradients``, ``optimizer``.
@@ -54,6 +55,9 @@ class Capabilities:
         pipeline: whether a step is a pipeline schedule.
         elastic: whether a run survives the loss of a rank by restarting from a checkpoint.
         skip_nan: whether a step with a non-finite loss can be skipped (``on_nan="skip"``).
+        half_weights: whether ``bf16`` and ``fp16`` round the weights that compute, buffers
+            included, and the gradients; the optimizer updates fp32 weights beside them. Elsewhere
+            half precision is autocast's, which rounds neither.
     """
 
     precisions: frozenset[Precision]
@@ -70,6 +74,7 @@ class Capabilities:
     pipeline: bool = False
     elastic: bool = True
     skip_nan: bool = True
+    half_weights: bool = False
 
 
 class StrategyOptions(BaseModel):
@@ -324,6 +329,10 @@ class Strategy(ABC):
             ConfigError: these options do not fit this run.
         """
         return
+
+    def data_size(self, placement: Placement) -> int:
+        """How many shares a global batch falls into: as many as there will be model replicas."""
+        return placement.size
 
     def setup(self, placement: Placement) -> World:
         """Join the run's processes. Collective."""

@@ -170,8 +170,8 @@ class ModuleEngine(Engine):
         elif first:
             estimate = self.world.start_reduce_loss(self._total, count).wait()[1]
             self._normalizer = max(estimate * microbatches, 1.0)
-        # Gradients are averaged over ranks, and should be summed.
-        factor = weight * self.world.size / self._normalizer
+        # Gradients are averaged over data-parallel ranks, and should be summed.
+        factor = weight * self.world.data_size / self._normalizer
         self._backward(loss if factor == 1.0 else loss * factor)
 
     def _start_reduction(self) -> None:
@@ -196,8 +196,7 @@ class ModuleEngine(Engine):
             return self._not_finite("loss", loss, count)
         self._unscale(optimizer)
         if count != normalizer:
-            grads = [p.grad for p in self._parameters if p.grad is not None]
-            torch._foreach_mul_(grads, normalizer / count)  # pyright: ignore[reportPrivateImportUsage]
+            self._scale_gradients(normalizer / count)
         norm = None
         if self.spec.max_grad_norm is not None:
             norm = self._gradient_norm(self.spec.max_grad_norm)
@@ -210,6 +209,12 @@ class ModuleEngine(Engine):
             self.lr_scheduler.step()
         self._drop_gradients()
         return StepResult(loss, count, norm, skipped)
+
+    def _scale_gradients(self, factor: float) -> None:
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        # A rank may hold none, where a small model is divided among many.
+        if grads:
+            torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def _drop_gradients(self) -> None:
         # Frozen ones too: they may be thawed between steps. The optimizer's `zero_grad()` does no

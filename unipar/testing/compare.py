@@ -82,6 +82,15 @@ def assert_equal_runs(
     Items, skipped steps and learning rates have to agree exactly; losses, gradient norms and
     weights within the tolerance (see :class:`Difference`).
     """
+    assert_told_alike(run, expected, subject=subject)
+    _assert_steps("gradient norm", run.grad_norms, expected.grad_norms, tolerance, subject)
+    _assert_steps("loss", run.losses, expected.losses, tolerance, subject)
+    assert_equal_weights(run.weights, expected.weights, tolerance, subject=subject)
+    return difference(run, expected)
+
+
+def assert_told_alike(run: Trace, expected: Trace, *, subject: str = "the run") -> None:
+    """Raise AssertionError unless all that no precision can change is the same."""
     if len(run.losses) != len(expected.losses):
         raise AssertionError(
             f"{subject} took {len(run.losses)} steps, the reference {len(expected.losses)}"
@@ -92,10 +101,7 @@ def assert_equal_runs(
         "learning rate", [r[0] for r in run.lrs], [r[0] for r in expected.lrs], 1e-9, subject
     )
     _assert_exact("learning rates", _rounded(run.lrs), _rounded(expected.lrs), subject)
-    _assert_steps("gradient norm", run.grad_norms, expected.grad_norms, tolerance, subject)
-    _assert_steps("loss", run.losses, expected.losses, tolerance, subject)
-    assert_equal_weights(run.weights, expected.weights, tolerance, subject=subject)
-    return difference(run, expected)
+    _assert_alike_weights(run.weights, expected.weights, subject)
 
 
 def assert_equal_weights(
@@ -104,6 +110,19 @@ def assert_equal_weights(
     tolerance: float,
     *,
     subject: str = "the run",
+) -> None:
+    _assert_alike_weights(weights, expected, subject)
+    for name, tensor in expected.items():
+        apart = relative_tensors(weights[name], tensor)
+        if not apart <= tolerance:
+            raise AssertionError(
+                f"{subject}: the weight {name} differs from the reference by {apart:.1e} "
+                f"(relative); allowed: {tolerance:g}"
+            )
+
+
+def _assert_alike_weights(
+    weights: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], subject: str
 ) -> None:
     if weights.keys() != expected.keys():
         raise AssertionError(
@@ -115,12 +134,6 @@ def assert_equal_weights(
         if weights[name].dtype != tensor.dtype:
             raise AssertionError(
                 f"{subject}: {name} is {weights[name].dtype}, and {tensor.dtype} in the reference"
-            )
-        apart = relative_tensors(weights[name], tensor)
-        if not apart <= tolerance:
-            raise AssertionError(
-                f"{subject}: the weight {name} differs from the reference by {apart:.1e} "
-                f"(relative); allowed: {tolerance:g}"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,14 @@ from unipar.checks import check_capabilities
 from unipar.errors import ConfigError
 from unipar.registry import resolve
 from unipar.strategy import Capabilities, EngineSpec, Strategy
-from unipar.testing.compare import Difference, assemble, assemble_weights, assert_equal_runs
+from unipar.testing.compare import (
+    Difference,
+    assemble,
+    assemble_weights,
+    assert_equal_runs,
+    assert_told_alike,
+    difference,
+)
 from unipar.testing.harness import RankRun, on_strategy, train_all
 from unipar.testing.pool import WorkerPool, WorldPools
 from unipar.testing.reference import Trace
@@ -25,6 +32,13 @@ from unipar.world import Placement
 TOLERANCE = 1e-5
 """Relative, in fp32, over 20 steps, for every strategy; what is measured against what is in
 :class:`unipar.testing.compare.Difference`."""
+
+ROUNDINGS = (1, 2, 4)
+"""The parts that the reference computes a global batch in, in half precision. Each number rounds
+differently and is as right as the others, so one alone says little of what rounding does."""
+HALF_PRECISION_FACTOR = 2.0
+"""How many times the reference's own deviation in half precision a strategy's may be: frameworks
+differ in which operations they leave in fp32, and so in how often a value is rounded."""
 
 
 @dataclass(frozen=True)
@@ -105,27 +119,83 @@ class Kit:
         """Call ``fn(strategy, world, *args)`` on every rank; the results, by rank."""
         return self.pool.run(on_strategy, self.target.make, fn, args, timeout=timeout)
 
+    def fit(self, scenario: Scenario) -> Scenario:
+        """The scenario in fp32, or in half precision for a strategy that has no fp32."""
+        precisions = self.capabilities.precisions
+        if scenario.precision != "fp32" or "fp32" in precisions:
+            return scenario
+        return replace(scenario, precision="bf16" if "bf16" in precisions else "fp16")
+
     def train(self, *scenarios: Scenario) -> list[Run]:
         """Train each scenario by ``train_step``."""
-        return merge_all(self.run(train_all, scenarios))
+        return merge_all(self.run(train_all, tuple(map(self.fit, scenarios))))
 
     def check(
-        self, run: Run, scenario: Scenario, *, tolerance: float = TOLERANCE, subject: str = ""
+        self,
+        run: Run,
+        scenario: Scenario,
+        *,
+        tolerance: float = TOLERANCE,
+        subject: str = "",
+        whole: bool = False,
     ) -> Difference:
-        """Assert that a run is the reference's run of the scenario."""
-        expected = reference_trace(scenario)
+        """Assert that a run is the reference's run of the scenario.
+
+        In half precision it may be as far from fp32 as :meth:`rounding` says.
+
+        Args:
+            run: what was seen.
+            scenario: what was asked for.
+            tolerance: relative, in fp32.
+            subject: what it is called in errors.
+            whole: whether the scenario would be another if its batches were taken apart.
+        """
+        subject, scenario = subject or self.target.name, self.fit(scenario)
+        expected = reference_trace(replace(scenario, precision="fp32"))
         if scenario.max_grad_norm is None:
             run.trace.grad_norms = expected.grad_norms
         assert_same_samples(run, scenario)
-        found = assert_equal_runs(
-            run.trace, expected, tolerance, subject=subject or self.target.name
-        )
+        if scenario.precision == "fp32":
+            found = assert_equal_runs(run.trace, expected, tolerance, subject=subject)
+        else:
+            assert_told_alike(run.trace, expected, subject=subject)
+            found = difference(run.trace, expected)
+            self.assert_rounded(found, scenario, subject=subject, whole=whole)
         self.measurements.add(self.target.name, self.size, scenario.precision, found)
         return found
 
+    def rounding(self, scenario: Scenario, *, whole: bool = False) -> Difference:
+        """How far rounding takes the reference from fp32, whose weights are as the strategy's."""
+        exact = reference_trace(replace(scenario, precision="fp32"))
+        rounding = Difference()
+        for parts in (1,) if whole else ROUNDINGS:
+            rounded = reference_trace(
+                scenario, parts=parts, half_weights=self.capabilities.half_weights
+            )
+            rounding |= difference(rounded, exact)
+        return rounding
+
+    def assert_rounded(
+        self, found: Difference, scenario: Scenario, *, subject: str = "", whole: bool = False
+    ) -> None:
+        """Assert that a run is no further from fp32 than rounding explains.
+
+        The bound is measured: :data:`HALF_PRECISION_FACTOR` times what it does to the reference.
+        """
+        rounding = self.rounding(scenario, whole=whole)
+        print(f"{scenario.precision} reference from fp32: {rounding}; {subject}: {found}")
+        for what in ("loss", "grad_norm", "weights"):
+            own, bound = getattr(found, what), HALF_PRECISION_FACTOR * getattr(rounding, what)
+            if not own <= bound:
+                raise AssertionError(
+                    f"{subject} in {scenario.precision}: {what} is {own:.1e} from fp32, and "
+                    f"the reference {getattr(rounding, what):.1e}; allowed: "
+                    f"{HALF_PRECISION_FACTOR:g} times that"
+                )
+
     def refuses(self, *scenarios: Scenario) -> bool:
         """Whether the capabilities deny one of the scenarios; if so, it has to be refused."""
-        denied = [s for s in scenarios if self.refuses_spec(s.spec(self.size))]
+        denied = [s for s in scenarios if self.refuses_spec(self.fit(s).spec(self.size))]
         return bool(denied)
 
     def refuses_spec(self, spec: EngineSpec, placement: Placement | None = None) -> bool:

@@ -8,6 +8,7 @@ loops do is what "the same run" means.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 Terms = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 """``terms(model, batch)``: the loss summed over the batch's items, and how many items those are."""
@@ -54,6 +56,7 @@ def train(
     make_scheduler: MakeScheduler | None = None,
     max_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
+    half_weights: torch.dtype | None = None,
     leave_out: Collection[int] = (),
 ) -> Trace:
     """Train on each global batch once, in order.
@@ -65,17 +68,21 @@ def train(
         make_optimizer: called with the model's named parameters.
         make_scheduler: called with the optimizer; stepped after each step that was taken.
         max_grad_norm: the 2-norm that the gradient is scaled down to.
-        autocast: the dtype of the forward pass, where it is not fp32.
+        autocast: the dtype of the forward pass, where it is not fp32 and the weights are.
+        half_weights: the dtype of a copy of the model that computes in place of it; the optimizer
+            updates the fp32 model by the copy's gradients, and the copy is rounded from it anew.
         leave_out: batches (from 0) that must change nothing.
     """
     optimizer = make_optimizer(model.named_parameters())
     scheduler = make_scheduler(optimizer) if make_scheduler else None
+    copied = copy.deepcopy(model).to(half_weights) if half_weights else None
+    compute = model if copied is None else rounding(copied)
     trace = Trace()
     for index, parts in enumerate(batches):
         trace.lrs.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
         optimizer.zero_grad()
         with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
-            pairs = [terms(model, part) for part in parts]
+            pairs = [terms(compute, part) for part in parts]
         count = sum(part_count for _, part_count in pairs)
         loss = torch.stack([total for total, _ in pairs]).sum() / count
         trace.losses.append(loss.item())
@@ -85,19 +92,62 @@ def train(
             trace.grad_norms.append(None)
             continue
         loss.backward()
+        if copied is not None:
+            _take_gradients(model, copied)
         trace.grad_norms.append(_clip(model, max_grad_norm))
         optimizer.step()
+        if copied is not None:
+            _round_weights(model, copied)
         if scheduler is not None:
             scheduler.step()
+    if copied is not None:
+        for buffer, rounded in zip(model.buffers(), copied.buffers(), strict=True):
+            buffer.copy_(rounded)
     trace.weights = copy_weights(model)
     return trace
 
 
-def evaluate(model: nn.Module, batches: Sequence[Any], terms: Terms) -> tuple[float, float]:
+def rounding(model: nn.Module) -> Callable[..., Any]:
+    """Calls a half-precision model with fp32 inputs, and gives its outputs in fp32."""
+    dtype = next(model.parameters()).dtype
+
+    def cast(values: Any, dtype: torch.dtype) -> Any:
+        def one(leaf: Any) -> Any:
+            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.to(dtype) if floats else leaf
+
+        return tree_map(one, values)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return cast(model(*cast(args, dtype), **cast(kwargs, dtype)), torch.float32)
+
+    return call
+
+
+def _take_gradients(model: nn.Module, copied: nn.Module) -> None:
+    for own, rounded in zip(model.parameters(), copied.parameters(), strict=True):
+        own.grad = None if rounded.grad is None else rounded.grad.float()
+        rounded.grad = None
+
+
+def _round_weights(model: nn.Module, copied: nn.Module) -> None:
+    with torch.no_grad():
+        for own, rounded in zip(model.parameters(), copied.parameters(), strict=True):
+            rounded.copy_(own)
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Sequence[Any],
+    terms: Terms,
+    *,
+    half_weights: torch.dtype | None = None,
+) -> tuple[float, float]:
     """The loss summed over all items of all batches, and their number."""
     model.eval()
+    compute = rounding(copy.deepcopy(model).to(half_weights)) if half_weights else model
     with torch.no_grad():
-        pairs = [terms(model, batch) for batch in batches]
+        pairs = [terms(compute, batch) for batch in batches]
     return sum(total.item() for total, _ in pairs), sum(float(count) for _, count in pairs)
 
 

@@ -22,6 +22,8 @@ from unipar.testing import models, reference
 from unipar.testing.models import Samples
 from unipar.testing.reference import Terms, Trace
 
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 NUM_SAMPLES = 66
 """Four global batches of 16, and a ragged fifth of 2, which leaves ranks of four without any."""
 
@@ -171,13 +173,14 @@ class Scenario:
         return batches[: self.num_steps]
 
 
-def reference_trace(scenario: Scenario, *, parts: int = 1) -> Trace:
+def reference_trace(scenario: Scenario, *, parts: int = 1, half_weights: bool = False) -> Trace:
     """The reference's run of ``scenario``; computed once for all strategies and world sizes.
 
     Args:
         scenario: what is run.
         parts: how many parts each global batch is computed in, as ranks compute it. In exact
             arithmetic their number makes no difference.
+        half_weights: compute in half precision with half-precision weights, and not by autocast.
     """
     return _reference_trace(
         replace(
@@ -190,12 +193,14 @@ def reference_trace(scenario: Scenario, *, parts: int = 1) -> Trace:
             on_nan="raise",
         ),
         parts,
+        half_weights,
     )
 
 
 @functools.cache
-def _reference_trace(scenario: Scenario, parts: int) -> Trace:
+def _reference_trace(scenario: Scenario, parts: int, half_weights: bool) -> Trace:
     data = scenario.data()
+    dtype = HALF_DTYPES.get(scenario.precision)
     clip = scenario.max_grad_norm
     return reference.train(
         scenario.build(),
@@ -207,6 +212,7 @@ def _reference_trace(scenario: Scenario, parts: int) -> Trace:
         scenario.optimizer,
         make_scheduler=scenario.scheduler,
         max_grad_norm=None if clip is None or math.isinf(clip) else clip,
-        autocast={"bf16": torch.bfloat16, "fp16": torch.float16}.get(scenario.precision),
+        autocast=None if half_weights else dtype,
+        half_weights=dtype if half_weights else None,
         leave_out=scenario.leave_out,
     )

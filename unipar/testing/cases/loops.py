@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
@@ -20,9 +21,16 @@ from unipar.testing.cases.case import case
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assert_equal_runs
 from unipar.testing.harness import Exported, RankRun, batches, custom_step, record, train
-from unipar.testing.kit import TOLERANCE, Kit, merge, merge_all
+from unipar.testing.kit import (
+    HALF_PRECISION_FACTOR,
+    ROUNDINGS,
+    TOLERANCE,
+    Kit,
+    merge,
+    merge_all,
+)
 from unipar.testing.reference import Trace
-from unipar.testing.scenarios import NUM_SAMPLES, Scenario, adamw
+from unipar.testing.scenarios import HALF_DTYPES, NUM_SAMPLES, Scenario, adamw
 from unipar.world import World
 
 GAN = Scenario(data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None, num_steps=7)
@@ -38,7 +46,7 @@ def lets_users_loop(kit: Kit) -> None:
     if not kit.capabilities.custom_loop:
         kit.run(_refuses_to_be_cut)
         return
-    scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
+    scenarios = [kit.fit(scenario) for scenario in scenarios if not kit.refuses(scenario)]
     for run, scenario in zip(merge_all(kit.run(_train_by_hand, scenarios)), scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, custom loop")
 
@@ -116,11 +124,10 @@ def _train_gan(strategy: Strategy, world: World, custom_loop: bool) -> tuple[Ran
 @case
 def evaluates_every_sample_once(kit: Kit) -> None:
     """Evaluation sums over all samples, padding and ragged batches notwithstanding."""
-    for scenario in (PLAIN, TOKENS):
+    for scenario in map(kit.fit, (PLAIN, TOKENS)):
         data = scenario.data()
-        total, count = reference.evaluate(
-            scenario.build(), [data.batch(list(range(len(data))))], scenario.terms
-        )
+        total, count = _evaluated(scenario)
+        tolerance = _evaluation_tolerance(kit, scenario)
         for rank, (own_total, own_count, mean, modes) in enumerate(kit.run(_evaluate, scenario)):
             if own_count != count:
                 raise AssertionError(
@@ -128,7 +135,7 @@ def evaluates_every_sample_once(kit: Kit) -> None:
                     f"{count:g} in {len(data)} samples"
                 )
             for what, value in (("sum", own_total / count), ("mean", mean)):
-                if abs(value - total / count) > TOLERANCE * abs(total / count):
+                if abs(value - total / count) > tolerance * abs(total / count):
                     raise AssertionError(
                         f"{kit.target.name}: the {what} of evaluation losses makes {value} on rank "
                         f"{rank}, and {total / count} over each sample once"
@@ -138,6 +145,24 @@ def evaluates_every_sample_once(kit: Kit) -> None:
                     f"rank {rank}: module.training was {modes[0]} in evaluation and {modes[1]} in "
                     "the training step after it"
                 )
+
+
+def _evaluated(
+    scenario: Scenario, *, parts: int = 1, half_weights: torch.dtype | None = None
+) -> tuple[float, float]:
+    data = scenario.data()
+    split = np.array_split(np.arange(len(data)), parts)
+    batches = [data.batch(part.tolist()) for part in split]
+    return reference.evaluate(scenario.build(), batches, scenario.terms, half_weights=half_weights)
+
+
+def _evaluation_tolerance(kit: Kit, scenario: Scenario) -> float:
+    if scenario.precision == "fp32":
+        return TOLERANCE
+    dtype = HALF_DTYPES[scenario.precision]
+    exact = _evaluated(scenario)[0]
+    rounded = [_evaluated(scenario, parts=n, half_weights=dtype)[0] for n in ROUNDINGS]
+    return HALF_PRECISION_FACTOR * max(abs(total - exact) / abs(exact) for total in rounded)
 
 
 def _evaluate(

@@ -58,7 +58,7 @@ def repeats_itself(kit: Kit) -> None:
 def stops_at_a_loss_that_is_not_finite(kit: Kit) -> None:
     """``on_nan="raise"`` raises on every rank, names the step, and leaves everything as it was."""
     bad = min(_bad_batches(POISONED))
-    results = kit.run(_run_into_nan, POISONED)
+    results = kit.run(_run_into_nan, kit.fit(POISONED))
     for rank, (step, _, _, rates) in enumerate(results):
         if step != bad + 1:
             raise AssertionError(f"rank {rank} stopped at step {step}; the bad one is {bad + 1}")

@@ -87,7 +87,7 @@ def _follows_batch_statistics(kit: Kit) -> None:
     """On one rank, with one micro-batch, BatchNorm in training is the plain loop's."""
     scenario = Scenario(model=models.Normalized)
     (run,) = kit.train(scenario)
-    kit.check(run, scenario)
+    kit.check(run, scenario, whole=True)
 
 
 follows_batch_statistics = Case("follows_batch_statistics", _follows_batch_statistics, max_size=1)

@@ -27,7 +27,7 @@ def resumes(kit: Kit) -> None:
         GROUPS,
         replace(TOKENS, max_grad_norm=0.5, num_steps=10),
     ]
-    scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
+    scenarios = [kit.fit(scenario) for scenario in scenarios if not kit.refuses(scenario)]
     with tempfile.TemporaryDirectory(prefix="unipar-resume-") as directory:
         runs = merge_all(kit.run(_interrupt, scenarios, Path(directory)))
     for run, scenario in zip(runs, scenarios, strict=True):
