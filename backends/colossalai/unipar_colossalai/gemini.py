@@ -1,0 +1,192 @@
+"""The training step of Gemini: chunks of weights, divided among ranks and gathered to be used."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from unipar.batch import MicroBatch
+from unipar.engine import ModuleEngine, group_names
+from unipar.errors import ConfigError
+from unipar.loss import Loss, LossFn, LossSum
+from unipar.state import EngineState, StateSource
+from unipar.strategy import EngineSpec
+from unipar.world import World
+from unipar_colossalai import gemini_state as state
+from unipar_colossalai.checks import check_optimizer, check_parameters
+from unipar_colossalai.engine import BoosterEngine
+from unipar_colossalai.working import Working, guard_forward
+
+
+class GeminiEngine(BoosterEngine):
+    """Half-precision weights compute; each rank updates its part of their fp32 originals.
+
+    Gemini gathers a chunk of weights when an operation needs it, lets go of it afterwards, and
+    reduces its gradients once all of them are there, in half precision. What follows is fp32: the
+    sum over micro-batches, the norm, and the user's own optimizer.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        booster: Any,
+        undo: list[Callable[[], None]],
+        promised: bool,
+    ) -> None:
+        self._promised = promised
+        self._groups: list[tuple[str, ...]] = []
+        self._sums: dict[Any, torch.Tensor] = {}
+        check_parameters(module)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            # Colossal-AI takes each rank's part from that rank's own weights.
+            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(spec, world, module, booster, undo)
+        self._undo.append(guard_forward(module))
+        self._undo.append(self._forget)
+        # The weights compute in half precision themselves; autocast has nothing to add.
+        self._mixed = False
+        self._model = Working(module, self.wrapper)
+        self._parameters = list(self._parts)
+        if self._scaler is not None:
+            self._scaler = _Scaler(self._device.type, process_group=None)
+
+    def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
+        originals = {name: tensor.detach() for name, tensor in state.floating(self.module)}
+        if optimizer is not None:
+            check_optimizer(self.module, optimizer, self._promised)
+            # Before its groups hold parts of parameters.
+            self._groups = group_names(self.module, optimizer)
+        super()._boost(optimizer)
+        # Colossal-AI's own walks up the stack for each message, and there is one in every step.
+        self.wrapper._logger = logging.getLogger("colossalai")
+        self._held = state.Held(self.module, self.wrapper, originals)
+        self._parts = self._held.parts(self.framework_optimizer)
+
+    def _forget(self) -> None:
+        # Caches of the class, which would keep every model of this process alive.
+        manager = self.wrapper.gemini_manager
+        manager._get_layout_info.cache_clear()
+        sorts = getattr(manager.placement_policy, "_sort_can_evict_chunks", None)
+        if sorts is not None:
+            sorts.cache_clear()
+
+    def _require_optimizer(self) -> Any:
+        return ModuleEngine._require_optimizer(self)
+
+    def _loss(
+        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
+    ) -> Loss:
+        # The module alone has no weights to evaluate with either.
+        return super()._loss(self._model, microbatch, loss_fn, training=training)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        self._reduce(loss)
+        for chunk in self._held.chunks:
+            # Gemini's own sum would be half precision, and weigh micro-batches unequally.
+            reduced = chunk.grad_chunk.payload
+            if chunk in self._sums:
+                self._sums[chunk] += reduced
+            else:
+                self._sums[chunk] = reduced.float()
+        self.wrapper.chunk_manager.accumulating_grads = False
+
+    def _reduce(self, loss: torch.Tensor) -> None:
+        try:
+            self.wrapper.backward(loss)
+        except RuntimeError as error:
+            if "ZERO DDP error" not in str(error.args[:1]):
+                raise
+        # It says nothing itself where all of a chunk has no gradient.
+        without = [n for n, p in self._held.trained.items() if not p._gemini_reduced]
+        if without:
+            raise ConfigError(
+                f"colossalai: the loss does not depend on {len(without)} of the parameters to "
+                f"train: {', '.join(without[:8])}{', …' if len(without) > 8 else ''}. Gemini needs "
+                "a gradient of each in every backward pass. Freeze them with "
+                "requires_grad_(False), or use plugin='ddp' with find_unused_parameters=true."
+            )
+
+    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        self._enter_training()
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        with torch.random.fork_rng([]):
+            try:
+                loss = self._loss(self._model, microbatch, loss_fn, training=True)
+                self._reduce(loss.total if isinstance(loss, LossSum) else loss)
+            finally:
+                self._drop_gradients()
+                with torch.no_grad():
+                    for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
+                        buffer.copy_(saved)
+
+    def _finish_gradients(self) -> None:
+        for part, where in self._parts.items():
+            part.data = where.master
+            part.grad = self._sums[where.chunk][where.span]
+
+    def _drop_gradients(self) -> None:
+        super()._drop_gradients()
+        self._sums.clear()
+        for part in self._parameters:
+            part.grad = None
+
+    def _gradient_norm(self, max_norm: float) -> float:
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        squared = nn.utils.get_total_norm(grads).square()
+        dist.all_reduce(squared)
+        norm = squared.sqrt()
+        if not math.isinf(max_norm):
+            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm.item()
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        stepped = super()._step_optimizer(optimizer)
+        self._drop_gradients()
+        self.framework_optimizer._update_fp16_params()
+        return stepped
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def export_state(self) -> EngineState:
+        self._sync_buffers()
+        exported = state.export_state(
+            self._held, self._parts, self.optimizer, self._groups, self.lr_scheduler, self.world
+        )
+        return self._with_counters(exported)
+
+    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
+        state.import_weights(source, self._held)
+        if self.framework_optimizer is not None:
+            self.framework_optimizer._update_fp16_params()
+        if optimizer and self.optimizer is not None:
+            state.import_optimizer(
+                source, self._held, self._parts, self.optimizer, self._groups, self.lr_scheduler
+            )
+            self._restore_counters(source)
+
+
+class _Scaler(ShardedGradScaler):
+    """Counts a rank that holds no gradient as one whose gradients are finite."""
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        return found or {found_inf.device: torch.zeros_like(found_inf)}
