@@ -103,10 +103,9 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
-def circumstances(command: str, seconds: float) -> str:
-    """The machine, versions, date and command of a run."""
-    names = ("torch", "lightning-fabric", "accelerate", "numpy")
-    packages = ", ".join(f"{name} {version(name)}" for name in names)
+def circumstances(command: str, seconds: float, others: Iterable[str]) -> str:
+    """The machine, date and command of a run, and the versions of torch and other packages."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", *others))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory().total / 2**30
     return (

@@ -47,7 +47,8 @@ def main() -> None:
         measured = PARTS[name](quick=args.quick)
         print(table(measured), file=sys.stderr, flush=True)
         rows += measured
-    about = circumstances("make bench", time.perf_counter() - began)
+    compared = ("lightning-fabric", "accelerate", "numpy")
+    about = circumstances("make bench", time.perf_counter() - began, compared)
     text = f"{about}\n\n{table(rows)}"
     print(text)
     if args.json:
