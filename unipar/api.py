@@ -233,7 +233,10 @@ class _Launch:
             checkpoint.find(job.config.resume)
         loader = preflight.check(job.config, planned, job.model, job.data)
         evaluation_loader(
-            job.config, job.eval_data, loader.micro_batch_size, data_size=self.placement.size
+            job.config,
+            job.eval_data,
+            loader.micro_batch_size,
+            data_size=planned.strategy.data_size(self.placement),
         )
 
     def _output_dir(self, strategy: Strategy) -> Path:

@@ -94,7 +94,7 @@ def evaluate(
             if metrics:
                 engine.eval_step(microbatch, functools.partial(update, microbatch))
 
-    every = world.gather(sums)
+    every = [of_rank for of_rank in world.gather(sums if world.leads else None) if of_rank]
     results: dict[str, float] = {}
     for name in ("loss", *metrics):
         metric = metrics.get(name)

@@ -31,7 +31,8 @@ def merged(metric: Any, world: World) -> Iterator[None]:
         yield
         return
     own = [{name: getattr(part, name) for name in part._reductions} for part in parts]
-    every = world.gather(move_to(own, torch.device("cpu")))
+    gathered = world.gather(move_to(own, torch.device("cpu")) if world.leads else None)
+    every = [of_rank for of_rank in gathered if of_rank is not None]
     available = [part.distributed_available_fn for part in parts]
     for i, part in enumerate(parts):
         for name, reduction in part._reductions.items():

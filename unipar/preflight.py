@@ -79,7 +79,8 @@ def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: A
             f"the model is a {type(model).__name__}. Pass a torch.nn.Module, or a function "
             "without arguments that builds one."
         )
-    loader = training_loader(config, data, data_size=planned.placement.size)
+    data_size = planned.strategy.data_size(planned.placement)
+    loader = training_loader(config, data, data_size=data_size)
     spec = EngineSpec(
         model,
         precision=config.precision,

@@ -181,9 +181,9 @@ class Session:
         check_capabilities(self.strategy, spec, self._placement)
         engine = self.strategy.prepare(spec, self.world)
         self.engines[name] = engine
-        if self.world.rank > 0:
-            # Dropout must differ between ranks; rank 0 keeps the stream that a plain loop has.
-            torch.manual_seed(self._seed + 1_000_003 * self.world.rank)
+        if self.world.data_rank > 0:
+            # Dropout must differ between replicas; the first keeps the stream of a plain loop.
+            torch.manual_seed(self._seed + 1_000_003 * self.world.data_rank)
         return engine
 
     def loader(

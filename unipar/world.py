@@ -64,12 +64,14 @@ class World:
 
     ``data_rank`` and ``data_size`` say which share of a global batch this process trains on. They
     equal ``rank`` and ``size`` under data parallelism; processes that hold parts of one model
-    replica (tensor or pipeline parallelism) share one ``data_rank``.
+    replica (tensor or pipeline parallelism) share one ``data_rank``, and exactly one of them
+    ``leads``: its loss and metrics are those of the replica.
     """
 
     placement: Placement
     data_rank: int = -1
     data_size: int = -1
+    leads: bool = True
     _flags: list[float] = field(default_factory=lambda: [0.0] * len(Flag))
     _agreed: list[float] = field(default_factory=lambda: [0.0] * len(Flag))
     _owns_group: bool = False
@@ -122,7 +124,8 @@ class World:
     ) -> LossReduction:
         """Begin summing a step's loss total and item count over the data-parallel ranks.
 
-        Every engine reduces its loss with this once a step, for the flags travel with it.
+        Every engine reduces its loss with this once a step, for the flags travel with it. What
+        a process gives that does not lead is left out.
 
         Args:
             total: scalar tensor without gradient, this rank's loss.
@@ -133,8 +136,9 @@ class World:
             return LossReduction(self, total, count, scale)
         # Filled one by one: copying a list to an accelerator would wait for it.
         values = torch.zeros(2 + len(Flag), dtype=torch.float64, device=total.device)
-        values[0] = total * scale
-        values[1] = count
+        if self.leads:
+            values[0] = total * scale
+            values[1] = count
         for flag in Flag:
             if self._flags[flag]:
                 values[2 + flag] = self._flags[flag]

@@ -180,8 +180,10 @@ def _check_engines(manifest: Manifest, engines: Mapping[str, Engine], *, exact: 
 
 def _restore_generators(manifest: Manifest, world: World) -> None:
     info = manifest.files.get(rng_path(world.rank))
-    if manifest.world_size != world.size or info is None:
-        rng.reseed(int(manifest.progress.get("seed", 0)), world.rank, manifest.step)
+    # Ranks that share a replica draw alike, which those of another strategy have not done.
+    shared = world.data_size != world.size
+    if manifest.world_size != world.size or info is None or shared:
+        rng.reseed(int(manifest.progress.get("seed", 0)), world.data_rank, manifest.step)
         return
     path = manifest.path / rng_path(world.rank)
     FileReader(path, info.size, (info.header_bytes, info.header_digest)).close()
