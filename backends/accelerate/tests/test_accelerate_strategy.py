@@ -235,7 +235,7 @@ def settings(directory: Path, **changed: Any) -> dict[str, Any]:
     ("strategy", "message"),
     [
         ("accelerate:plugin=fsdp", r"needs a GPU.*plain DDP.*strategy='fsdp'"),
-        ("accelerate:plugin=deepspeed", r"plugin.*ddp.*fsdp"),
+        ("accelerate:plugin=megatron", r"plugin.*ddp.*fsdp.*deepspeed"),
         ("accelerate:wrap=none", r"wrap means nothing with plugin='ddp'.*plugin='fsdp'"),
         ("accelerate:plugin=fsdp,static_graph=true", r"static_graph means nothing.*'fsdp'"),
         ("accelerate:compression=bf16", r"needs a GPU.*'fp16'"),

@@ -20,7 +20,6 @@ from unipar.world import Placement, World
 
 _TRUE = frozenset({"1", "true", "yes", "on", "t", "y"})
 _SWITCHES = {
-    "ACCELERATE_USE_DEEPSPEED": "strategy='deepspeed'",
     "ACCELERATE_USE_MEGATRON_LM": "another strategy",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "another strategy",
 }
@@ -73,8 +72,8 @@ def check_environment(
                 f"{wanted or 'another'}. Unset the variable, and set {place}."
             )
     switches = dict(_SWITCHES)
-    if plugin != "fsdp":
-        switches["ACCELERATE_USE_FSDP"] = "the option plugin='fsdp'"
+    for other in {"fsdp", "deepspeed"} - {plugin}:
+        switches[f"ACCELERATE_USE_{other.upper()}"] = f"the option plugin='{other}'"
     if device_type != "cpu":
         switches["ACCELERATE_USE_CPU"] = "device='cpu'"
     for name, place in switches.items():
@@ -93,7 +92,7 @@ class Framework:
 
     Args:
         world: the joined processes.
-        plugin: ``"ddp"`` or ``"fsdp"``.
+        plugin: ``"ddp"``, ``"fsdp"`` or ``"deepspeed"``.
     """
 
     def __init__(self, world: World, plugin: str) -> None:
@@ -134,6 +133,11 @@ class Framework:
         """The precision that all Accelerators of this process share, once there is one."""
         state = self._states[0]
         return state._shared_state.get("_mixed_precision")
+
+    def forget_plugin(self) -> None:
+        """Let the next Accelerator have another plugin; the processes stay joined."""
+        self._states[0]._reset_state()
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
     def stop(self) -> None:
         """Forget the state, so that another run can have another, and restore the environment."""

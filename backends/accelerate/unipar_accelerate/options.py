@@ -9,17 +9,18 @@ from pydantic import Field, model_validator
 from unipar.errors import ConfigError, did_you_mean
 from unipar.strategy import StrategyOptions
 
-Plugin = Literal["ddp", "fsdp"]
+Plugin = Literal["ddp", "fsdp", "deepspeed"]
 
 
 class AccelerateOptions(StrategyOptions):
-    """Accelerate, and what its DDP and FSDP2 plugins let one tune."""
+    """Accelerate, and what its DDP, FSDP2 and DeepSpeed plugins let one tune."""
 
     strategy: ClassVar[str] = "accelerate"
 
     plugin: Plugin = Field(
         default="ddp",
-        description="'ddp' keeps a replica on each device; 'fsdp' divides it (FSDP2), GPU only.",
+        description="'ddp' keeps a replica on each device; 'fsdp' divides it (FSDP2), GPU only; "
+        "'deepspeed' divides it by ZeRO.",
     )
     bucket_cap_mb: int = Field(
         default=25, ge=1, description="Size of a gradient bucket, in MiB; ddp only."
@@ -56,6 +57,16 @@ class AccelerateOptions(StrategyOptions):
         default=False,
         description="Shards, gradients and optimizer live in host memory between uses; fsdp only.",
     )
+    stage: Literal[0, 1, 2, 3] = Field(
+        default=2,
+        description="What ZeRO divides: 0 nothing, 1 the optimizer's state, 2 gradients too, "
+        "3 parameters too; deepspeed only.",
+    )
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further options of the strategy 'deepspeed' (offload_optimizer, …); "
+        "deepspeed only.",
+    )
     native: dict[str, Any] = Field(
         default_factory=dict,
         description="Further arguments: of Accelerator (log_with, project_dir), and of its "
@@ -64,11 +75,14 @@ class AccelerateOptions(StrategyOptions):
 
     @model_validator(mode="after")
     def _of_the_plugin(self) -> AccelerateOptions:
-        for name in sorted(self.model_fields_set & _ONLY[_other(self.plugin)]):
-            raise ValueError(
-                f"{name} means nothing with plugin='{self.plugin}'. "
-                f"Set plugin='{_other(self.plugin)}', or leave it out"
-            )
+        for plugin, names in _ONLY.items():
+            for name in sorted(self.model_fields_set & names if plugin != self.plugin else ()):
+                raise ValueError(
+                    f"{name} means nothing with plugin='{self.plugin}'. "
+                    f"Set plugin='{plugin}', or leave it out"
+                )
+        if "stage" in self.deepspeed or "name" in self.deepspeed:
+            raise ValueError("deepspeed holds further options; set the stage beside it, by stage")
         return self
 
 
@@ -80,6 +94,7 @@ _ONLY: dict[Plugin, frozenset[str]] = {
         }
     ),
     "fsdp": frozenset({"reshard_after_forward", "wrap", "cpu_offload"}),
+    "deepspeed": frozenset({"stage", "deepspeed"}),
 }
 """The options that mean something under one plugin."""
 
@@ -94,8 +109,8 @@ _OWNED = {
     "min_num_params": "the option 'wrap'",
     "fsdp_plugin": "the option 'plugin'",
     "fsdp_version": "the option 'plugin'",
-    "deepspeed_plugin": "the strategy 'deepspeed'",
-    "deepspeed_plugins": "the strategy 'deepspeed'",
+    "deepspeed_plugin": "the option 'plugin'",
+    "deepspeed_plugins": "the option 'plugin'",
     "kwargs_handlers": "this strategy's options",
     "cpu": "the run's device",
     "mixed_precision": "the run's precision",
@@ -111,10 +126,6 @@ _OWNED = {
     "rng_types": "unipar, which seeds the data's order",
 }
 """Accelerate's arguments that follow from another place, and which."""
-
-
-def _other(plugin: Plugin) -> Plugin:
-    return "fsdp" if plugin == "ddp" else "ddp"
 
 
 def check_native(options: AccelerateOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING
 
@@ -13,22 +14,22 @@ from unipar.errors import ConfigError
 from unipar.strategy import (
     Availability,
     Capabilities,
+    Engine,
     EngineSpec,
     Precision,
     Strategy,
     seeded_model,
 )
 from unipar.world import Placement, World, join
-from unipar_accelerate import framework, installed
+from unipar_accelerate import framework, installed, zero
 from unipar_accelerate.options import AccelerateOptions, check_native
 
 if TYPE_CHECKING:
     from unipar.install import Recipe
-    from unipar_accelerate.engine import AccelerateEngine
 
 
 class AccelerateStrategy(Strategy):
-    """Accelerate with its DDP or its FSDP2 plugin."""
+    """Accelerate with its DDP, its FSDP2 or its DeepSpeed plugin."""
 
     name = "accelerate"
     options_type = AccelerateOptions
@@ -43,7 +44,13 @@ class AccelerateStrategy(Strategy):
     def recipe(cls) -> Recipe:
         return installed.recipe()
 
+    @functools.cached_property
+    def _deepspeed(self) -> Strategy:
+        return zero.make_strategy(self.options)
+
     def capabilities(self) -> Capabilities:
+        if self.options.plugin == "deepspeed":
+            return self._deepspeed.capabilities()
         precisions: frozenset[Precision] = frozenset({"fp32", "bf16", "fp16"})
         if self.options.plugin == "ddp":
             return Capabilities(precisions, frozenset({"cpu", "cuda"}))
@@ -60,6 +67,9 @@ class AccelerateStrategy(Strategy):
         options, device = self.options, placement.device_type
         check_native(options)
         framework.check_environment(options.plugin, spec.precision, device, os.environ)
+        if options.plugin == "deepspeed":
+            zero.check(options, spec, os.environ)
+            self._deepspeed.check(spec, placement)
         if options.plugin == "fsdp" and device == "cpu":
             raise ConfigError(
                 "accelerate: plugin='fsdp' needs a GPU: on the CPU Accelerate would make plain "
@@ -72,11 +82,14 @@ class AccelerateStrategy(Strategy):
             )
 
     def setup(self, placement: Placement) -> World:
-        world = join(placement)
+        own = self.options.plugin != "deepspeed"
+        world = join(placement) if own else self._deepspeed.setup(placement)
         self._framework = framework.Framework(world, self.options.plugin)
         return world
 
-    def prepare(self, spec: EngineSpec, world: World) -> AccelerateEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> Engine:
+        if self.options.plugin == "deepspeed":
+            return self._prepare_deepspeed(spec, world)
         from unipar_accelerate.accelerator import make_accelerator
         from unipar_accelerate.engine import AccelerateEngine, ShardedEngine
 
@@ -89,8 +102,18 @@ class AccelerateStrategy(Strategy):
         _make_equal(module)
         return ShardedEngine(spec, world, module, accelerator, self.options, undo)
 
+    def _prepare_deepspeed(self, spec: EngineSpec, world: World) -> Engine:
+        prepared = zero.Prepared(self._framework, self.options)
+        # The one thing that is asked of that strategy beyond the interface of all.
+        self._deepspeed.initialize = prepared  # pyright: ignore[reportAttributeAccessIssue]
+        engine = self._deepspeed.prepare(spec, world)
+        engine.accelerator = prepared.accelerator  # pyright: ignore[reportAttributeAccessIssue]
+        return engine
+
     def teardown(self) -> None:
         self._framework.stop()
+        if self.options.plugin == "deepspeed":
+            self._deepspeed.teardown()
 
 
 def _make_equal(module: nn.Module) -> None:

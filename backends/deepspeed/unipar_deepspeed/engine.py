@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ from unipar.logs import quiet_framework
 from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_deepspeed import framework
+
+Initialize = Callable[[nn.Module, Optimizer, dict[str, Any]], tuple[Any, Undo]]
+"""Makes DeepSpeed's engine of module, optimizer and configuration; and what lets go of it again."""
+
+
+def initialize(module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) -> tuple[Any, Undo]:
+    """``deepspeed.initialize``, as one would call it."""
+    engine, *_ = framework.load().initialize(model=module, optimizer=optimizer, config=config)
+    return engine, lambda: None
 
 
 class DeepSpeedEngine(ModuleEngine):
@@ -28,6 +38,7 @@ class DeepSpeedEngine(ModuleEngine):
         world: the joined processes.
         module: the user's module.
         config: DeepSpeed's configuration.
+        initialize: what calls ``deepspeed.initialize``.
         undo: called by :meth:`close`, newest first.
     """
 
@@ -37,9 +48,11 @@ class DeepSpeedEngine(ModuleEngine):
         world: World,
         module: nn.Module,
         config: dict[str, Any],
+        initialize: Initialize,
         undo: list[Undo],
     ) -> None:
         self._config = config
+        self._initialize = initialize
         self._group_names: list[tuple[str, ...]] = []
         self._deepspeed: Any = None
         super().__init__(spec, world, module.to(world.device), undo=undo)
@@ -50,11 +63,9 @@ class DeepSpeedEngine(ModuleEngine):
         optimizer = super()._build_optimizer()
         # ZeRO puts its flat partitions in their place.
         self._group_names = group_names(self.module, optimizer)
-        deepspeed = framework.load()
         with quiet_framework(*framework.LOGGERS):
-            self._deepspeed, *_ = deepspeed.initialize(
-                model=self.module, optimizer=optimizer, config=self._config
-            )
+            self._deepspeed, release = self._initialize(self.module, optimizer, self._config)
+        self._undo.append(release)
         self._model = self._deepspeed
         return optimizer
 

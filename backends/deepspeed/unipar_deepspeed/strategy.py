@@ -30,7 +30,7 @@ from unipar_deepspeed.options import (
 
 if TYPE_CHECKING:
     from unipar.install import Recipe
-    from unipar_deepspeed.engine import DeepSpeedEngine
+    from unipar_deepspeed.engine import DeepSpeedEngine, Initialize
 
 _SHARDED = ("optimizer", "gradients", "parameters")
 
@@ -42,6 +42,8 @@ class DeepSpeedStrategy(Strategy):
     options_type = DeepSpeedOptions
     rewrites_module: ClassVar[bool] = True
     options: AnyOptions
+    initialize: Initialize | None = None
+    """Who calls ``deepspeed.initialize``, where it is another framework that is over DeepSpeed."""
 
     @classmethod
     def availability(cls) -> Availability:
@@ -92,7 +94,7 @@ class DeepSpeedStrategy(Strategy):
         return world
 
     def prepare(self, spec: EngineSpec, world: World) -> DeepSpeedEngine:
-        from unipar_deepspeed.engine import ReplicaEngine
+        from unipar_deepspeed.engine import ReplicaEngine, initialize
         from unipar_deepspeed.zero import ZeROEngine
 
         module = seeded_model(spec)
@@ -102,7 +104,7 @@ class DeepSpeedStrategy(Strategy):
         size = sum(p.numel() for p in module.parameters())
         config = deepspeed_config(self.options, spec, world.size, size)
         engine = ZeROEngine if self.options.stage else ReplicaEngine
-        return engine(spec, world, module, config, undo)
+        return engine(spec, world, module, config, self.initialize or initialize, undo)
 
     def teardown(self) -> None:
         framework.stop(self._environment)
