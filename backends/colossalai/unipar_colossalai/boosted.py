@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,7 @@ class Boosted(nn.Module):
         module: the user's module.
     """
 
-    def __init__(self, module: nn.Module, wrapper: nn.Module) -> None:
+    def __init__(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
         # Not as a submodule, which would be the same parameters once more.

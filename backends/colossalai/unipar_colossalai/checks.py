@@ -7,7 +7,7 @@ from torch import nn, optim
 
 from unipar.errors import ConfigError
 
-_ELEMENTWISE = (
+ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
     *(optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop),
 )
@@ -39,10 +39,10 @@ def check_optimizer(module: nn.Module, optimizer: optim.Optimizer, promised: boo
         promised: whether the user says that any optimizer is elementwise.
     """
     kind = type(optimizer).__name__
-    if not promised and not isinstance(optimizer, _ELEMENTWISE):
+    if not promised and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
             f"colossalai: ZeRO gives the optimizer ({kind}) flat parts of tensors, and only for "
-            f"{', '.join(sorted(c.__name__ for c in _ELEMENTWISE))} is it known that this changes "
+            f"{', '.join(sorted(c.__name__ for c in ELEMENTWISE))} is it known that this changes "
             "nothing. Use one of these or plugin='ddp'; if it updates every element by itself, "
             "pass elementwise_optimizer=true."
         )

@@ -1,0 +1,104 @@
+"""A small Llama, sentences for it, and the plain loop that its runs have to equal.
+
+Nothing of unipar is imported here: one process, whole global batches in their order, the loss as
+the mean over all labels that count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+VOCABULARY, LENGTH, BATCH, SAMPLES = 11, 8, 8, 52
+CLIP = 0.5
+
+
+def llama(*, tied: bool = False, seed: int = 0, **settings: Any) -> Any:
+    """Grouped attention heads, and a vocabulary that does not divide."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                **{
+                    "vocab_size": VOCABULARY,
+                    "hidden_size": 16,
+                    "intermediate_size": 24,
+                    "num_hidden_layers": 3,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "max_position_embeddings": 16,
+                    "attn_implementation": "eager",
+                    "tie_word_embeddings": tied,
+                    **settings,
+                }
+            )
+        )
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Rows of tokens whose first labels are left out; one row in nine has none at all."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
+        self.labels = self.tokens.clone()
+        for i, row in enumerate(self.labels):
+            row[: LENGTH if i % 9 == 4 else i % 6] = -100
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}
+
+
+def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    named = list(named)
+    flat = [p for name, p in named if "norm" in name or name.endswith("bias")]
+    deep = [p for name, p in named if not ("norm" in name or name.endswith("bias"))]
+    groups = [{"params": deep}, {"params": flat, "weight_decay": 0.0, "lr": 5e-3}]
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.8)
+
+
+class Step(NamedTuple):
+    loss: float
+    grad_norm: float
+    num_items: float
+
+
+def entropy(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The summed loss of the labels that count, each predicted from the tokens before it."""
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def plain_loop(model: Any, steps: int) -> list[Step]:
+    """Train on the sentences in their order, epoch after epoch, the last batch being smaller."""
+    data = Sentences()
+    optimizer = adamw(model.named_parameters())
+    scheduler = schedule(optimizer)
+    done: list[Step] = []
+    while True:
+        for start in range(0, SAMPLES, BATCH):
+            labels = data.labels[start : start + BATCH]
+            count = (labels[:, 1:] != -100).sum()
+            loss = entropy(model, data.tokens[start : start + BATCH], labels) / count
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+            done.append(Step(loss.item(), norm.item(), count.item()))
+            if len(done) == steps:
+                return done

@@ -1,0 +1,230 @@
+"""Tensor and pipeline parallelism train the same run as a plain loop in one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from colossalai_llama import (
+    BATCH,
+    CLIP,
+    Sentences,
+    Step,
+    adamw,
+    entropy,
+    llama,
+    plain_loop,
+    schedule,
+)
+
+from unipar import Session
+from unipar.errors import ConfigError
+from unipar.loss import LossSum, model_output_loss
+from unipar.testing.pool import WorldPools
+from unipar.world import Placement
+
+pytestmark = pytest.mark.slow
+
+STEPS = 15
+TP, PP, BOTH = (
+    f"colossalai:plugin=hybrid,{sizes}"
+    for sizes in ("tp_size=2", "pp_size=2", "tp_size=2,pp_size=2")
+)
+
+
+def batches(session: Session, micro: int | None = None) -> Any:
+    return session.loader(
+        Sentences(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
+    )
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def train(
+    placement: Placement,
+    strategy: str,
+    micro: int | None = None,
+    tied: bool = False,
+    loss: Any = model_output_loss,
+    steps: int = STEPS,
+    activations: str = "off",
+) -> list[Step]:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            # Each rank's own weights, of which those of rank 0 must be what is trained.
+            llama(tied=tied, seed=placement.rank),
+            optimizer=adamw,
+            lr_scheduler=schedule,
+            max_grad_norm=CLIP,
+            activation_checkpointing=activations,  # pyright: ignore[reportArgumentType]
+        )
+        done: list[Step] = []
+        for batch in endless(batches(session, micro)):
+            step = engine.train_step(batch, loss)
+            assert step.grad_norm is not None
+            done.append(Step(step.loss, step.grad_norm, step.num_items))
+            if len(done) == steps:
+                return done
+        raise AssertionError
+
+
+@functools.cache
+def expected(tied: bool) -> list[Step]:
+    return plain_loop(llama(tied=tied), STEPS)
+
+
+def assert_same(done: list[list[Step]], tied: bool = False) -> None:
+    for of_rank in done:
+        wanted = expected(tied)[: len(of_rank)]
+        assert of_rank == [pytest.approx(step, rel=1e-5) for step in wanted]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "micro", "tied"),
+    [
+        (TP, 2, None, False),
+        (TP, 2, 3, True),
+        (TP, 4, 1, True),
+        (PP, 2, None, False),
+        (PP, 2, 3, True),
+        (PP, 4, 1, False),
+        (BOTH, 4, 3, True),
+        (TP + ",native={make_vocab_size_divisible_by: 1}", 2, None, False),
+    ],
+)
+def test_losses_and_gradient_norms_are_those_of_a_plain_loop(
+    strategy: str, ranks: int, micro: int | None, tied: bool, world_pool: WorldPools
+) -> None:
+    assert_same(world_pool(ranks).run(train, strategy, micro, tied), tied)
+
+
+@pytest.mark.parametrize("strategy", [TP, PP])
+def test_recomputed_activations_change_nothing(strategy: str, world_pool: WorldPools) -> None:
+    done = world_pool(2).run(train, strategy, 4, False, model_output_loss, 5, "full")
+    assert_same(done)
+
+
+def own_loss(model: Any, batch: Any) -> LossSum:
+    labels = batch["labels"]
+    return LossSum(entropy(model, batch["input_ids"], labels), (labels[:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(TP, 2), (PP, 2), (BOTH, 4)])
+def test_a_loss_of_the_users_own_is_honored(
+    strategy: str, ranks: int, world_pool: WorldPools
+) -> None:
+    assert_same(world_pool(ranks).run(train, strategy, 3, False, own_loss, 8))
+
+
+def own_loop(placement: Placement) -> list[float]:
+    with Session(TP, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            llama(), optimizer=adamw, lr_scheduler=schedule, max_grad_norm=CLIP
+        )
+        losses: list[float] = []
+        for batch in batches(session, 3):
+            for microbatch in batch:
+                loss = own_loss(engine, microbatch.data)
+                engine.backward(loss if microbatch.num_samples else LossSum(loss.total * 0, 0))
+            losses.append(engine.step().loss)
+        return losses
+
+
+def test_a_loop_of_the_users_own_trains_the_same_run(world_pool: WorldPools) -> None:
+    wanted = [step.loss for step in expected(False)[:7]]
+    for losses in world_pool(4).run(own_loop):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+# -- evaluation ----------------------------------------------------------------------------------
+
+
+def accuracy(predictions: torch.Tensor, labels: torch.Tensor) -> LossSum:
+    counts = labels != -100
+    return LossSum(((predictions == labels) & counts).sum(), counts.sum())
+
+
+def predict(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = model(input_ids=batch["input_ids"]).logits
+    return logits[:, :-1].argmax(-1), batch["labels"][:, 1:]
+
+
+def measure(placement: Placement, strategy: str) -> dict[str, float]:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(llama())
+        return session.evaluate(
+            engine,
+            batches(session, 3),
+            model_output_loss,
+            metrics={"accuracy": accuracy},
+            predict=predict,
+        )
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(TP, 4), (PP, 2), (BOTH, 4)])
+def test_an_evaluation_counts_each_label_once(
+    strategy: str, ranks: int, world_pool: WorldPools
+) -> None:
+    data, model = Sentences(), llama()
+    with torch.no_grad():
+        counts = (data.labels[:, 1:] != -100).sum()
+        loss = entropy(model, data.tokens, data.labels) / counts
+        right = accuracy(*predict(model, {"input_ids": data.tokens, "labels": data.labels}))
+    wanted = {"loss": loss.item(), "accuracy": (right.total / right.count).item()}
+    for metrics in world_pool(ranks).run(measure, strategy):
+        assert metrics == pytest.approx(wanted, rel=1e-5)
+
+
+# -- what a pipeline cannot take -----------------------------------------------------------------
+
+
+def twice(model: Any, batch: Any) -> torch.Tensor:
+    return model(**batch).loss + model(**batch).loss
+
+
+def never(model: Any, batch: Any) -> torch.Tensor:
+    return torch.ones(())
+
+
+def noisy(model: Any, batch: Any) -> torch.Tensor:
+    noise = torch.randint(0, 2, batch["input_ids"].shape)
+    return model(input_ids=(batch["input_ids"] + noise) % 11, labels=batch["labels"]).loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [(never, "without a call of the model"), (noisy, "draws random numbers")],
+)
+def test_a_loss_that_a_pipeline_cannot_compute_is_refused(
+    loss: Any, said: str, world_pool: WorldPools
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        world_pool(2).run(train, PP, None, False, loss)
+
+
+def test_a_loss_that_calls_the_model_twice_is_refused(world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match="calls the model twice"):
+        world_pool(2).run(train, PP, None, False, twice)
+
+
+def call_the_engine(placement: Placement, what: str) -> None:
+    with Session(PP, device="cpu", placement=placement) as session:
+        engine = session.prepare(llama(), optimizer=adamw)
+        if what == "call":
+            engine(input_ids=torch.zeros(1, 2, dtype=torch.long))
+        elif what == "backward":
+            engine.backward(torch.ones((), requires_grad=True))
+        else:
+            engine.step()
+
+
+@pytest.mark.parametrize("what", ["call", "backward", "step"])
+def test_a_pipeline_takes_whole_steps_only(what: str, world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match="takes whole steps only"):
+        world_pool(2).run(call_the_engine, what)

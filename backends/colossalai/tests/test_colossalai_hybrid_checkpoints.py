@@ -1,0 +1,149 @@
+"""A run saved from shards and stages goes on anywhere, and any other goes on in them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colossalai_llama import BATCH, CLIP, Sentences, adamw, llama, plain_loop, schedule
+
+from unipar import Session
+from unipar.checkpoint import load_model
+from unipar.errors import CheckpointError
+from unipar.loss import model_output_loss
+from unipar.testing.compare import assemble_weights
+from unipar.testing.harness import Exported
+from unipar.testing.pool import WorldPools
+from unipar.testing.portability import Where
+from unipar.world import Placement
+
+pytestmark = pytest.mark.slow
+
+HALF, STEPS = 7, 14
+TP, PP, BOTH = (
+    f"colossalai:plugin=hybrid,{sizes}"
+    for sizes in ("tp_size=2", "pp_size=2", "tp_size=2,pp_size=2")
+)
+SOURCES = [
+    *(Where("single", 1), Where("fsdp", 2), Where("colossalai:plugin=zero2", 2)),
+    *(Where(TP, 2), Where(TP, 4), Where(PP, 2), Where(BOTH, 4)),
+]
+TARGETS = [
+    *(Where("single", 1), Where("ddp", 2), Where("fsdp", 4)),
+    *(Where(TP, 2), Where(PP, 4), Where(BOTH, 4)),
+]
+
+
+def prepare(session: Session, tied: bool, seed: int) -> tuple[Any, Any]:
+    engine = session.prepare(
+        llama(tied=tied, seed=seed), optimizer=adamw, lr_scheduler=schedule, max_grad_norm=CLIP
+    )
+    return engine, session.loader(Sentences(), global_batch_size=BATCH, shuffle=False)
+
+
+def train(engine: Any, loader: Iterable[Any], steps: int) -> list[float]:
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    losses: list[float] = []
+    for batch in endless():
+        losses.append(engine.train_step(batch, model_output_loss).loss)
+        if len(losses) == steps:
+            return losses
+    raise AssertionError
+
+
+def train_and_save(placement: Placement, strategy: str, tied: bool, directory: Path) -> None:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine, loader = prepare(session, tied, 0)
+        train(engine, loader, HALF)
+        session.save(directory, loader=loader)
+
+
+def resume_each(
+    placement: Placement, strategy: str, tied: bool, paths: list[Path]
+) -> list[list[float]]:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine, loader = prepare(session, tied, 1)
+        runs = []
+        for path in paths:
+            assert session.load(path, loader=loader) == HALF
+            runs.append(train(engine, loader, STEPS - HALF))
+        return runs
+
+
+@functools.cache
+def uninterrupted(tied: bool) -> list[float]:
+    return [step.loss for step in plain_loop(llama(tied=tied), STEPS)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def saved(
+    request: pytest.FixtureRequest,
+    world_pool: WorldPools,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[bool, dict[Where, Path]]:
+    tied: bool = request.param
+    root = tmp_path_factory.mktemp("saved")
+    paths = {where: root / str(number) for number, where in enumerate(SOURCES)}
+    for where, path in paths.items():
+        world_pool(where.ranks).run(train_and_save, where.strategy, tied, path)
+    return tied, paths
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_resumes_what_any_source_has_saved(
+    target: Where, saved: tuple[bool, dict[Where, Path]], world_pool: WorldPools
+) -> None:
+    tied, paths = saved
+    wanted = uninterrupted(tied)[HALF:]
+    for runs in world_pool(target.ranks).run(
+        resume_each, target.strategy, tied, list(paths.values())
+    ):
+        for source, losses in zip(paths, runs, strict=True):
+            assert losses == pytest.approx(wanted, rel=1e-5), f"{source} -> {target}"
+
+
+def test_a_whole_model_takes_the_weights(saved: tuple[bool, dict[Where, Path]]) -> None:
+    tied, paths = saved
+    of_single = load_model(paths[Where("single", 1)], llama(tied=tied, seed=2))
+    of_both = load_model(paths[Where(BOTH, 4)], llama(tied=tied, seed=3))
+    for (name, own), other in zip(
+        of_both.state_dict().items(), of_single.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    saved: tuple[bool, dict[Where, Path]], world_pool: WorldPools
+) -> None:
+    _, paths = saved
+    with pytest.raises(CheckpointError, match=r"gate_proj|layers\.2"):
+        world_pool(2).run(load_into_another_model, paths[Where(TP, 2)])
+
+
+def load_into_another_model(placement: Placement, path: Path) -> None:
+    with Session(TP, device="cpu", placement=placement) as session:
+        session.prepare(llama(num_hidden_layers=2), optimizer=adamw)
+        session.load(path)
+
+
+@pytest.mark.parametrize("vocabulary", [64, 65, 100])
+def test_padding_of_the_vocabulary_is_not_exported(vocabulary: int, world_pool: WorldPools) -> None:
+    """64 rows are padded to 128, so that a shard is as large as the whole, and the other empty."""
+    parts = world_pool(2).run(export, TP, vocabulary)
+    whole = llama(vocab_size=vocabulary).state_dict()
+    assembled = assemble_weights(parts)
+    assert assembled.keys() == whole.keys()
+    for name, tensor in assembled.items():
+        assert torch.equal(tensor, whole[name]), name
+
+
+def export(placement: Placement, strategy: str, vocabulary: int) -> Exported:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        return Exported.of(session.prepare(llama(vocab_size=vocabulary)))

@@ -1,0 +1,128 @@
+"""The training step under HybridParallelPlugin without a pipeline: tensor parallelism."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.tensor.d_tensor.api import (  # pyright: ignore[reportMissingImports]
+    is_distributed_tensor,
+)
+from torch import nn
+
+from unipar.batch import MicroBatch
+from unipar.engine import checkpoint_activations
+from unipar.errors import ConfigError
+from unipar.loss import LossFn
+from unipar.state import EngineState, StateSource
+from unipar.strategy import EngineSpec
+from unipar.world import World
+from unipar_colossalai import hybrid_state
+from unipar_colossalai.engine import BoosterEngine
+from unipar_colossalai.hybrid_models import check_model, check_optimizer
+
+
+class HybridEngine(BoosterEngine):
+    """Each rank holds a part of every layer, and ranks exchange activations.
+
+    Attributes:
+        logical: the model as it was before it was divided.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        booster: Any,
+        undo: list[Callable[[], None]],
+        promised: bool,
+    ) -> None:
+        plugin = booster.plugin
+        self._plugin, self._promised = plugin, promised
+        self._tp_rank: int = dist.get_rank(plugin.tp_group)
+        check_model(module, plugin.tp_size, plugin.pp_size)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            # Colossal-AI takes each rank's part from that rank's own weights.
+            dist.broadcast(tensor.detach(), src=0)
+        super().__init__(spec, world, module, booster, undo)
+        # Only now: Colossal-AI replaces the methods of the modules that it divides.
+        self._undo.append(checkpoint_activations(module, spec.activation_checkpointing))
+
+    def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is not None:
+            check_optimizer(optimizer, self._promised)
+        # The optimizer is given whole parameters, of which Colossal-AI leaves it the parts.
+        self.logical = hybrid_state.Logical(self.module, optimizer)
+        super()._boost(optimizer)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.logical.num_parameters
+
+    # -- training --------------------------------------------------------------------------------
+
+    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+        if last:
+            return contextlib.nullcontext()
+        return self.booster.no_sync(self.wrapper, self.framework_optimizer)
+
+    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        raise ConfigError(
+            "colossalai: micro_batch_size='auto' tries what fits, and with plugin='hybrid' a rank "
+            "that runs out of memory would leave the others waiting for its part of the model. "
+            "Set micro_batch_size to a number."
+        )
+
+    def _gradient_norm(self, max_norm: float) -> float:
+        squared = torch.zeros((), dtype=torch.float64, device=self._device)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                part = parameter.grad.double().square().sum()
+                squared += part / self._num_holders(parameter)
+        for group in (self._plugin.tp_group, self._plugin.pp_group):
+            dist.all_reduce(squared, group=group)
+        norm = squared.sqrt().float()
+        if not math.isinf(max_norm):
+            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm.item()
+
+    def _num_holders(self, parameter: nn.Parameter) -> int:
+        """How many ranks of a replica hold the same elements."""
+        holders = 1 if is_distributed_tensor(parameter) else self._plugin.tp_size
+        for stages in self.wrapper.shared_params:
+            if any(parameter is shared for shared in stages.values()):
+                holders *= len(stages)
+        return holders
+
+    def _sync_buffers(self) -> None:
+        """The buffers of the models that are proved never change."""
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def export_state(self) -> EngineState:
+        return self._with_counters(
+            hybrid_state.export_state(
+                self.logical,
+                self.module,
+                self.optimizer,
+                self.lr_scheduler,
+                self.world,
+                self._tp_rank,
+            )
+        )
+
+    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
+        hybrid_state.import_weights(source, self.logical, self.module, self._tp_rank)
+        if not optimizer:
+            return
+        if self.optimizer is not None:
+            hybrid_state.import_optimizer(
+                source, self.logical, self.module, self.optimizer, self.lr_scheduler, self._tp_rank
+            )
+        self._restore_counters(source)

@@ -1,0 +1,100 @@
+"""The models that HybridParallelPlugin is proved with, and the sizes that it can divide them by.
+
+Colossal-AI 0.5.0 (colossalai/shardformer/policies/auto_policy.py) has policies for more models.
+They are refused until a run of theirs has been compared with a plain one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn, optim
+
+from unipar.errors import ConfigError
+from unipar.world import Placement, World
+from unipar_colossalai.checks import ELEMENTWISE
+
+PROVED = ("LlamaForCausalLM",)
+"""Classes of transformers, by name: importing them takes seconds."""
+
+
+def check_sizes(tp_size: int, pp_size: int, placement: Placement) -> None:
+    """Refuse processes that do not fall into whole replicas.
+
+    Raises:
+        ConfigError: how many there are, and how many a replica takes.
+    """
+    parts = tp_size * pp_size
+    if parts == 1:
+        raise ConfigError(
+            "colossalai: plugin='hybrid' with tp_size=1 and pp_size=1 divides nothing. Set tp_size "
+            "or pp_size to 2 or more, or use plugin='zero2' for data parallelism alone."
+        )
+    if placement.size % parts:
+        raise ConfigError(
+            f"colossalai: tp_size={tp_size} times pp_size={pp_size} makes {parts} processes a "
+            f"replica of the model, and {placement.size} processes do not fall into such. Set "
+            f"devices to a multiple of {parts}, or make the sizes smaller."
+        )
+
+
+def share_replicas(world: World, tp_size: int, pp_size: int) -> None:
+    """Say which ranks hold parts of one replica.
+
+    Colossal-AI's mesh is (data, pipeline, tensor), the last one varying fastest. The first rank of
+    the last stage leads: there the loss is.
+    """
+    parts = tp_size * pp_size
+    world.data_rank, world.data_size = world.rank // parts, world.size // parts
+    world.leads = world.rank % parts == parts - tp_size
+
+
+def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:
+    """Refuse a model that is not proved, or whose sizes do not divide.
+
+    Raises:
+        ConfigError: what the model has, and what is possible.
+    """
+    kind = type(model).__name__
+    if kind not in PROVED or not type(model).__module__.startswith("transformers."):
+        raise ConfigError(
+            f"colossalai: plugin='hybrid' divides models of transformers that it knows, and this "
+            f"is a {kind} of {type(model).__module__}. It is proved with: {', '.join(PROVED)}. "
+            "Use one of these, or plugin='zero2', which takes any module."
+        )
+    config: Any = model.config
+    for name, parameter in model.named_parameters():
+        if parameter.dtype is not torch.float32:
+            raise ConfigError(
+                f"colossalai: parameter '{name}' is {parameter.dtype}, and plugin='hybrid' is "
+                "proved in float32 alone. Call model.float()."
+            )
+    for attribute in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        size = getattr(config, attribute)
+        if size % tp_size:
+            raise ConfigError(
+                f"colossalai: tp_size={tp_size} does not divide the model's {attribute}={size}. "
+                "Set tp_size to a divisor of it."
+            )
+    if config.num_hidden_layers < pp_size:
+        raise ConfigError(
+            f"colossalai: pp_size={pp_size} is more than the model's "
+            f"num_hidden_layers={config.num_hidden_layers}: a stage needs one. "
+            f"Set pp_size={config.num_hidden_layers} at most."
+        )
+
+
+def check_optimizer(optimizer: optim.Optimizer, promised: bool) -> None:
+    """Refuse an optimizer that would not update a part of a tensor as it does the whole.
+
+    Raises:
+        ConfigError: it is not known to be elementwise, and not promised to be.
+    """
+    if not promised and not isinstance(optimizer, ELEMENTWISE):
+        raise ConfigError(
+            f"colossalai: plugin='hybrid' gives the optimizer ({type(optimizer).__name__}) parts "
+            f"of tensors, and only for {', '.join(sorted(c.__name__ for c in ELEMENTWISE))} is it "
+            "known that this changes nothing. Use one of these; if it updates every element by "
+            "itself, pass elementwise_optimizer=true."
+        )
