@@ -18,10 +18,13 @@ from torch import nn
 from unipar.data import Loader
 from unipar.loss import LossSum
 from unipar.session import Session
-from unipar.strategy import Engine
+from unipar.strategy import Engine, Precision
+from unipar.testing import reference
 from unipar.testing.compare import relative
+from unipar.testing.kit import HALF_PRECISION_FACTOR
 from unipar.testing.models import LENGTH, VOCABULARY, Block, Samples, sentences
 from unipar.testing.pool import WorldPools
+from unipar.testing.scenarios import HALF_DTYPES, predict_tokens
 from unipar.world import Placement
 
 HALF, STEPS, BATCH = 10, 20, 8
@@ -65,9 +68,7 @@ class Language(nn.Module):
 
 
 def loss_sum(model: Any, batch: Any) -> LossSum:
-    logits, labels = model(batch["tokens"]), batch["labels"]
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return LossSum(loss, (labels != -100).sum())
+    return LossSum(*predict_tokens(model, batch))
 
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -89,27 +90,38 @@ def data() -> Samples:
 
 
 @functools.cache
-def uninterrupted() -> list[float]:
+def uninterrupted(
+    autocast: torch.dtype | None = None, half_weights: torch.dtype | None = None
+) -> list[float]:
     """The losses of twenty steps of a plain loop in one process."""
-    model = Language()
-    optimizer = make_optimizer(model.named_parameters())
-    scheduler = make_scheduler(optimizer)
-    losses: list[float] = []
     loader = Loader(data(), global_batch_size=BATCH, shuffle=True)
-    while len(losses) < STEPS:
-        for batch in loader:
-            (whole,) = batch
-            loss = loss_sum(model, whole.data)
-            mean = loss.total / loss.count
-            optimizer.zero_grad()
-            mean.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            scheduler.step()
-            losses.append(mean.item())
-            if len(losses) == STEPS:
-                break
-    return losses
+    batches: list[list[Any]] = []
+    while len(batches) < STEPS:
+        batches += [[microbatch.data for microbatch in batch] for batch in loader]
+    trace = reference.train(
+        Language(),
+        batches[:STEPS],
+        predict_tokens,
+        make_optimizer,
+        make_scheduler=make_scheduler,
+        max_grad_norm=0.5,
+        autocast=autocast,
+        half_weights=half_weights,
+    )
+    return trace.losses
+
+
+@functools.cache
+def bound(precision: Precision = "fp32") -> float:
+    """How far a resumed run's losses may be from the undisturbed fp32 run's.
+
+    In half precision, a few times as far as rounding takes the plain loop, whichever way it rounds.
+    """
+    if precision == "fp32":
+        return RELATIVE
+    dtype = HALF_DTYPES[precision]
+    curves = uninterrupted(autocast=dtype), uninterrupted(half_weights=dtype)
+    return HALF_PRECISION_FACTOR * max(difference(curve, uninterrupted()) for curve in curves)
 
 
 def prepare(session: Session, *, elsewhere: bool) -> tuple[Engine, Loader]:
@@ -135,8 +147,10 @@ def train(engine: Engine, loader: Loader, steps: int) -> list[float]:
     raise AssertionError
 
 
-def train_and_save(placement: Placement, strategy: str, directory: Path) -> list[float]:
-    with Session(strategy, device="cpu", placement=placement) as session:
+def train_and_save(
+    placement: Placement, strategy: str, directory: Path, precision: Precision = "fp32"
+) -> list[float]:
+    with Session(strategy, precision=precision, device="cpu", placement=placement) as session:
         engine, loader = prepare(session, elsewhere=False)
         losses = train(engine, loader, HALF)
         session.save(directory, loader=loader)
@@ -144,11 +158,15 @@ def train_and_save(placement: Placement, strategy: str, directory: Path) -> list
 
 
 def resume_each(
-    placement: Placement, strategy: str, paths: list[Path], optimizer: bool = True
+    placement: Placement,
+    strategy: str,
+    paths: list[Path],
+    optimizer: bool = True,
+    precision: Precision = "fp32",
 ) -> list[tuple[int, list[float]]]:
     """For each checkpoint, the step it was saved at and the losses of the steps after it."""
     runs = []
-    with Session(strategy, device="cpu", placement=placement) as session:
+    with Session(strategy, precision=precision, device="cpu", placement=placement) as session:
         engine, loader = prepare(session, elsewhere=True)
         for path in paths:
             step = session.load(path, loader=loader, optimizer=optimizer)
@@ -156,7 +174,9 @@ def resume_each(
     return runs
 
 
-def save_all(places: Sequence[Where], pools: WorldPools, root: Path) -> dict[Where, Path]:
+def save_all(
+    places: Sequence[Where], pools: WorldPools, root: Path, precision: Precision = "fp32"
+) -> dict[Where, Path]:
     """A checkpoint of step :data:`HALF` from each place.
 
     Raises:
@@ -165,14 +185,17 @@ def save_all(places: Sequence[Where], pools: WorldPools, root: Path) -> dict[Whe
     saved = {}
     for number, place in enumerate(places):
         directory = root / f"source-{number}"
-        for of_rank in pools(place.ranks).run(train_and_save, place.strategy, directory):
-            if difference(of_rank, uninterrupted()[:HALF]) > RELATIVE:
+        runs = pools(place.ranks).run(train_and_save, place.strategy, directory, precision)
+        for of_rank in runs:
+            if not difference(of_rank, uninterrupted()[:HALF]) <= bound(precision):
                 raise AssertionError(f"{place}: {of_rank}, not {uninterrupted()[:HALF]}")
         saved[place] = directory
     return saved
 
 
-def go_on(target: Where, saved: Mapping[Where, Path], pools: WorldPools) -> dict[Where, float]:
+def go_on(
+    target: Where, saved: Mapping[Where, Path], pools: WorldPools, precision: Precision = "fp32"
+) -> dict[Where, float]:
     """Resume each checkpoint at ``target``, and train the second half.
 
     Returns:
@@ -184,7 +207,8 @@ def go_on(target: Where, saved: Mapping[Where, Path], pools: WorldPools) -> dict
     """
     expected = uninterrupted()[HALF:]
     apart = dict.fromkeys(saved, 0.0)
-    for runs in pools(target.ranks).run(resume_each, target.strategy, list(saved.values())):
+    paths = list(saved.values())
+    for runs in pools(target.ranks).run(resume_each, target.strategy, paths, True, precision):
         for source, (step, losses) in zip(saved, runs, strict=True):
             if step != HALF:
                 raise AssertionError(f"{source} -> {target}: goes on from step {step}")
@@ -192,12 +216,14 @@ def go_on(target: Where, saved: Mapping[Where, Path], pools: WorldPools) -> dict
     return apart
 
 
-def assert_goes_on(target: Where, saved: Mapping[Where, Path], pools: WorldPools) -> None:
+def assert_goes_on(
+    target: Where, saved: Mapping[Where, Path], pools: WorldPools, precision: Precision = "fp32"
+) -> None:
     """Assert that :func:`go_on` makes the undisturbed run's second half of each checkpoint."""
     wrong = [
         f"{source} -> {target}: losses differ by {apart:.1e} of the undisturbed run's"
-        for source, apart in go_on(target, saved, pools).items()
-        if apart > RELATIVE
+        for source, apart in go_on(target, saved, pools, precision).items()
+        if not apart <= bound(precision)
     ]
     if wrong:
         raise AssertionError("\n".join(wrong))
