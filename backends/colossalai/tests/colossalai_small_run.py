@@ -46,6 +46,7 @@ def main(plugin: str, log_level: str, directory: str = "", restarts: str = "0") 
         TensorDataset(x, x.sum(dim=1, keepdim=True)),
         strategy={"name": "colossalai", "plugin": plugin},
         loss=loss_fn,
+        precision="bf16" if plugin == "gemini" else "fp32",
         devices=2,
         device="cpu",
         global_batch_size=8,

@@ -17,7 +17,9 @@ from unipar.testing.pool import WorldPools
 from unipar.testing.portability import Where, assert_goes_on, make_optimizer, save_all
 from unipar.world import Placement
 
-DDP, ZERO1, ZERO2 = (f"colossalai:plugin={plugin}" for plugin in ("ddp", "zero1", "zero2"))
+DDP, ZERO1, ZERO2, GEMINI = (
+    f"colossalai:plugin={plugin}" for plugin in ("ddp", "zero1", "zero2", "gemini")
+)
 
 SOURCES = [
     *(Where("single", 1), Where("ddp", 2), Where("fsdp", 4)),
@@ -26,6 +28,13 @@ SOURCES = [
 TARGETS = [
     *(Where("single", 1), Where("ddp", 2), Where("fsdp", 2)),
     *(Where(DDP, 1), Where(ZERO1, 4), Where(ZERO2, 1), Where(ZERO2, 2)),
+]
+
+# Gemini has no fp32, so that what is in half precision moves to and from it.
+HALF_SOURCES = [Where("single", 1), Where("ddp", 2), Where(GEMINI, 2), Where(GEMINI, 4)]
+HALF_TARGETS = [
+    *(Where("single", 1), Where("ddp", 2), Where("fsdp", 2), Where(ZERO2, 2)),
+    *(Where(GEMINI, 1), Where(GEMINI, 2), Where(GEMINI, 4)),
 ]
 
 pytestmark = pytest.mark.slow
@@ -41,6 +50,20 @@ def test_resumes_what_any_source_has_saved(
     target: Where, saved: dict[Where, Path], world_pool: WorldPools
 ) -> None:
     assert_goes_on(target, saved, world_pool)
+
+
+@pytest.fixture(scope="module")
+def saved_in_bf16(
+    world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory
+) -> dict[Where, Path]:
+    return save_all(HALF_SOURCES, world_pool, tmp_path_factory.mktemp("bf16"), "bf16")
+
+
+@pytest.mark.parametrize("target", HALF_TARGETS, ids=str)
+def test_resumes_in_bf16_what_any_source_has_saved(
+    target: Where, saved_in_bf16: dict[Where, Path], world_pool: WorldPools
+) -> None:
+    assert_goes_on(target, saved_in_bf16, world_pool, "bf16")
 
 
 def test_a_checkpoint_of_another_model_is_refused(

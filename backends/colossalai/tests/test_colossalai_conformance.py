@@ -12,6 +12,7 @@ STRATEGIES = [
     "colossalai:plugin=ddp",
     "colossalai:plugin=zero1",
     "colossalai:plugin=zero2",
+    "colossalai:plugin=gemini",
 ]
 
 pytestmark = pytest.mark.slow

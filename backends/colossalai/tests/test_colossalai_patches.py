@@ -97,6 +97,43 @@ def stream_of_the_host(placement: Placement) -> str:
     return "it has one"
 
 
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        ("chunks-on-cpu", "AssertionError"),
+        ("gemini-optimizers", "You should use an optimizer in the available list"),
+        ("auto-placement-on-cpu", "Torch not compiled with CUDA enabled"),
+    ],
+)
+def test_without_each_change_gemini_fails(left_out: str, said: str, world_pool: Any) -> None:
+    assert said in world_pool(1).run(gemini_without, left_out)[0]
+
+
+def gemini_without(placement: Placement, left_out: str) -> str:
+    from unipar.batch import Batch, MicroBatch
+    from unipar.strategy import EngineSpec
+
+    kept = patches.ALL
+    patches.ALL = tuple(patch for patch in kept if patch.name != left_out)
+    strategy = registry.resolve("colossalai:plugin=gemini,placement=auto")
+    world = strategy.setup(placement)
+    try:
+        model = nn.Linear(2, 2)
+        spec = EngineSpec(
+            model, lambda named: torch.optim.SGD([p for _, p in named]), precision="bf16"
+        )
+        engine = strategy.prepare(spec, world)
+        batch = Batch((MicroBatch(torch.ones(2, 2), 2),), 2)
+        engine.train_step(batch, lambda model, x: model(x).mean())
+    except (AssertionError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        patches.ALL = kept
+        strategy.teardown()
+        world.leave()
+    return "it runs"
+
+
 def test_without_stand_ins_it_cannot_be_imported() -> None:
     code = "import warnings; warnings.simplefilter('ignore'); import colossalai.booster"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -119,7 +156,7 @@ def left_over(placement: Placement) -> list[str]:
 # -- what is left of them ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "zero2"])
+@pytest.mark.parametrize("plugin", ["ddp", "zero2", "gemini"])
 def test_teardown_leaves_colossalai_as_it_was(plugin: str, world_pool: Any) -> None:
     before, during, after = world_pool(1).run(set_up_and_tear_down, plugin)[0]
     assert before == after != during
@@ -131,10 +168,18 @@ def set_up_and_tear_down(placement: Placement, plugin: str) -> tuple[Any, Any, A
     load()
     from colossalai.accelerator import api  # pyright: ignore[reportMissingImports]
     from colossalai.booster.plugin import torch_ddp_plugin  # pyright: ignore[reportMissingImports]
+    from colossalai.legacy.utils import memory  # pyright: ignore[reportMissingImports]
     from colossalai.zero import LowLevelZeroOptimizer  # pyright: ignore[reportMissingImports]
+    from colossalai.zero.gemini import gemini_optimizer  # pyright: ignore[reportMissingImports]
+    from colossalai.zero.gemini.chunk.chunk import Chunk  # pyright: ignore[reportMissingImports]
+    from colossalai.zero.gemini.memory_tracer.memory_monitor import (  # pyright: ignore
+        SyncCudaMemoryMonitor,
+    )
 
     def seen() -> tuple[int, ...]:
         found = api._ACCELERATOR, torch_ddp_plugin.nn, LowLevelZeroOptimizer._sanity_checks
+        found = *found, Chunk.close_chunk, gemini_optimizer._AVAIL_OPTIM_LIST
+        found = *found, SyncCudaMemoryMonitor.start, memory.colo_device_memory_capacity
         return tuple(map(id, found))
 
     before = seen()
@@ -151,6 +196,8 @@ def set_up_and_tear_down(placement: Placement, plugin: str) -> tuple[Any, Any, A
     [
         ("cpu", "ddp", ["keep-batchnorm"]),
         ("cpu", "zero1", ["zero-on-cpu"]),
+        ("cpu", "gemini", ["chunks-on-cpu", "auto-placement-on-cpu", "gemini-optimizers"]),
+        ("cuda", "gemini", ["gemini-optimizers"]),
         ("cuda", "zero2", []),
         ("cuda", "ddp", ["keep-batchnorm"]),
     ],

@@ -1,6 +1,7 @@
-"""The host as Colossal-AI's accelerator, with the streams that ZeRO names and does not need.
+"""The host as Colossal-AI's accelerator: streams that ZeRO does not need, the host's generator.
 
-Colossal-AI 0.5.0 (colossalai/accelerator/cpu_accelerator.py) raises for all of them.
+Colossal-AI 0.5.0 (colossalai/accelerator/cpu_accelerator.py) raises for most of them, and gives
+torch an argument that it does not take for ``get_rng_state``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from colossalai.accelerator.cpu_accelerator import (  # pyright: ignore[reportMissingImports]
     CpuAccelerator,
 )
@@ -15,6 +17,10 @@ from colossalai.accelerator.cpu_accelerator import (  # pyright: ignore[reportMi
 
 class Host(CpuAccelerator):
     """What the host does, it does in order: there is one stream, and nothing to wait for."""
+
+    def device_count(self) -> int:
+        # Gemini's loss scaler asks, and does nothing with the answer.
+        return 1
 
     def Stream(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -24,3 +30,9 @@ class Host(CpuAccelerator):
 
     def stream(self, stream_: None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)

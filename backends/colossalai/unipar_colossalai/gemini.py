@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from unipar.batch import MicroBatch
 from unipar.engine import ModuleEngine, group_names
@@ -19,9 +17,11 @@ from unipar.loss import Loss, LossFn, LossSum
 from unipar.state import EngineState, StateSource
 from unipar.strategy import EngineSpec
 from unipar.world import World
-from unipar_colossalai import gemini_state as state
+from unipar_colossalai import parts
 from unipar_colossalai.checks import check_optimizer, check_parameters
 from unipar_colossalai.engine import BoosterEngine
+from unipar_colossalai.gemini_state import Held, floating
+from unipar_colossalai.scaling import PartScaler, clip_parts
 from unipar_colossalai.working import Working, guard_forward
 
 
@@ -57,10 +57,10 @@ class GeminiEngine(BoosterEngine):
         self._model = Working(module, self.wrapper)
         self._parameters = list(self._parts)
         if self._scaler is not None:
-            self._scaler = _Scaler(self._device.type, process_group=None)
+            self._scaler = PartScaler(self._device.type, process_group=None)
 
     def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
-        originals = {name: tensor.detach() for name, tensor in state.floating(self.module)}
+        originals = {name: tensor.detach() for name, tensor in floating(self.module)}
         if optimizer is not None:
             check_optimizer(self.module, optimizer, self._promised)
             # Before its groups hold parts of parameters.
@@ -68,7 +68,7 @@ class GeminiEngine(BoosterEngine):
         super()._boost(optimizer)
         # Colossal-AI's own walks up the stack for each message, and there is one in every step.
         self.wrapper._logger = logging.getLogger("colossalai")
-        self._held = state.Held(self.module, self.wrapper, originals)
+        self._held = Held(self.module, self.wrapper, originals)
         self._parts = self._held.parts(self.framework_optimizer)
 
     def _forget(self) -> None:
@@ -134,7 +134,7 @@ class GeminiEngine(BoosterEngine):
 
     def _finish_gradients(self) -> None:
         for part, where in self._parts.items():
-            part.data = where.master
+            part.data = where.held
             part.grad = self._sums[where.chunk][where.span]
 
     def _drop_gradients(self) -> None:
@@ -144,13 +144,7 @@ class GeminiEngine(BoosterEngine):
             part.grad = None
 
     def _gradient_norm(self, max_norm: float) -> float:
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        squared = nn.utils.get_total_norm(grads).square()
-        dist.all_reduce(squared)
-        norm = squared.sqrt()
-        if not math.isinf(max_norm):
-            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
-        return norm.item()
+        return clip_parts(self._parameters, max_norm)
 
     def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         stepped = super()._step_optimizer(optimizer)
@@ -162,31 +156,30 @@ class GeminiEngine(BoosterEngine):
 
     def export_state(self) -> EngineState:
         self._sync_buffers()
-        exported = state.export_state(
-            self._held, self._parts, self.optimizer, self._groups, self.lr_scheduler, self.world
-        )
+        weights, aliases = self._held.states()
+        exported = EngineState(weights, aliases=aliases)
+        if self.optimizer is not None:
+            parts.export_optimizer(
+                exported,
+                self._parts.items(),
+                self.optimizer,
+                self._groups,
+                self.lr_scheduler,
+                self.world,
+            )
         return self._with_counters(exported)
 
     def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
-        state.import_weights(source, self._held)
-        if self.framework_optimizer is not None:
-            self.framework_optimizer._update_fp16_params()
+        states, _ = self._held.states()
+        source.fill_weights(states)
+        self._held.round()
         if optimizer and self.optimizer is not None:
-            state.import_optimizer(
-                source, self._held, self._parts, self.optimizer, self._groups, self.lr_scheduler
+            parts.import_optimizer(
+                source,
+                self._parts.items(),
+                self._held.trained,
+                self.optimizer,
+                self._groups,
+                self.lr_scheduler,
             )
             self._restore_counters(source)
-
-
-class _Scaler(ShardedGradScaler):
-    """Counts a rank that holds no gradient as one whose gradients are finite."""
-
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool = True,
-    ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        return found or {found_inf.device: torch.zeros_like(found_inf)}

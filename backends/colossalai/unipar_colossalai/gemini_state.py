@@ -12,22 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from unipar.engine import (
-    export_scheduler,
-    flat_state,
-    group_states,
-    import_scheduler,
-    restore_groups,
-)
-from unipar.errors import CheckpointError
-from unipar.plain import from_json, to_json
-from unipar.state import EngineState, LocalState, StateSource, TensorInfo, named_weights
-from unipar.world import World
-
-Groups = list[tuple[str, ...]]
+from unipar.state import LocalState, named_weights
+from unipar_colossalai.parts import Part
 
 
 def floating(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -37,27 +24,16 @@ def floating(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What this rank's optimizer updates of one parameter.
+class ChunkPart(Part):
+    """What this rank has of one parameter.
 
     Attributes:
-        name: the parameter's.
-        shape: the whole parameter's.
-        start: its first element that is held here.
         chunk: the chunk of half-precision weights that it lives in.
         span: where in this rank's share of the chunk.
-        master: the fp32 weights.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    start: int
     chunk: Any
     span: slice
-    master: torch.Tensor
-
-
-Parts = Mapping[nn.Parameter, Part]
 
 
 class Held:
@@ -84,9 +60,9 @@ class Held:
         self._exact = {name: t for name, t in originals.items() if name not in self.trained}
         for name in self.trained:
             part = self._part(name)
-            part.master.copy_(originals[name].flatten()[part.start :][: part.master.numel()])
+            part.held.copy_(originals[name].flatten()[part.start :][: part.held.numel()])
 
-    def parts(self, gemini_optimizer: Any) -> dict[nn.Parameter, Part]:
+    def parts(self, gemini_optimizer: Any) -> dict[nn.Parameter, ChunkPart]:
         """The tensors that this rank's optimizer holds, and what of the model each of them is."""
         if gemini_optimizer is None:
             return {}
@@ -97,7 +73,7 @@ class Held:
             for number, fake in gemini_optimizer.id_to_fake_params.items()
         }
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> ChunkPart:
         parameter = self.trained[name]
         chunk = self._manager.get_chunk(parameter)
         info = chunk.tensors_info[parameter]
@@ -108,10 +84,10 @@ class Held:
         span = slice(first - begin, last - begin)
         if first == last:
             span = slice(0, 0)
-        master = chunk.paired_chunk.payload[span]
-        return Part(name, tuple(parameter.shape), first - info.offset, chunk, span, master)
+        held = chunk.paired_chunk.payload[span]
+        return ChunkPart(name, tuple(parameter.shape), first - info.offset, held, chunk, span)
 
-    def weights(self) -> tuple[list[LocalState], dict[str, str]]:
+    def states(self) -> tuple[list[LocalState], dict[str, str]]:
         """Describe the fp32 weights and the buffers, and name what is tied."""
         named, aliases = named_weights(self.module)
         self._follow_buffers()
@@ -121,7 +97,7 @@ class Held:
     def _weight(self, name: str, tensor: torch.Tensor) -> LocalState:
         if name in self.trained:
             part = self._part(name)
-            return flat_state(name, part.shape, part.start, part.master)
+            return part.state(name, part.held)
         return LocalState.of(name, self._exact.get(name, tensor))
 
     def _follow_buffers(self) -> None:
@@ -138,91 +114,3 @@ class Held:
             for name, tensor in floating(self.module):
                 if name in self._exact:
                     tensor.copy_(self._exact[name])
-
-
-def export_state(
-    held: Held,
-    parts: Parts,
-    optimizer: Optimizer | None,
-    groups: Groups,
-    scheduler: LRScheduler | None,
-    world: World,
-) -> EngineState:
-    """Describe weights, optimizer and scheduler; no tensor is gathered. Collective."""
-    weights, aliases = held.weights()
-    exported = EngineState(weights, aliases=aliases)
-    if optimizer is not None:
-        own: dict[str, LocalState] = {}
-        scalars: dict[str, dict[str, Any]] = {}
-        for fake, part in parts.items():
-            for key, value in optimizer.state.get(fake, {}).items():
-                full = f"{part.name}.{key}"
-                if isinstance(value, torch.Tensor) and value.ndim:
-                    own[full] = flat_state(full, part.shape, part.start, value)
-                elif isinstance(value, torch.Tensor):
-                    own[full] = LocalState.of(full, value)
-                elif value is not None:
-                    where = f"optimizer state '{full}'"
-                    scalars.setdefault(part.name, {})[key] = to_json(value, where)
-        listed: dict[str, TensorInfo] = {}
-        known = [(state.name, state.shape, state.dtype) for state in own.values()]
-        for infos, more in world.gather((known, scalars)):
-            listed.update({name: TensorInfo(shape, dtype) for name, shape, dtype in infos})
-            scalars.update(more)
-        exported.optimizer = [
-            own.get(name) or LocalState.absent(name, *listed[name]) for name in sorted(listed)
-        ]
-        exported.groups = group_states(groups, optimizer)
-        exported.extra["scalars"] = scalars
-    export_scheduler(scheduler, exported)
-    return exported
-
-
-def import_weights(source: StateSource, held: Held) -> None:
-    """Fill the fp32 weights, and round them to what computes. Collective."""
-    states, _ = held.weights()
-    source.fill_weights(states)
-    held.round()
-
-
-def import_optimizer(
-    source: StateSource,
-    held: Held,
-    parts: Parts,
-    optimizer: Optimizer,
-    groups: Groups,
-    scheduler: LRScheduler | None,
-) -> None:
-    """Make this rank's part of the optimizer's state as it is stored, and fill it. Collective."""
-    strangers = sorted(set(source.optimizer) - set(held.trained))
-    if strangers:
-        raise CheckpointError(
-            f"the checkpoint holds optimizer state of {len(strangers)} parameters that this model "
-            f"does not train: {', '.join(strangers[:8])}{', …' if len(strangers) > 8 else ''}."
-        )
-    states: list[LocalState] = []
-    for fake, part in parts.items():
-        values: dict[str, Any] = {
-            key: from_json(value)
-            for key, value in source.extra.get("scalars", {}).get(part.name, {}).items()
-        }
-        for key, info in source.optimizer.get(part.name, {}).items():
-            full = f"{part.name}.{key}"
-            if info.shape == () and (key == "step" or part.shape):
-                values[key] = torch.zeros((), dtype=info.dtype)
-                states.append(LocalState.of(full, values[key]))
-            elif info.shape == part.shape:
-                values[key] = torch.zeros_like(part.master, dtype=info.dtype)
-                states.append(flat_state(full, part.shape, part.start, values[key]))
-            else:
-                raise CheckpointError(
-                    f"optimizer state '{full}' has shape {info.shape} and its parameter has "
-                    f"{part.shape}: Gemini divides state as it does parameters. Resume under a "
-                    "strategy that keeps the optimizer whole."
-                )
-        optimizer.state.pop(fake, None)
-        if values:
-            optimizer.state[fake] = values
-    source.fill_optimizer(states)
-    restore_groups(source.groups, groups, optimizer)
-    import_scheduler(scheduler, source)

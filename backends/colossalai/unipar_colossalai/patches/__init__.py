@@ -6,10 +6,26 @@ taken back when it ends.
 
 from __future__ import annotations
 
-from unipar_colossalai.patches import batchnorm, sanity
+from unipar_colossalai.patches import (
+    batchnorm,
+    chunks,
+    device,
+    monitor,
+    optimizers,
+    p2p,
+    sanity,
+)
 from unipar_colossalai.patches.patch import Patch, Undo
 
-ALL: tuple[Patch, ...] = (batchnorm.PATCH, sanity.PATCH)
+ALL: tuple[Patch, ...] = (
+    batchnorm.PATCH,
+    sanity.PATCH,
+    chunks.PATCH,
+    device.PATCH,
+    monitor.PATCH,
+    optimizers.PATCH,
+    p2p.PATCH,
+)
 
 
 def apply(device_type: str, plugin: str) -> list[Undo]:
