@@ -1,0 +1,144 @@
+"""``unipar.fit`` with tensor and pipeline parallelism, and what it refuses before it starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colossalai_llama import llama
+from torch import nn
+
+import unipar
+from unipar import registry
+from unipar.checks import check_capabilities
+from unipar.errors import ConfigError
+from unipar.strategy import EngineSpec
+from unipar.testing.pool import WorldPools
+from unipar.world import Placement
+
+SCRIPT = Path(__file__).with_name("colossalai_hybrid_run.py")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=150
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["tp_size=2", "pp_size=2"])
+def test_a_run_trains_the_callers_model_and_is_quiet(sizes: str) -> None:
+    done = run(sizes, "warning")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "steps: 6, the stored weights: True, the loss it evaluated: True\n"
+
+
+@pytest.mark.slow
+def test_a_stage_that_is_killed_ends_the_run_with_a_report() -> None:
+    done = run("pp_size=2", "warning", "kill")
+    assert done.returncode != 0
+    assert "Rank 0 of 2 failed" in done.stderr
+    assert "SIGKILL" in done.stderr
+
+
+# -- refused before any process starts -----------------------------------------------------------
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def refusal(options: str, model: Any, size: int = 2, **asked: Any) -> str:
+    strategy = registry.resolve(f"colossalai:plugin=hybrid,{options}")
+    with pytest.raises(ConfigError) as caught:
+        check_capabilities(strategy, EngineSpec(model, **asked), Placement(size=size))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "size", "said"),
+    [
+        ("tp_size=1", {}, 2, "divides nothing. Set tp_size or pp_size to 2 or more"),
+        ("tp_size=2", {}, 3, "3 processes do not fall into such"),
+        ("tp_size=2,pp_size=2", {}, 6, "makes 4 processes a replica"),
+        ("tp_size=3", {}, 3, "does not divide the model's num_attention_heads=4"),
+        ("tp_size=4", {}, 4, "does not divide the model's num_key_value_heads=2"),
+        ("tp_size=2", {"intermediate_size": 25}, 2, "intermediate_size=25"),
+        ("pp_size=4", {}, 4, "Set pp_size=3 at most"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(
+    options: str, settings: dict[str, Any], size: int, said: str
+) -> None:
+    assert said in refusal(options, llama(**settings), size)
+
+
+def test_a_model_without_a_proved_policy_is_refused_with_those_there_are() -> None:
+    said = refusal("tp_size=2", Custom())
+    assert "this is a Custom" in said
+    assert "LlamaForCausalLM" in said
+    assert "plugin='zero2'" in said
+
+
+def test_fit_refuses_it_before_a_process_starts() -> None:
+    with pytest.raises(ConfigError, match="It is proved with"):
+        unipar.fit(
+            Custom(),
+            torch.ones(4, 2),
+            strategy="colossalai:plugin=hybrid,tp_size=2",
+            loss=lambda model, x: model.layer(x).mean(),
+            devices=2,
+            device="cpu",
+            global_batch_size=2,
+            steps=1,
+            checkpoint=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"precision": "bf16"}, "precision='bf16' is not supported"),
+        ({"compile": True}, "compile is not supported"),
+    ],
+)
+def test_what_is_not_proved_is_refused(asked: dict[str, Any], said: str) -> None:
+    assert said in refusal("tp_size=2", llama(), **asked)
+
+
+def test_half_precision_weights_are_refused() -> None:
+    assert "Call model.float()" in refusal("tp_size=2", llama().bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("native", "said"),
+    [
+        ("enable_sequence_parallelism: true", "does not take here"),
+        ("zero_stage: 1", "does not take here"),
+        ("tp_size: 2", "the option 'tp_size'"),
+        ("num_microbatches: 2", "the run's micro_batch_size"),
+        ("max_norm: 1.0", "the run's max_grad_norm"),
+    ],
+)
+def test_native_arguments_that_are_not_proved_are_refused(native: str, said: str) -> None:
+    assert said in refusal(f"tp_size=2,native={{{native}}}", llama())
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_needs_whole_tensors_is_refused(world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match="elementwise_optimizer=true"):
+        world_pool(2).run(prepare_with_adafactor)
+
+
+def prepare_with_adafactor(placement: Placement) -> None:
+    strategy = "colossalai:plugin=hybrid,tp_size=2"
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        session.prepare(
+            llama(), optimizer=lambda named: torch.optim.Adafactor([p for _, p in named])
+        )
