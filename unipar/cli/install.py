@@ -27,6 +27,7 @@ _HEARTBEAT = 30.0
 def install(
     name: str,
     *,
+    extras: Annotated[tuple[str, ...], Parameter(name="--with", negative="")] = (),
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], negative="")] = False,
     dry_run: Annotated[bool, Switch] = False,
     force: Annotated[bool, Switch] = False,
@@ -38,6 +39,7 @@ def install(
 
     Args:
         name: the strategy.
+        extras: what is to be had beside the framework; may be given several times.
         yes: do not ask.
         dry_run: print the commands and run none.
         force: install what is there already, and build anew what is in the cache.
@@ -48,9 +50,11 @@ def install(
 
     strategy, recipe = _recipe(name)
     console = Console(soft_wrap=True, highlight=False)
-    if not force and not dry_run and strategy.availability().ok:
+    here = not force and strategy.availability().ok
+    if here and not dry_run and not extras:
         console.print(f"{recipe.framework} is here already. To install it again: --force")
         return 0
+    recipe = recipe.including(extras, only=here and not dry_run)
     check(recipe)
     actions = plan(recipe, force=force)
     if dry_run:

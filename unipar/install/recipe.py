@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from unipar.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,23 @@ Step = Pip | Build | Python
 
 
 @dataclass(frozen=True)
+class Extra:
+    """A part of a framework that not everybody wants: ``unipar install NAME --with EXTRA``.
+
+    Attributes:
+        name: what it is called there.
+        title: what it is, in a few words.
+        steps: what is done for it, after the framework is there.
+        programs: what must be on the ``PATH`` for that.
+    """
+
+    name: str
+    title: str
+    steps: tuple[Step, ...]
+    programs: tuple[Program, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recipe:
     """How one framework gets into an environment that holds torch.
 
@@ -109,6 +128,7 @@ class Recipe:
         smoke: the strategy that the installation is checked with, such as ``"name:stage=1"``;
             empty: ``name``.
         smoke_precision: the precision of that check.
+        extras: what can be had beside it.
     """
 
     name: str
@@ -119,6 +139,34 @@ class Recipe:
     alone: str = ""
     smoke: str = ""
     smoke_precision: str = "fp32"
+    extras: tuple[Extra, ...] = ()
+
+    def including(self, names: Sequence[str], *, only: bool = False) -> Recipe:
+        """This recipe with the steps of some extras.
+
+        Args:
+            names: of the extras.
+            only: without the framework's own steps, for it is there already.
+
+        Raises:
+            ConfigError: there is no such extra.
+        """
+        known = {extra.name: extra for extra in self.extras}
+        for name in names:
+            if name not in known:
+                listed = "; ".join(f"{extra.name} ({extra.title})" for extra in self.extras)
+                raise ConfigError(
+                    f"{self.name} has no extra '{name}'.{did_you_mean(name, known)} "
+                    f"It has: {listed or 'none'}."
+                )
+        wanted = [known[name] for name in dict.fromkeys(names)]
+        steps = tuple(step for extra in wanted for step in extra.steps)
+        programs = tuple(program for extra in wanted for program in extra.programs)
+        return replace(
+            self,
+            steps=steps if only else self.steps + steps,
+            programs=programs if only else self.programs + programs,
+        )
 
     def can_share(self, other: Recipe) -> bool:
         """Whether the two frameworks can live in one environment."""

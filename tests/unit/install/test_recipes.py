@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unipar.errors import InstallError
-from unipar.install import Build, Edit, Pip, Recipe, cache
+from unipar.errors import ConfigError, InstallError
+from unipar.install import Build, Edit, Extra, Pip, Program, Python, Recipe, cache
 from unipar.install.build import apply
 from unipar.install.commands import Command, Runner
 from unipar.install.plan import plan
@@ -36,6 +36,19 @@ def test_a_framework_that_wants_to_be_alone_shares_with_none() -> None:
     alone, other = _recipe("alone", alone="it pins what all others use"), _recipe("other")
     assert not alone.can_share(other)
     assert not other.can_share(alone)
+
+
+def test_extras_come_after_the_framework_or_alone_where_it_is_there() -> None:
+    step = Python(("-m", "thing.fast"), "compile what is fast")
+    fast = Extra("fast", "what is fast", (step,), (Program(("c++",), "g++"),))
+    recipe = replace(_recipe("thing"), extras=(fast,))
+    assert recipe.including([]) == recipe
+    whole = recipe.including(["fast", "fast"])
+    assert whole.steps == (*recipe.steps, step)
+    assert whole.programs == fast.programs
+    assert recipe.including(["fast"], only=True).steps == (step,)
+    with pytest.raises(ConfigError, match=r"no extra 'fest'.*'fast'.*fast \(what is fast\)"):
+        recipe.including(["fest"])
 
 
 def test_torch_is_pinned_to_what_is_there() -> None:
