@@ -64,14 +64,14 @@ def plain_loss(model: Any, x: Any) -> torch.Tensor:
 # -- options -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plugin", ["gemini", "fsdp", "hybrid", "moe"])
+@pytest.mark.parametrize("plugin", ["moe"])
 def test_a_plugin_that_is_not_proved_is_refused_with_what_to_use(plugin: str) -> None:
     with pytest.raises(ConfigError, match=f"plugin='{plugin}' is not offered: .*Use "):
         registry.resolve(f"colossalai:plugin={plugin}")
 
 
 def test_an_unknown_plugin_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="'ddp', 'zero1' or 'zero2'"):
+    with pytest.raises(ConfigError, match="'ddp', 'zero1', 'zero2', .* or 'hybrid'"):
         registry.resolve("colossalai:plugin=zero3")
 
 
@@ -80,7 +80,7 @@ def test_an_unknown_plugin_is_refused_with_those_there_are() -> None:
     [
         ("colossalai:plugin=zero2,bucket_cap_mb=5", "bucket_cap_mb has no meaning"),
         ("colossalai:plugin=ddp,reduce_bucket_size_m=1", "reduce_bucket_size_m has no meaning"),
-        ("colossalai:plugin=ddp,elementwise_optimizer=true", "zero1 or zero2 only"),
+        ("colossalai:plugin=ddp,elementwise_optimizer=true", "zero1, zero2, .* only"),
     ],
 )
 def test_an_option_of_another_plugin_is_refused(strategy: str, said: str) -> None:
