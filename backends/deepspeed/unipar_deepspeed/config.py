@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from unipar.errors import ConfigError
@@ -56,7 +57,11 @@ def check_native(options: AnyOptions) -> None:
 
 
 def deepspeed_config(
-    options: AnyOptions, spec: EngineSpec, world_size: int, num_parameters: int
+    options: AnyOptions,
+    spec: EngineSpec,
+    world_size: int,
+    num_parameters: int,
+    swap_directory: Path | None = None,
 ) -> dict[str, Any]:
     """What ``deepspeed.initialize`` is given.
 
@@ -68,6 +73,7 @@ def deepspeed_config(
         spec: what the user asked of the engine.
         world_size: number of ranks.
         num_parameters: of the model, so that no bucket is larger than it.
+        swap_directory: where this rank's files of offloaded state go, if they go into files.
     """
     micro = spec.micro_batch_size or 1
     clip = spec.max_grad_norm
@@ -81,12 +87,12 @@ def deepspeed_config(
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero(options, num_parameters),
+        "zero_optimization": _zero(options, num_parameters, swap_directory),
     }
     return _merged(config, options.native)
 
 
-def _zero(options: AnyOptions, num_parameters: int) -> dict[str, Any]:
+def _zero(options: AnyOptions, num_parameters: int, swap_directory: Path | None) -> dict[str, Any]:
     stage = options.stage
     zero: dict[str, Any] = {
         "stage": stage,
@@ -106,7 +112,9 @@ def _zero(options: AnyOptions, num_parameters: int) -> dict[str, Any]:
         }
     on_host = {"device": "cpu", "pin_memory": options.pin_memory}
     if options.offload_optimizer:
-        zero["offload_optimizer"] = on_host
+        # One buffer for each state of a parameter: with AMSGrad, five.
+        in_files = {"device": "nvme", "nvme_path": str(swap_directory), "buffer_count": 5}
+        zero["offload_optimizer"] = on_host if swap_directory is None else in_files
     if options.offload_parameters:
         zero["offload_param"] = on_host
     return zero

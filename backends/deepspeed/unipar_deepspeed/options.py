@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -42,6 +43,11 @@ class ZeROOptions(StrategyOptions):
     )
     offload_parameters: bool = Field(
         default=False, description="Parameters in host memory too; stage 3 only."
+    )
+    nvme_path: Path | None = Field(
+        default=None,
+        description="A directory on a local drive: the offloaded optimizer state lies there "
+        "instead of in host memory; stage 3 only.",
     )
     pin_memory: bool = Field(
         default=False, description="Offload into page-locked memory: faster, and not pageable."
@@ -117,6 +123,11 @@ class ZeRO3Options(ZeROOptions):
     strategy: ClassVar[str] = "zero3"
     stage: ClassVar[Stage] = 3
 
+    @model_validator(mode="after")
+    def _stage_can(self) -> ZeRO3Options:
+        check_stage(self, self.stage)
+        return self
+
 
 AnyOptions = DeepSpeedOptions | ZeRO1Options | ZeRO2Options | ZeRO3Options
 
@@ -126,6 +137,7 @@ _FROM_STAGE = {
     "round_robin_gradients": 1,
     "offload_optimizer": 1,
     "offload_parameters": 3,
+    "nvme_path": 3,
     "prefetch_bucket_size": 3,
     "persistence_threshold": 3,
     "max_live_parameters": 3,
@@ -135,7 +147,7 @@ _FROM_STAGE = {
 
 
 def check_stage(options: ZeROOptions, stage: int) -> None:
-    """Refuse options that mean nothing in a stage.
+    """Refuse options that mean nothing in a stage, or without another.
 
     Raises:
         ValueError: one was set.
@@ -147,3 +159,8 @@ def check_stage(options: ZeROOptions, stage: int) -> None:
                 f"it is of stage {_FROM_STAGE[name]}{'' if _FROM_STAGE[name] == 3 else ' and up'}. "
                 f"Set stage={_FROM_STAGE[name]}, or leave it out"
             )
+    if options.nvme_path is not None and not options.offload_optimizer:
+        raise ValueError(
+            "nvme_path is where offloaded optimizer state lies, and nothing is offloaded. "
+            "Set offload_optimizer=true too"
+        )

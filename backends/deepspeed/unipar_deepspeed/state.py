@@ -20,12 +20,18 @@ from unipar.errors import CheckpointError
 from unipar.plain import from_json, to_json
 from unipar.state import EngineState, LocalState, StateSource, TensorState, named_weights
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part, shares
+from unipar_deepspeed.swapped import Swapping
 
 Groups = list[tuple[str, ...]]
 
 
 def export_state(
-    module: nn.Module, zero: Any, groups: Groups, scheduler: LRScheduler | None, rank: int
+    module: nn.Module,
+    zero: Any,
+    swapping: Swapping,
+    groups: Groups,
+    scheduler: LRScheduler | None,
+    rank: int,
 ) -> EngineState:
     """Describe weights, optimizer and scheduler; nothing is gathered."""
     weights, aliases = named_weights(module)
@@ -37,7 +43,9 @@ def export_state(
     for name, share, flat in _named_shares(module, zero, rank):
         for key, value in zero.optimizer.state.get(flat, {}).items():
             full = f"{name}.{key}"
-            if isinstance(value, torch.Tensor) and value.ndim:
+            if isinstance(value, torch.Tensor) and value.ndim and swapping.is_away(share.flat):
+                moments.append(swapping.state(full, key, share, value.dtype))
+            elif isinstance(value, torch.Tensor) and value.ndim:
                 moments.append(share.state(full, value))
             elif isinstance(value, torch.Tensor):
                 moments.append(LocalState.of(full, value))
@@ -50,7 +58,9 @@ def export_state(
     return state
 
 
-def import_weights(source: StateSource, module: nn.Module, zero: Any, rank: int) -> None:
+def import_weights(
+    source: StateSource, module: nn.Module, zero: Any, swapping: Swapping, rank: int
+) -> None:
     """Fill the weights, and the partitions that the optimizer updates. Collective."""
     weights, _ = named_weights(module)
     if not is_stage_3(zero):
@@ -62,8 +72,11 @@ def import_weights(source: StateSource, module: nn.Module, zero: Any, rank: int)
         whole[0].partition(whole)
     source.fill_weights([_weight(name, tensor, rank) for name, tensor in weights.items()])
     with torch.no_grad():
-        for updated, used in zip(flats(zero), zero.fp16_partitioned_groups_flat, strict=True):
+        for number, used in enumerate(zero.fp16_partitioned_groups_flat):
+            away = swapping.is_away(number)
+            updated = swapping.bring(number, change=True) if away else flats(zero)[number]
             updated.copy_(used)
+    swapping.settle()
     if whole:
         whole[0].all_gather(whole)
 
@@ -72,6 +85,7 @@ def import_optimizer(
     source: StateSource,
     module: nn.Module,
     zero: Any,
+    swapping: Swapping,
     groups: Groups,
     scheduler: LRScheduler | None,
     rank: int,
@@ -87,8 +101,11 @@ def import_optimizer(
     counters: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     states: list[TensorState] = []
     partitions = flats(zero)
-    for flat in partitions:
-        zero.optimizer.state.pop(flat, None)
+    for number, flat in enumerate(partitions):
+        if swapping.is_away(number):
+            swapping.forget(number)
+        else:
+            zero.optimizer.state.pop(flat, None)
     for name, share, flat in _named_shares(module, zero, rank):
         for key, info in source.optimizer.get(name, {}).items():
             full = f"{name}.{key}"
@@ -97,10 +114,15 @@ def import_optimizer(
                 counters.setdefault((share.flat, key), {})[name] = counter
                 states.append(LocalState.of(full, counter))
             elif info.shape == share.shape:
-                held = zero.optimizer.state[flat]
+                held, away = zero.optimizer.state[flat], swapping.is_away(share.flat)
                 if key not in held:
-                    held[key] = torch.zeros_like(flat, dtype=info.dtype, requires_grad=False)
-                states.append(share.state(full, held[key]))
+                    like = swapping.bring(share.flat, change=True) if away else flat
+                    held[key] = torch.zeros_like(like, dtype=info.dtype, requires_grad=False)
+                states.append(
+                    swapping.state(full, key, share, info.dtype)
+                    if away
+                    else share.state(full, held[key])
+                )
             else:
                 raise CheckpointError(
                     f"optimizer state '{full}' has shape {info.shape} and its parameter has "
@@ -108,6 +130,7 @@ def import_optimizer(
                     "strategy that keeps the optimizer whole."
                 )
     source.fill_optimizer(states)
+    swapping.settle()
     for (number, key), by_name in counters.items():
         zero.optimizer.state[partitions[number]][key] = _agreed(key, by_name)
     for name, _, flat in _named_shares(module, zero, rank):

@@ -18,7 +18,7 @@ from unipar.strategy import (
     seeded_model,
 )
 from unipar.world import Placement, World, join
-from unipar_deepspeed import framework
+from unipar_deepspeed import framework, ops, swapped
 from unipar_deepspeed.config import check_native, deepspeed_config
 from unipar_deepspeed.options import (
     AnyOptions,
@@ -51,9 +51,9 @@ class DeepSpeedStrategy(Strategy):
 
     @classmethod
     def recipe(cls) -> Recipe:
-        from unipar.install import Pip, Recipe
+        from unipar_deepspeed.installed import recipe
 
-        return Recipe("deepspeed", "DeepSpeed 0.19.8", (Pip(("deepspeed==0.19.8",)),))
+        return recipe()
 
     @classmethod
     def read_checkpoint(cls, path: Path) -> EngineState:
@@ -85,6 +85,9 @@ class DeepSpeedStrategy(Strategy):
                 f"{self.name}: ZeRO drops a step whose gradients are not finite, so "
                 "on_nan='ignore' cannot be had. Use on_nan='skip', which says so, or 'raise'."
             )
+        if self.options.nvme_path is not None:
+            ops.check("async_io", f"{self.name}: nvme_path", "nvme")
+            swapped.check_directory(self.options.nvme_path, self.name)
         if isinstance(spec.model, nn.Module):
             _check_parameters(spec.model, self.name)
 
@@ -102,7 +105,12 @@ class DeepSpeedStrategy(Strategy):
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
         undo.append(compile_modules([module], spec.compile))
         size = sum(p.numel() for p in module.parameters())
-        config = deepspeed_config(self.options, spec, world.size, size)
+        directory = None
+        if self.options.nvme_path is not None and spec.optimizer is not None:
+            ops.load("async_io")
+            directory, remove = swapped.own_directory(self.options.nvme_path)
+            undo.append(remove)
+        config = deepspeed_config(self.options, spec, world.size, size, directory)
         engine = ZeROEngine if self.options.stage else ReplicaEngine
         return engine(spec, world, module, config, self.initialize or initialize, undo)
 

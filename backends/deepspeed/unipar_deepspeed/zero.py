@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from unipar.strategy import StepResult
 from unipar_deepspeed import state
 from unipar_deepspeed.engine import DeepSpeedEngine
 from unipar_deepspeed.layout import is_stage_3
+from unipar_deepspeed.swapped import Swapping, align_gradients
 
 
 class ZeROEngine(DeepSpeedEngine):
@@ -34,6 +36,15 @@ class ZeROEngine(DeepSpeedEngine):
     @property
     def _zero(self) -> Any:
         return self._deepspeed.optimizer
+
+    @functools.cached_property
+    def _swapping(self) -> Swapping:
+        align_gradients(self._zero)
+        return Swapping(self._zero)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._swapping.settle()
+        super()._backward(loss)
 
     def _update(self) -> StepResult:
         assert self._reduction is not None
@@ -71,6 +82,7 @@ class ZeROEngine(DeepSpeedEngine):
         self._enter_training()
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         devices = [self._device] if self._device.type == "cuda" else []
+        self._swapping.settle()
         with torch.random.fork_rng(devices), self._probing():
             try:
                 loss = self._loss(self._model, microbatch, loss_fn, training=True)
@@ -87,7 +99,12 @@ class ZeROEngine(DeepSpeedEngine):
             return super().export_state()
         self._sync_buffers()
         exported = state.export_state(
-            self.module, self._zero, self._group_names, self.lr_scheduler, self.world.rank
+            self.module,
+            self._zero,
+            self._swapping,
+            self._group_names,
+            self.lr_scheduler,
+            self.world.rank,
         )
         return self._with_counters(exported)
 
@@ -95,12 +112,13 @@ class ZeROEngine(DeepSpeedEngine):
         if self._deepspeed is None:
             super().import_state(source, optimizer=optimizer)
             return
-        state.import_weights(source, self.module, self._zero, self.world.rank)
+        state.import_weights(source, self.module, self._zero, self._swapping, self.world.rank)
         if optimizer:
             state.import_optimizer(
                 source,
                 self.module,
                 self._zero,
+                self._swapping,
                 self._group_names,
                 self.lr_scheduler,
                 self.world.rank,
