@@ -17,17 +17,19 @@ from unipar.testing.pool import WorldPools
 from unipar.testing.portability import Where, assert_goes_on, make_optimizer, save_all
 from unipar.world import Placement
 
-DDP, ZERO1, ZERO2, GEMINI = (
-    f"colossalai:plugin={plugin}" for plugin in ("ddp", "zero1", "zero2", "gemini")
+DDP, ZERO1, ZERO2, GEMINI, FSDP = (
+    f"colossalai:plugin={plugin}" for plugin in ("ddp", "zero1", "zero2", "gemini", "fsdp")
 )
 
 SOURCES = [
     *(Where("single", 1), Where("ddp", 2), Where("fsdp", 4)),
     *(Where(DDP, 2), Where(ZERO1, 2), Where(ZERO2, 2), Where(ZERO2, 4)),
+    *(Where(FSDP, 2), Where(FSDP, 4)),
 ]
 TARGETS = [
     *(Where("single", 1), Where("ddp", 2), Where("fsdp", 2)),
     *(Where(DDP, 1), Where(ZERO1, 4), Where(ZERO2, 1), Where(ZERO2, 2)),
+    *(Where(FSDP, 1), Where(FSDP, 2), Where(FSDP, 4)),
 ]
 
 # Gemini has no fp32, so that what is in half precision moves to and from it.

@@ -13,6 +13,7 @@ STRATEGIES = [
     "colossalai:plugin=zero1",
     "colossalai:plugin=zero2",
     "colossalai:plugin=gemini",
+    "colossalai:plugin=fsdp",
 ]
 
 pytestmark = pytest.mark.slow

@@ -71,7 +71,7 @@ def test_a_plugin_that_is_not_proved_is_refused_with_what_to_use(plugin: str) ->
 
 
 def test_an_unknown_plugin_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="'ddp', 'zero1', 'zero2', .* or 'hybrid'"):
+    with pytest.raises(ConfigError, match=r"'ddp', 'zero1', 'zero2', .* or 'hybrid'"):
         registry.resolve("colossalai:plugin=zero3")
 
 

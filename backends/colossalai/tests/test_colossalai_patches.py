@@ -103,19 +103,21 @@ def stream_of_the_host(placement: Placement) -> str:
         ("chunks-on-cpu", "AssertionError"),
         ("gemini-optimizers", "You should use an optimizer in the available list"),
         ("auto-placement-on-cpu", "Torch not compiled with CUDA enabled"),
+        ("fsdp-on-cpu", "Torch not compiled with CUDA enabled"),
     ],
 )
-def test_without_each_change_gemini_fails(left_out: str, said: str, world_pool: Any) -> None:
-    assert said in world_pool(1).run(gemini_without, left_out)[0]
+def test_without_each_change_a_step_fails(left_out: str, said: str, world_pool: Any) -> None:
+    assert said in world_pool(1).run(step_without, left_out)[0]
 
 
-def gemini_without(placement: Placement, left_out: str) -> str:
+def step_without(placement: Placement, left_out: str) -> str:
     from unipar.batch import Batch, MicroBatch
     from unipar.strategy import EngineSpec
 
     kept = patches.ALL
     patches.ALL = tuple(patch for patch in kept if patch.name != left_out)
-    strategy = registry.resolve("colossalai:plugin=gemini,placement=auto")
+    plugin = "fsdp" if left_out == "fsdp-on-cpu" else "gemini,placement=auto"
+    strategy = registry.resolve(f"colossalai:plugin={plugin}")
     world = strategy.setup(placement)
     try:
         model = nn.Linear(2, 2)
@@ -156,7 +158,7 @@ def left_over(placement: Placement) -> list[str]:
 # -- what is left of them ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "zero2", "gemini"])
+@pytest.mark.parametrize("plugin", ["ddp", "zero2", "gemini", "fsdp"])
 def test_teardown_leaves_colossalai_as_it_was(plugin: str, world_pool: Any) -> None:
     before, during, after = world_pool(1).run(set_up_and_tear_down, plugin)[0]
     assert before == after != during
@@ -167,7 +169,10 @@ def set_up_and_tear_down(placement: Placement, plugin: str) -> tuple[Any, Any, A
 
     load()
     from colossalai.accelerator import api  # pyright: ignore[reportMissingImports]
-    from colossalai.booster.plugin import torch_ddp_plugin  # pyright: ignore[reportMissingImports]
+    from colossalai.booster.plugin import (  # pyright: ignore[reportMissingImports]
+        torch_ddp_plugin,
+        torch_fsdp_plugin,
+    )
     from colossalai.legacy.utils import memory  # pyright: ignore[reportMissingImports]
     from colossalai.zero import LowLevelZeroOptimizer  # pyright: ignore[reportMissingImports]
     from colossalai.zero.gemini import gemini_optimizer  # pyright: ignore[reportMissingImports]
@@ -180,6 +185,7 @@ def set_up_and_tear_down(placement: Placement, plugin: str) -> tuple[Any, Any, A
         found = api._ACCELERATOR, torch_ddp_plugin.nn, LowLevelZeroOptimizer._sanity_checks
         found = *found, Chunk.close_chunk, gemini_optimizer._AVAIL_OPTIM_LIST
         found = *found, SyncCudaMemoryMonitor.start, memory.colo_device_memory_capacity
+        found = *found, torch_fsdp_plugin.torch
         return tuple(map(id, found))
 
     before = seen()
@@ -198,6 +204,8 @@ def set_up_and_tear_down(placement: Placement, plugin: str) -> tuple[Any, Any, A
         ("cpu", "zero1", ["zero-on-cpu"]),
         ("cpu", "gemini", ["chunks-on-cpu", "auto-placement-on-cpu", "gemini-optimizers"]),
         ("cuda", "gemini", ["gemini-optimizers"]),
+        ("cpu", "fsdp", ["fsdp-on-cpu"]),
+        ("cuda", "fsdp", []),
         ("cuda", "zero2", []),
         ("cuda", "ddp", ["keep-batchnorm"]),
     ],

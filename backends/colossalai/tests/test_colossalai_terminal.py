@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "zero2", "gemini"])
+@pytest.mark.parametrize("plugin", ["ddp", "zero2", "gemini", "fsdp"])
 def test_a_run_prints_nothing_of_the_frameworks(plugin: str) -> None:
     done = run(plugin, "warning")
     assert done.returncode == 0, done.stderr

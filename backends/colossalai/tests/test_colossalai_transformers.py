@@ -52,7 +52,7 @@ def losses(placement: Placement, strategy: str, attention: str) -> list[float]:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("plugin", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("plugin", ["ddp", "zero1", "zero2", "fsdp"])
 def test_a_model_with_its_own_loss_trains_the_same_run(
     plugin: str, attention: str, world_pool: WorldPools
 ) -> None:

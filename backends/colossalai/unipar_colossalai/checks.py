@@ -30,6 +30,16 @@ def check_parameters(module: nn.Module) -> None:
             )
 
 
+def check_no_scalar(module: nn.Module) -> None:
+    """Refuse a parameter that FSDP has no dimension to divide by."""
+    for name, parameter in module.named_parameters():
+        if not parameter.ndim:
+            raise ConfigError(
+                f"colossalai: parameter '{name}' is a scalar, which the FSDP plugin cannot divide. "
+                "Give it the shape (1,), or use plugin='zero2'."
+            )
+
+
 def check_optimizer(module: nn.Module, optimizer: optim.Optimizer, promised: bool) -> None:
     """Refuse an optimizer that would not update a flat part of a tensor as it does the whole.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from unipar.state import EngineState, LocalState, StateSource, named_weights
 from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_colossalai import parts
-from unipar_colossalai.checks import check_optimizer, check_parameters
+from unipar_colossalai.checks import check_no_scalar, check_optimizer, check_parameters
 from unipar_colossalai.engine import BoosterEngine
 from unipar_colossalai.framework import quiet
 from unipar_colossalai.parts import Part
 from unipar_colossalai.scaling import PartScaler, clip_parts
+from unipar_colossalai.working import Divided
 
 STRATEGIES = {
     "full": ShardingStrategy.FULL_SHARD,
@@ -84,13 +86,20 @@ class FSDPEngine(BoosterEngine):
         self._promised = promised
         self._groups: list[tuple[str, ...]] = []
         check_parameters(module)
+        check_no_scalar(module)
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
         self._shapes = {name: (p, tuple(p.shape)) for name, p in module.named_parameters()}
         named, self._aliases = named_weights(module)
         self._buffers = named.keys() - self._shapes.keys()
         super().__init__(spec, world, module, booster, undo)
+        self._model = Divided(module, self.wrapper)
         self._undo.append(self._guard())
+        self._trained = {id(p): n for n, (p, _) in self._shapes.items() if p.requires_grad}
+        self._without: set[int] = set()
+        for unit, handle in self._handles():
+            watch = partial(self._watch, handle)
+            self._undo.append(unit.module.register_forward_pre_hook(watch).remove)
         if self._scaler is not None:
             self._scaler = PartScaler(self._device.type, process_group=None)
 
@@ -144,6 +153,39 @@ class FSDPEngine(BoosterEngine):
         # The module alone has no weights to evaluate with.
         return super()._loss(self._model, microbatch, loss_fn, training=training)
 
+    def _handles(self) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
+        for unit in FullyShardedDataParallel.fsdp_modules(self.wrapper):
+            if unit._handle is not None:
+                yield unit, unit._handle
+
+    def _watch(self, handle: Any, module: nn.Module, args: Any) -> None:
+        """Notice which of the gathered weights get a gradient; FSDP makes up zeros for the others.
+
+        A step of the optimizer would decay them, and move them by their momentum.
+        """
+        if not torch.is_grad_enabled():
+            return
+        flat = handle.flat_param
+        for p, (name, owner, _) in zip(flat._params, flat._param_infos, strict=True):
+            gathered = getattr(owner, name)
+            if gathered.requires_grad and not gathered.is_leaf:
+                gathered.register_hook(partial(self._saw, id(p)))
+
+    def _saw(self, parameter: int, gradient: torch.Tensor) -> None:
+        self._without.discard(parameter)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        self._without = set(self._trained)
+        super()._backward(loss)
+        without = [self._trained[p] for p in self._trained if p in self._without]
+        if without:
+            raise ConfigError(
+                f"colossalai: the loss does not depend on {len(without)} of the parameters to "
+                f"train: {', '.join(without[:8])}{', …' if len(without) > 8 else ''}. The FSDP "
+                "plugin would update them all the same. Freeze them with requires_grad_(False), or "
+                "use strategy='fsdp'."
+            )
+
     def _gradient_norm(self, max_norm: float) -> float:
         return clip_parts(self._parameters, max_norm)
 
@@ -152,11 +194,10 @@ class FSDPEngine(BoosterEngine):
     def _parts(self) -> Iterator[tuple[nn.Parameter, Part]]:
         """What this rank holds of each parameter, in the same order on every rank."""
         starts: dict[int, int] = {}
-        for unit in FullyShardedDataParallel.fsdp_modules(self.wrapper):
-            handle: Any = unit._handle
-            if handle is None or not handle.uses_sharded_strategy:
-                continue
+        for _, handle in self._handles():
             flat = handle.flat_param
+            if not handle.uses_sharded_strategy:
+                continue
             for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
                 starts[id(p)] = info.intra_param_start_idx or 0
         for name, (p, shape) in self._shapes.items():

@@ -244,7 +244,7 @@ class ColossalAIOptions(StrategyOptions):
                     f"{_OWNED[family][name]}. Set that one, and leave it out of native."
                 )
             if name not in _FREE[family]:
-                allowed = ", ".join(_FREE[family])
+                allowed = ", ".join(_FREE[family]) or "none"
                 raise ConfigError(
                     f"colossalai: native sets '{name}', which plugin='{self.plugin}' does not take "
                     f"here.{did_you_mean(name, _FREE[family])} It takes: {allowed}."

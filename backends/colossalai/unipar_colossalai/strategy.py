@@ -76,9 +76,11 @@ class ColossalAIStrategy(Strategy):
                 "ones, and not in precision='fp32'. Set precision='bf16', or use plugin='zero2'."
             )
         if self.options.plugin in DIVIDED and isinstance(spec.model, nn.Module):
-            from unipar_colossalai.checks import check_parameters
+            from unipar_colossalai.checks import check_no_scalar, check_parameters
 
             check_parameters(spec.model)
+            if self.options.plugin == "fsdp":
+                check_no_scalar(spec.model)
         if self.options.plugin == "hybrid":
             from unipar_colossalai.hybrid_models import check_model, check_sizes
 

@@ -1,4 +1,4 @@
-"""Gemini's half-precision weights, as a loss function sees the model that computes with them."""
+"""Models whose weights are divided among ranks, as a loss function sees them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ from unipar.errors import ConfigError
 from unipar_colossalai.boosted import Boosted
 
 
-class Working(Boosted):
-    """Computes with half-precision weights, and gives what comes out in fp32."""
+class Divided(Boosted):
+    """Computes with weights that are there only while it does."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        raise ConfigError(
+            "the loss function reads the model's parameters, which are divided among ranks: there "
+            "is nothing to read outside of model(...). Use weight_decay of the optimizer for a "
+            "penalty, or plugin='zero2', which keeps parameters whole."
+        )
+
+
+class Working(Divided):
+    """Computes with Gemini's half-precision weights, and gives what comes out in fp32."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         gemini = self._wrapper
@@ -28,13 +39,6 @@ class Working(Boosted):
             out = gemini(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return _cast(out, torch.float32)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        raise ConfigError(
-            "the loss function reads the model's parameters, which Gemini has divided among ranks: "
-            "there is nothing to read outside of model(...). Use weight_decay of the optimizer for "
-            "a penalty, or plugin='zero2', which keeps parameters whole."
-        )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
