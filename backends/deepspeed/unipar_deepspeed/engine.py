@@ -16,6 +16,7 @@ from unipar.logs import quiet_framework
 from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_deepspeed import framework
+from unipar_deepspeed.unused import Unused
 
 Initialize = Callable[[nn.Module, Optimizer, dict[str, Any]], tuple[Any, Undo]]
 """Makes DeepSpeed's engine of module, optimizer and configuration; and what lets go of it again."""
@@ -55,6 +56,7 @@ class DeepSpeedEngine(ModuleEngine):
         self._initialize = initialize
         self._group_names: list[tuple[str, ...]] = []
         self._deepspeed: Any = None
+        self._unused: Unused | None = None
         super().__init__(spec, world, module.to(world.device), undo=undo)
         if self._mixed:
             self._undo.append(_autocast_forward(module, world.device.type, self._dtype))
@@ -65,9 +67,17 @@ class DeepSpeedEngine(ModuleEngine):
         self._group_names = group_names(self.module, optimizer)
         with quiet_framework(*framework.LOGGERS):
             self._deepspeed, release = self._initialize(self.module, optimizer, self._config)
+        named = self.module.named_parameters()
+        self._unused = Unused({name: p for name, p in named if p.requires_grad}, self.world)
+        self._undo.append(self._unused.stop)
         self._undo.append(release)
         self._model = self._deepspeed
         return optimizer
+
+    def _clear(self) -> None:
+        super()._clear()
+        if self._unused is not None:
+            self._unused.clear()
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self._scaler is not None:
@@ -89,7 +99,12 @@ class ReplicaEngine(DeepSpeedEngine):
 
     def _finish_gradients(self) -> None:
         size = self._config["zero_optimization"]["reduce_bucket_size"]
+        assert self._unused is not None
+        unused = self._unused.take()
         self._deepspeed.buffered_allreduce_fallback(elements_per_buffer=size)
+        for name in unused:
+            # DeepSpeed has made them a gradient of zero, which the optimizer would decay them by.
+            self.module.get_parameter(name).grad = None
 
 
 def _autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) -> Undo:

@@ -27,10 +27,10 @@ import torch
 from unipar.errors import ConfigError
 from unipar.install.cache import cache_directory, torch_version
 
-NEEDED = {"async_io": ("pin_memory", "async_io"), "cpu_adam": ("cpu_adam",)}
+NEEDED = {"async_io": ("pin_memory", "async_io")}
 """What has to be loaded for an operator, in this order."""
 
-_BUILDERS = {"async_io": "AsyncIOBuilder", "cpu_adam": "CPUAdamBuilder"}
+_BUILDERS = {"async_io": "AsyncIOBuilder"}
 
 
 def directory() -> Path:

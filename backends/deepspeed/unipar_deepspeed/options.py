@@ -70,6 +70,11 @@ class ZeROOptions(StrategyOptions):
         gt=0,
         description="Elements that the optimizer updates at a time, in stage 3.",
     )
+    unused_parameters: Literal["refuse", "zero_gradient"] = Field(
+        default="refuse",
+        description="What to do where no rank has used a trainable parameter in a step: stop, or "
+        "give it a gradient of zero, by which AdamW decays it (stages 1 and 2, not offloaded).",
+    )
     native: dict[str, Any] = Field(
         default_factory=dict,
         description="Further keys of DeepSpeed's own configuration, merged into what unipar makes.",
@@ -136,6 +141,7 @@ _FROM_STAGE = {
     "contiguous_gradients": 1,
     "round_robin_gradients": 1,
     "offload_optimizer": 1,
+    "unused_parameters": 1,
     "offload_parameters": 3,
     "nvme_path": 3,
     "prefetch_bucket_size": 3,
@@ -159,6 +165,12 @@ def check_stage(options: ZeROOptions, stage: int) -> None:
                 f"it is of stage {_FROM_STAGE[name]}{'' if _FROM_STAGE[name] == 3 else ' and up'}. "
                 f"Set stage={_FROM_STAGE[name]}, or leave it out"
             )
+    if options.unused_parameters == "zero_gradient" and (stage == 3 or options.offload_optimizer):
+        raise ValueError(
+            "unused_parameters='zero_gradient' cannot be had in stage 3 or with offload_optimizer, "
+            "where DeepSpeed would use gradients of an earlier step. Leave it out, and freeze "
+            "parameters that are not used"
+        )
     if options.nvme_path is not None and not options.offload_optimizer:
         raise ValueError(
             "nvme_path is where offloaded optimizer state lies, and nothing is offloaded. "

@@ -97,7 +97,8 @@ class DeepSpeedStrategy(Strategy):
         return world
 
     def prepare(self, spec: EngineSpec, world: World) -> DeepSpeedEngine:
-        from unipar_deepspeed.engine import ReplicaEngine, initialize
+        from unipar_deepspeed.engine import ReplicaEngine
+        from unipar_deepspeed.engine import initialize as plain_initialize
         from unipar_deepspeed.zero import ZeROEngine
 
         module = seeded_model(spec)
@@ -111,8 +112,11 @@ class DeepSpeedStrategy(Strategy):
             directory, remove = swapped.own_directory(self.options.nvme_path)
             undo.append(remove)
         config = deepspeed_config(self.options, spec, world.size, size, directory)
-        engine = ZeROEngine if self.options.stage else ReplicaEngine
-        return engine(spec, world, module, config, self.initialize or initialize, undo)
+        initialize = self.initialize or plain_initialize
+        if self.options.stage == 0:
+            return ReplicaEngine(spec, world, module, config, initialize, undo)
+        refuse = self.options.unused_parameters == "refuse"
+        return ZeROEngine(spec, world, module, config, initialize, undo, refuse_unused=refuse)
 
     def teardown(self) -> None:
         framework.stop(self._environment)

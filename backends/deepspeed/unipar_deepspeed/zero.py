@@ -18,6 +18,7 @@ from unipar_deepspeed import state
 from unipar_deepspeed.engine import DeepSpeedEngine
 from unipar_deepspeed.layout import is_stage_3
 from unipar_deepspeed.swapped import Swapping, align_gradients
+from unipar_deepspeed.unused import refusal
 
 
 class ZeROEngine(DeepSpeedEngine):
@@ -26,7 +27,15 @@ class ZeROEngine(DeepSpeedEngine):
     DeepSpeed divides gradients by its loss scale when it steps. That is 1 while gradients are
     made; for the step it carries the fp16 loss scale, and the correction that is known only when
     all items of the batch have been counted.
+
+    Args:
+        refuse_unused: whether to stop where no rank has used some parameter; further arguments are
+            those of :class:`DeepSpeedEngine`.
     """
+
+    def __init__(self, *args: Any, refuse_unused: bool, **kwargs: Any) -> None:
+        self._refuse_unused = refuse_unused
+        super().__init__(*args, **kwargs)
 
     @property
     def num_parameters(self) -> int:
@@ -50,6 +59,7 @@ class ZeROEngine(DeepSpeedEngine):
         assert self._reduction is not None
         loss, count = self._reduction.wait()
         normalizer = self._normalizer
+        self._check_used()
         self._clear()
         self.num_steps += 1
         if not math.isfinite(loss):
@@ -73,6 +83,15 @@ class ZeROEngine(DeepSpeedEngine):
             self.lr_scheduler.step()
         return StepResult(loss, count, norm, skipped=overflow)
 
+    def _check_used(self) -> None:
+        if not self._refuse_unused:
+            return
+        assert self._unused is not None
+        names = self._unused.take()
+        if names:
+            self._discard()
+            raise refusal(names, "deepspeed")
+
     def _discard(self) -> None:
         """Throw the gradients away by DeepSpeed's own means: a step whose norm is no number."""
         with _overflowing(self._zero):
@@ -90,6 +109,8 @@ class ZeROEngine(DeepSpeedEngine):
                 self._deepspeed.backward(total, scale_wrt_gas=False)
             finally:
                 self._discard()
+                if self._unused is not None:
+                    self._unused.clear()
                 with torch.no_grad():
                     for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
                         buffer.copy_(saved)

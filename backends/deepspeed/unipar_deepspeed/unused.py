@@ -1,0 +1,75 @@
+"""Finding trainable parameters that no rank has used in a step.
+
+To PyTorch's strategies they have no gradient, and stay as they are. To DeepSpeed 0.19.8 they have
+one of zero in stages 1 and 2, by which AdamW decays them; in stage 3, and in stage 2 where the
+optimizer is offloaded, they have that of the last step they were used in, from a buffer that is not
+cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unipar.errors import ConfigError
+from unipar.world import World
+
+
+class Unused:
+    """Watches which parameters get a gradient.
+
+    Args:
+        parameters: the trainable ones, by name.
+        world: the joined processes.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], world: World) -> None:
+        self._world = world
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._used: set[int] = set()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._seen)
+            for parameter in parameters.values()
+        ]
+
+    def _seen(self, parameter: torch.Tensor) -> None:
+        self._used.add(id(parameter))
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self._used.clear()
+
+    def take(self) -> list[str]:
+        """The names of those that no rank has used since the last call. Collective."""
+        own = [name for key, name in self._names.items() if key not in self._used]
+        self.clear()
+        fewest = torch.tensor(len(own), device=self._world.device)
+        if self._world.size > 1:
+            dist.all_reduce(fewest, dist.ReduceOp.MIN)
+        if not fewest.item():
+            # Some rank has used all, which is how it nearly always is.
+            return []
+        return _in_all(self._world.gather(own))
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def refusal(names: list[str], strategy: str) -> ConfigError:
+    """What to tell the user of parameters that nobody has used."""
+    listed = ", ".join(f"'{name}'" for name in names[:4]) + (", …" if len(names) > 4 else "")
+    return ConfigError(
+        f"{strategy}: no rank has used {listed} in this step, and ZeRO would update it even so, "
+        "by a gradient of zero, or one of an earlier step. Freeze what is never used "
+        "(parameter.requires_grad_(False)), or train under ddp with find_unused_parameters=true. "
+        "In stages 1 and 2, unused_parameters='zero_gradient' trains on with zeros."
+    )
+
+
+def _in_all(lists: Iterable[list[str]]) -> list[str]:
+    first, *others = lists
+    return [name for name in first if all(name in other for other in others)]
