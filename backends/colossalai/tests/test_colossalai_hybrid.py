@@ -28,7 +28,7 @@ from unipar.world import Placement
 
 pytestmark = pytest.mark.slow
 
-STEPS = 15
+STEPS = 12
 TP, PP, BOTH = (
     f"colossalai:plugin=hybrid,{sizes}"
     for sizes in ("tp_size=2", "pp_size=2", "tp_size=2,pp_size=2")
@@ -50,7 +50,7 @@ def train(
     placement: Placement,
     strategy: str,
     micro: int | None = None,
-    tied: bool = False,
+    settings: dict[str, Any] | None = None,
     loss: Any = model_output_loss,
     steps: int = STEPS,
     activations: str = "off",
@@ -58,7 +58,7 @@ def train(
     with Session(strategy, device="cpu", placement=placement) as session:
         engine = session.prepare(
             # Each rank's own weights, of which those of rank 0 must be what is trained.
-            llama(tied=tied, seed=placement.rank),
+            llama(seed=placement.rank, **(settings or {})),
             optimizer=adamw,
             lr_scheduler=schedule,
             max_grad_norm=CLIP,
@@ -75,51 +75,64 @@ def train(
 
 
 @functools.cache
-def expected(tied: bool) -> list[Step]:
-    return plain_loop(llama(tied=tied), STEPS)
+def expected(settings: tuple[tuple[str, Any], ...]) -> list[Step]:
+    return plain_loop(llama(**dict(settings)), STEPS)
 
 
-def assert_same(done: list[list[Step]], tied: bool = False) -> None:
+def assert_same(done: list[list[Step]], settings: dict[str, Any] | None = None) -> None:
     for of_rank in done:
-        wanted = expected(tied)[: len(of_rank)]
+        wanted = expected(tuple((settings or {}).items()))[: len(of_rank)]
         assert of_rank == [pytest.approx(step, rel=1e-5) for step in wanted]
 
 
+TIED = {"tied": True}
+SDPA = {"attn_implementation": "sdpa"}
+WINDOW = {"kind": "Mistral", "sliding_window": 4}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "micro", "tied"),
+    ("strategy", "ranks", "micro", "settings"),
     [
-        (TP, 2, None, False),
-        (TP, 2, 3, True),
-        (TP, 4, 1, True),
-        (PP, 2, None, False),
-        (PP, 2, 3, True),
-        (PP, 4, 1, False),
-        (BOTH, 4, 3, True),
-        (TP + ",native={make_vocab_size_divisible_by: 1}", 2, None, False),
+        (TP, 2, None, {}),
+        (TP, 2, 3, TIED),
+        (TP, 4, 1, TIED),
+        (PP, 2, None, {}),
+        (PP, 2, 3, TIED),
+        (PP, 4, 1, {}),
+        (BOTH, 4, 3, TIED),
+        (TP + ",native={make_vocab_size_divisible_by: 1}", 2, None, {}),
+        (TP, 2, None, SDPA),
+        (PP, 2, 3, SDPA),
+        (TP, 2, 3, WINDOW),
+        (PP, 2, 3, WINDOW | SDPA),
+        (BOTH, 4, None, WINDOW | TIED),
     ],
 )
 def test_losses_and_gradient_norms_are_those_of_a_plain_loop(
-    strategy: str, ranks: int, micro: int | None, tied: bool, world_pool: WorldPools
+    strategy: str,
+    ranks: int,
+    micro: int | None,
+    settings: dict[str, Any],
+    world_pool: WorldPools,
 ) -> None:
-    assert_same(world_pool(ranks).run(train, strategy, micro, tied), tied)
+    assert_same(world_pool(ranks).run(train, strategy, micro, settings), settings)
 
 
 @pytest.mark.parametrize("strategy", [TP, PP])
 def test_recomputed_activations_change_nothing(strategy: str, world_pool: WorldPools) -> None:
-    done = world_pool(2).run(train, strategy, 4, False, model_output_loss, 5, "full")
+    done = world_pool(2).run(train, strategy, 4, {}, model_output_loss, 5, "full")
     assert_same(done)
 
 
 def own_loss(model: Any, batch: Any) -> LossSum:
-    labels = batch["labels"]
-    return LossSum(entropy(model, batch["input_ids"], labels), (labels[:, 1:] != -100).sum())
+    return LossSum(*entropy(model, batch))
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [(TP, 2), (PP, 2), (BOTH, 4)])
 def test_a_loss_of_the_users_own_is_honored(
     strategy: str, ranks: int, world_pool: WorldPools
 ) -> None:
-    assert_same(world_pool(ranks).run(train, strategy, 3, False, own_loss, 8))
+    assert_same(world_pool(ranks).run(train, strategy, 3, {}, own_loss, 8))
 
 
 def own_loop(placement: Placement) -> list[float]:
@@ -137,7 +150,7 @@ def own_loop(placement: Placement) -> list[float]:
 
 
 def test_a_loop_of_the_users_own_trains_the_same_run(world_pool: WorldPools) -> None:
-    wanted = [step.loss for step in expected(False)[:7]]
+    wanted = [step.loss for step in expected(())[:7]]
     for losses in world_pool(4).run(own_loop):
         assert losses == pytest.approx(wanted, rel=1e-5)
 
@@ -151,8 +164,8 @@ def accuracy(predictions: torch.Tensor, labels: torch.Tensor) -> LossSum:
 
 
 def predict(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = model(input_ids=batch["input_ids"]).logits
-    return logits[:, :-1].argmax(-1), batch["labels"][:, 1:]
+    output = model(batch["input_ids"], attention_mask=batch["attention_mask"])
+    return output.logits[:, :-1].argmax(-1), batch["labels"][:, 1:]
 
 
 def measure(placement: Placement, strategy: str) -> dict[str, float]:
@@ -171,12 +184,11 @@ def measure(placement: Placement, strategy: str) -> dict[str, float]:
 def test_an_evaluation_counts_each_label_once(
     strategy: str, ranks: int, world_pool: WorldPools
 ) -> None:
-    data, model = Sentences(), llama()
+    data, model = Sentences()[:], llama()
     with torch.no_grad():
-        counts = (data.labels[:, 1:] != -100).sum()
-        loss = entropy(model, data.tokens, data.labels) / counts
-        right = accuracy(*predict(model, {"input_ids": data.tokens, "labels": data.labels}))
-    wanted = {"loss": loss.item(), "accuracy": (right.total / right.count).item()}
+        total, count = entropy(model, data)
+        right = accuracy(*predict(model, data))
+    wanted = {"loss": (total / count).item(), "accuracy": float(right.total / right.count)}
     for metrics in world_pool(ranks).run(measure, strategy):
         assert metrics == pytest.approx(wanted, rel=1e-5)
 
@@ -205,12 +217,12 @@ def test_a_loss_that_a_pipeline_cannot_compute_is_refused(
     loss: Any, said: str, world_pool: WorldPools
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        world_pool(2).run(train, PP, None, False, loss)
+        world_pool(2).run(train, PP, None, {}, loss)
 
 
 def test_a_loss_that_calls_the_model_twice_is_refused(world_pool: WorldPools) -> None:
     with pytest.raises(ConfigError, match="calls the model twice"):
-        world_pool(2).run(train, PP, None, False, twice)
+        world_pool(2).run(train, PP, None, {}, twice)
 
 
 def call_the_engine(placement: Placement, what: str) -> None:

@@ -15,7 +15,7 @@ from unipar.errors import ConfigError
 from unipar.world import Placement, World
 from unipar_colossalai.checks import ELEMENTWISE
 
-PROVED = ("LlamaForCausalLM",)
+PROVED = ("LlamaForCausalLM", "MistralForCausalLM")
 """Classes of transformers, by name: importing them takes seconds."""
 
 
