@@ -14,8 +14,10 @@ from torch import nn
 
 import unipar
 from unipar import registry
+from unipar.batch import MicroBatch
 from unipar.checks import check_capabilities
 from unipar.errors import ConfigError
+from unipar.loss import model_output_loss
 from unipar.strategy import EngineSpec
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
@@ -112,6 +114,11 @@ def test_what_is_not_proved_is_refused(asked: dict[str, Any], said: str) -> None
     assert said in refusal("tp_size=2", llama(), **asked)
 
 
+def test_an_attention_that_is_not_proved_is_refused() -> None:
+    said = refusal("tp_size=2", llama(attn_implementation="flex_attention"))
+    assert "proved with 'eager' and 'sdpa'" in said
+
+
 def test_half_precision_weights_are_refused() -> None:
     assert "Call model.float()" in refusal("tp_size=2", llama().bfloat16())
 
@@ -131,14 +138,24 @@ def test_native_arguments_that_are_not_proved_are_refused(native: str, said: str
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_needs_whole_tensors_is_refused(world_pool: WorldPools) -> None:
-    with pytest.raises(ConfigError, match="elementwise_optimizer=true"):
-        world_pool(2).run(prepare_with_adafactor)
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("adafactor", "elementwise_optimizer=true"),
+        ("frozen", "'model.norm.weight' is frozen"),
+        ("auto", "Set micro_batch_size to a number"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(asked: str, said: str, world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match=said):
+        world_pool(2).run(prepare, asked)
 
 
-def prepare_with_adafactor(placement: Placement) -> None:
+def prepare(placement: Placement, asked: str) -> None:
+    kind = torch.optim.Adafactor if asked == "adafactor" else torch.optim.AdamW
     strategy = "colossalai:plugin=hybrid,tp_size=2"
     with unipar.Session(strategy, device="cpu", placement=placement) as session:
-        session.prepare(
-            llama(), optimizer=lambda named: torch.optim.Adafactor([p for _, p in named])
-        )
+        model = llama()
+        model.model.norm.requires_grad_(asked != "frozen")
+        engine = session.prepare(model, optimizer=lambda named: kind([p for _, p in named]))
+        engine.probe(MicroBatch(None, 1), model_output_loss)

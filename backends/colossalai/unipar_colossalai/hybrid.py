@@ -24,7 +24,7 @@ from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_colossalai import hybrid_state
 from unipar_colossalai.engine import BoosterEngine
-from unipar_colossalai.hybrid_models import check_model, check_optimizer
+from unipar_colossalai.hybrid_models import check_model, check_training
 
 
 class HybridEngine(BoosterEngine):
@@ -56,7 +56,7 @@ class HybridEngine(BoosterEngine):
 
     def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
-            check_optimizer(optimizer, self._promised)
+            check_training(self.module, optimizer, self._promised)
         # The optimizer is given whole parameters, of which Colossal-AI leaves it the parts.
         self.logical = hybrid_state.Logical(self.module, optimizer)
         super()._boost(optimizer)

@@ -64,6 +64,11 @@ def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:
             "Use one of these, or plugin='zero2', which takes any module."
         )
     config: Any = model.config
+    if config._attn_implementation not in ("eager", "sdpa"):
+        raise ConfigError(
+            f"colossalai: the model has attn_implementation='{config._attn_implementation}', and "
+            "plugin='hybrid' is proved with 'eager' and 'sdpa'. Load it with one of these."
+        )
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float32:
             raise ConfigError(
@@ -85,12 +90,18 @@ def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:
         )
 
 
-def check_optimizer(optimizer: optim.Optimizer, promised: bool) -> None:
-    """Refuse an optimizer that would not update a part of a tensor as it does the whole.
+def check_training(model: nn.Module, optimizer: optim.Optimizer, promised: bool) -> None:
+    """Refuse frozen weights, and optimizers that would not update parts of tensors as the whole.
 
     Raises:
-        ConfigError: it is not known to be elementwise, and not promised to be.
+        ConfigError: there is one, or it is not known to be elementwise, and not promised to be.
     """
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            raise ConfigError(
+                f"colossalai: parameter '{name}' is frozen, and plugin='hybrid' is proved with "
+                "models that are trained whole. Thaw it, or use plugin='ddp'."
+            )
     if not promised and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
             f"colossalai: plugin='hybrid' gives the optimizer ({type(optimizer).__name__}) parts "

@@ -38,7 +38,7 @@ class ColossalAIStrategy(Strategy):
 
     def __init__(self, options: ColossalAIOptions) -> None:
         super().__init__(options)
-        # Gemini's parameters are of a class of its own, and empty between uses.
+        # Gemini's parameters are of a class of its own, and empty between uses; hybrid's are parts.
         self.rewrites_module = options.plugin in ("gemini", "fsdp", "hybrid")  # pyright: ignore
 
     def capabilities(self) -> Capabilities:
