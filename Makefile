@@ -14,11 +14,13 @@ PINS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-backends lint format docs bench constraints clean
+.PHONY: help demo test test-backends test-matrix tables lint format docs bench constraints clean
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
 	@echo "make test    run all tests, those of the backends' frameworks included"
+	@echo "make test-matrix  resume every strategy's checkpoint under every other, for the docs"
+	@echo "make tables  measure every framework's strategies, for the docs"
 	@echo "make lint    check style and types"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make bench   measure overhead, memory and checkpoint speed"
@@ -38,6 +40,16 @@ test: $(VENV)/.dev
 test-backends: $(VENV)/.backends $(ALONE)/.backends
 	for name in $(TOGETHER); do $(BIN)/python -m pytest backends/$$name || exit 1; done
 	$(ALONE)/bin/python -m pytest backends/colossalai
+	for each in $(VENV) $(ALONE); do $$each/bin/python -m pytest tests/survey || exit 1; done
+	$(BIN)/python survey/matrix.py --cover
+
+test-matrix: $(VENV)/.backends $(ALONE)/.backends
+	$(BIN)/python survey/matrix.py
+	$(BIN)/python docs/generate.py
+
+tables: $(VENV)/.backends $(ALONE)/.backends
+	$(BIN)/python survey/tables.py
+	$(BIN)/python docs/generate.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -10,11 +10,14 @@ from torch.distributed.tensor import DTensor
 
 import unipar
 from examples.gpt import GPT, loss
+from unipar.strategy import Precision
 
 BATCH, LENGTH = 2, 32
 
 
-def held(placement: unipar.Placement, strategy: Any, layers: int, width: int) -> tuple[int, int]:
+def held(
+    placement: unipar.Placement, strategy: Any, precision: Precision, layers: int, width: int
+) -> tuple[int, int]:
     """The number of parameters, and the bytes that the rank with most of them holds.
 
     Everything that training keeps is counted when it is at its most, before an update: parameters,
@@ -22,7 +25,7 @@ def held(placement: unipar.Placement, strategy: Any, layers: int, width: int) ->
     """
     gc.collect()
     before = storages()
-    with unipar.Session(strategy=strategy, placement=placement) as session:
+    with unipar.Session(strategy=strategy, precision=precision, placement=placement) as session:
         torch.manual_seed(0)
         model = GPT(layers=layers, width=width, length=LENGTH)
         parameters = sum(p.numel() for p in model.parameters())

@@ -29,7 +29,7 @@ def measure(*, quick: bool) -> list[Row]:
         for ranks in (2,) if quick else (2, 4):
 
             def work(placement: unipar.Placement, strategy: Any = strategy) -> tuple[int, int]:
-                return held(placement, strategy, LAYERS, WIDTH)
+                return held(placement, strategy, "fp32", LAYERS, WIDTH)
 
             parameters, most = launch.run(work, devices=ranks, timeout=300)
             formula = FP32 * parameters * (whole + divided / ranks)

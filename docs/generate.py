@@ -1,4 +1,4 @@
-"""Write the tables that pages hold between markers, from what the code itself says.
+"""Write the tables that pages hold between markers: the code's own, and what was measured.
 
 python docs/generate.py          # rewrite
 python docs/generate.py --check  # exit 1 where a page differs
@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import surveyed
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -21,7 +22,10 @@ from unipar.config import CheckpointConfig, RunConfig
 from unipar.strategy import StrategyOptions
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "strategies.md", ROOT / "docs" / "settings.md")
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("strategies.md", "settings.md", "backends/index.md")),
+)
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
 )
@@ -118,6 +122,15 @@ TABLES = {
     "options: fsdp": lambda: options("fsdp"),
     "settings": settings,
     "checkpoint": checkpoint,
+    "survey: overview": lambda: _table(*surveyed.overview()),
+    "survey: about": lambda: surveyed.about("survey.json"),
+    "survey: parity": lambda: _table(*surveyed.parity()),
+    "survey: memory": lambda: _table(*surveyed.memory()),
+    "survey: capabilities": lambda: _table(*surveyed.capabilities()),
+    "survey: matrix": lambda: _table(*surveyed.matrix()),
+    "survey: half matrix": lambda: _table(*surveyed.half_matrix()),
+    "survey: half bound": surveyed.half_bound,
+    "survey: about matrix": lambda: surveyed.about("matrix.json"),
 }
 
 

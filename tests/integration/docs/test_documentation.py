@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # These need what a test cannot have, or do what other tests do: set-up from nothing, a cluster.
-NOT_RUN = ("make ", "pip install", "torchrun", "srun", "mpirun", "pytest ")
+NOT_RUN = ("make ", "pip install", "torchrun", "srun", "mpirun", "horovodrun", "pytest ")
 
 
 def blocks(page: Path, *languages: str) -> list[str]:

@@ -1,0 +1,71 @@
+"""The frameworks that are surveyed: each in processes, or an environment, of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Framework(NamedTuple):
+    """What is imported together.
+
+    Attributes:
+        name: the framework's.
+        package: its distribution on PyPI.
+        environment: the folder of its virtual environment, below the root.
+        strategies: the strategies that it brings, as ``--strategy`` takes them.
+        half_only: those that have no fp32.
+    """
+
+    name: str
+    package: str
+    environment: str
+    strategies: tuple[str, ...]
+    half_only: tuple[str, ...] = ()
+
+    def ask(self, module: str, question: Any) -> Any:
+        """What ``module`` answers in the framework's environment, by :func:`answer`.
+
+        Raises:
+            SystemExit: the environment is missing, or the module failed; its own output says why.
+        """
+        python = ROOT / self.environment / "bin" / "python"
+        if not python.exists():
+            sys.exit(f"There is no {python}: make test sets it up.")
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory, "answer.json")
+            command = [str(python), "-m", module, json.dumps(question), str(file)]
+            if subprocess.run(command, cwd=ROOT).returncode:
+                sys.exit(f"{self.name}: {module} failed.")
+            return json.loads(file.read_text())
+
+
+FRAMEWORKS = (
+    Framework("PyTorch", "torch", ".venv", ("single", "ddp", "fsdp")),
+    Framework("DeepSpeed", "deepspeed", ".venv", ("zero1", "zero2", "zero3")),
+    Framework("Horovod", "horovod", ".venv", ("horovod",)),
+    Framework("Accelerate", "accelerate", ".venv", ("accelerate", "accelerate:plugin=deepspeed")),
+    Framework(
+        "Colossal-AI",
+        "colossalai",
+        ".venv-colossalai",
+        (
+            *("colossalai:plugin=ddp", "colossalai:plugin=fsdp"),
+            *("colossalai:plugin=zero1", "colossalai:plugin=zero2"),
+        ),
+        ("colossalai:plugin=gemini",),
+    ),
+)
+
+
+def answer(fn: Callable[[Any], Any]) -> None:
+    """What the main module of an environment does: ``fn`` answers the question of the caller."""
+    question, file = sys.argv[1:]
+    Path(file).write_text(json.dumps(fn(json.loads(question))))
