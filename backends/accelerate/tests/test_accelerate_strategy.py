@@ -256,7 +256,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, strategy: str, message: str) 
     ("name", "value", "place"),
     [
         ("ACCELERATE_USE_FSDP", "true", "plugin='fsdp'"),
-        ("ACCELERATE_USE_DEEPSPEED", "true", "strategy='deepspeed'"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "plugin='deepspeed'"),
         ("ACCELERATE_MIXED_PRECISION", "bf16", "precision"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "micro_batch_size"),
         ("ACCELERATE_DYNAMO_BACKEND", "inductor", "compile"),
