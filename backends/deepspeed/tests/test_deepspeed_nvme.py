@@ -1,4 +1,4 @@
-"""Optimizer state in files: the same run as in memory, and checkpoints from there and to there.
+"""State and parameters in files: the same run as in memory, checkpoints from there and to there.
 
 What trains is skipped where DeepSpeed's async_io is not built, which takes about ten minutes:
 ``unipar install deepspeed --with nvme``.
@@ -22,6 +22,8 @@ from unipar_deepspeed import ops
 
 MEMORY = "zero3:persistence_threshold=0,offload_optimizer=true,sub_group_size=270000"
 """On two ranks: two sub-groups that go into files, and one too small for it."""
+
+each_kind = pytest.mark.parametrize("more", ["", ",offload_parameters=true"], ids=["state", "all"])
 
 
 def is_built() -> bool:
@@ -61,7 +63,7 @@ def loss_fn(model: Any, batch: Any) -> torch.Tensor:
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for _, p in named], lr=1e-3, amsgrad=True)
+    return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-3, amsgrad=True)
 
 
 def train(
@@ -91,34 +93,40 @@ def train(
 
 
 @built
-def test_state_in_files_trains_and_saves_as_state_in_memory_does(
-    world_pool: WorldPools, tmp_path: Path
+@each_kind
+def test_what_is_in_files_trains_and_saves_as_what_is_in_memory_does(
+    more: str, world_pool: WorldPools, tmp_path: Path
 ) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
-    files = f"{MEMORY},nvme_path={drive}"
+    memory = f"{MEMORY}{more}"
+    files = f"{memory},nvme_path={drive}"
     pool = world_pool(2)
-    ((whole, _), _) = pool.run(train, MEMORY, 7)
+    ((whole, _), _) = pool.run(train, memory, 7)
     saved, from_memory = tmp_path / "files", tmp_path / "memory"
     for losses, size in pool.run(train, files, 3, saved, None, drive):
         assert losses == whole[:4]
         # Weights and three moments of half of two matrices: the other rank may be gone already.
-        assert size > 4 * 4 * 513 * 1101
+        # Parameters are once more what computes.
+        assert size > (5 if more else 4) * 4 * 513 * 1101
     assert not list(drive.iterdir())
-    ((before, _), _) = pool.run(train, MEMORY, 3, from_memory)
+    ((before, _), _) = pool.run(train, memory, 3, from_memory)
     assert before == whole[:4]
     for source in (saved, from_memory):
-        for target in (files, MEMORY):
+        for target in (files, memory):
             for losses, _ in pool.run(train, target, 4, None, source):
                 assert losses == whole[3:]
     assert not list(drive.iterdir())
 
 
 @built
-def test_state_in_files_goes_on_elsewhere(world_pool: WorldPools, tmp_path: Path) -> None:
+@each_kind
+def test_what_is_in_files_goes_on_elsewhere(
+    more: str, world_pool: WorldPools, tmp_path: Path
+) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
-    files = f"{MEMORY},nvme_path={drive}"
+    files = f"{MEMORY}{more},nvme_path={drive}"
     ((whole, _),) = world_pool(1).run(train, "single", 7)
     world_pool(1).run(train, "single", 3, tmp_path / "single")
     world_pool(2).run(train, files, 3, tmp_path / "files")
@@ -131,6 +139,45 @@ def test_state_in_files_goes_on_elsewhere(world_pool: WorldPools, tmp_path: Path
     for strategy, ranks, source in places:
         for losses, _ in world_pool(ranks).run(train, strategy, 4, None, tmp_path / source):
             assert losses == pytest.approx(whole[3:], rel=1e-5), (strategy, ranks)
+
+
+class Recurrent(nn.Module):
+    """Twelve weights of one module, which are in memory together, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.gru = nn.GRU(513, 700, num_layers=3, batch_first=True)
+            self.fixed = nn.Linear(700, 1600).requires_grad_(False)
+            self.out = nn.Linear(1600, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.fixed(self.gru(x)[0][:, -1]).relu())
+
+
+def train_and_evaluate(placement: Placement, strategy: str) -> list[float]:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch), batch[:, 0, :1])
+
+    x = torch.randn(24, 3, 513, generator=torch.Generator().manual_seed(1))
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine: Any = session.prepare(Recurrent(), optimizer=adamw)
+        found = []
+        for batch in session.loader(x, global_batch_size=8):
+            found.append(engine.train_step(batch, loss).loss)
+            unshuffled = session.loader(x, global_batch_size=8, shuffle=False)
+            found.append(session.evaluate(engine, unshuffled, loss)["loss"])
+        return found
+
+
+@built
+def test_weights_that_are_in_memory_together_come_from_files(
+    world_pool: WorldPools, tmp_path: Path
+) -> None:
+    memory = "zero3:offload_optimizer=true,offload_parameters=true,sub_group_size=2000000"
+    in_memory = world_pool(2).run(train_and_evaluate, memory)
+    assert world_pool(2).run(train_and_evaluate, f"{memory},nvme_path={tmp_path}") == in_memory
 
 
 # -- what is refused before any process starts -----------------------------------------------------
@@ -148,6 +195,10 @@ def start(directory: Path, strategy: str) -> None:
     [
         ("zero3:nvme_path=/tmp", r"nothing is offloaded. Set offload_optimizer=true"),
         ("zero2:offload_optimizer=true,nvme_path=/tmp", r"nvme_path .* stage 2.*stage 3"),
+        (
+            f"{MEMORY},offload_parameters=true,nvme_path=/tmp".replace("=0,", "=300000,"),
+            r"persistence_threshold=300000 keeps .* Set persistence_threshold=262144, or less",
+        ),
     ],
 )
 def test_a_path_that_means_nothing_is_refused(tmp_path: Path, strategy: str, message: str) -> None:

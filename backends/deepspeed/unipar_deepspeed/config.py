@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar_deepspeed.options import AnyOptions
+from unipar_deepspeed.swapped import Files
 
 _OWNED_BY = {
     "train_batch_size": "global_batch_size",
@@ -61,7 +61,7 @@ def deepspeed_config(
     spec: EngineSpec,
     world_size: int,
     num_parameters: int,
-    swap_directory: Path | None = None,
+    files: Files | None = None,
 ) -> dict[str, Any]:
     """What ``deepspeed.initialize`` is given.
 
@@ -73,7 +73,7 @@ def deepspeed_config(
         spec: what the user asked of the engine.
         world_size: number of ranks.
         num_parameters: of the model, so that no bucket is larger than it.
-        swap_directory: where this rank's files of offloaded state go, if they go into files.
+        files: where what is offloaded goes, if not into host memory.
     """
     micro = spec.micro_batch_size or 1
     clip = spec.max_grad_norm
@@ -87,12 +87,12 @@ def deepspeed_config(
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero(options, num_parameters, swap_directory),
+        "zero_optimization": _zero(options, num_parameters, files),
     }
     return _merged(config, options.native)
 
 
-def _zero(options: AnyOptions, num_parameters: int, swap_directory: Path | None) -> dict[str, Any]:
+def _zero(options: AnyOptions, num_parameters: int, files: Files | None) -> dict[str, Any]:
     stage = options.stage
     zero: dict[str, Any] = {
         "stage": stage,
@@ -111,12 +111,15 @@ def _zero(options: AnyOptions, num_parameters: int, swap_directory: Path | None)
             "sub_group_size": options.sub_group_size,
         }
     on_host = {"device": "cpu", "pin_memory": options.pin_memory}
+    in_files = {"device": "nvme", "nvme_path": str(files.directory)} if files else {}
     if options.offload_optimizer:
         # One buffer for each state of a parameter: with AMSGrad, five.
-        in_files = {"device": "nvme", "nvme_path": str(swap_directory), "buffer_count": 5}
-        zero["offload_optimizer"] = on_host if swap_directory is None else in_files
+        zero["offload_optimizer"] = {**in_files, "buffer_count": 5} if files else on_host
     if options.offload_parameters:
-        zero["offload_param"] = on_host
+        buffers = (
+            {"buffer_size": files.buffer_size, "buffer_count": files.buffer_count} if files else {}
+        )
+        zero["offload_param"] = {**in_files, **buffers, "max_in_cpu": 0} if files else on_host
     return zero
 
 

@@ -17,5 +17,5 @@ def recipe() -> Recipe:
         "deepspeed",
         "DeepSpeed 0.19.8",
         (Pip(("deepspeed==0.19.8",)),),
-        extras=(Extra("nvme", "the optimizer's state on local drives", (nvme,), _COMPILER),),
+        extras=(Extra("nvme", "state and parameters on local drives", (nvme,), _COMPILER),),
     )

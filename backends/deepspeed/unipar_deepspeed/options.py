@@ -42,12 +42,12 @@ class ZeROOptions(StrategyOptions):
         description="Optimizer state and update in host memory, from stage 1 on.",
     )
     offload_parameters: bool = Field(
-        default=False, description="Parameters in host memory too; stage 3 only."
+        default=False, description="Parameters in host memory between uses; stage 3 only."
     )
     nvme_path: Path | None = Field(
         default=None,
-        description="A directory on a local drive: the offloaded optimizer state lies there "
-        "instead of in host memory; stage 3 only.",
+        description="A directory on a local drive: what is offloaded lies there instead of in "
+        "host memory; stage 3 only.",
     )
     pin_memory: bool = Field(
         default=False, description="Offload into page-locked memory: faster, and not pageable."
@@ -151,6 +151,10 @@ _FROM_STAGE = {
 }
 """The stage that an option begins to mean something in."""
 
+_LARGEST_KEPT = 2**18
+"""Elements up to which no parameter is swapped on any number of ranks: 1 MiB in fp32
+(DeepSpeed 0.19.8, ``swap_tensor/utils.py``, ``MIN_SWAPPABLE_BYTES``)."""
+
 
 def check_stage(options: ZeROOptions, stage: int) -> None:
     """Refuse options that mean nothing in a stage, or without another.
@@ -175,4 +179,14 @@ def check_stage(options: ZeROOptions, stage: int) -> None:
         raise ValueError(
             "nvme_path is where offloaded optimizer state lies, and nothing is offloaded. "
             "Set offload_optimizer=true too"
+        )
+    if (
+        options.nvme_path is not None
+        and options.offload_parameters
+        and options.persistence_threshold > _LARGEST_KEPT
+    ):
+        raise ValueError(
+            f"persistence_threshold={options.persistence_threshold} keeps parameters in memory "
+            "that nvme_path puts into files. "
+            f"Set persistence_threshold={_LARGEST_KEPT}, or less"
         )

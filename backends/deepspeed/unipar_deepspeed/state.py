@@ -20,7 +20,7 @@ from unipar.errors import CheckpointError
 from unipar.plain import from_json, to_json
 from unipar.state import EngineState, LocalState, StateSource, TensorState, named_weights
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part, shares
-from unipar_deepspeed.swapped import Swapping
+from unipar_deepspeed.swapped import SwappedWeight, Swapping, is_in_file
 
 Groups = list[tuple[str, ...]]
 
@@ -75,7 +75,10 @@ def import_weights(
         for number, used in enumerate(zero.fp16_partitioned_groups_flat):
             away = swapping.is_away(number)
             updated = swapping.bring(number, change=True) if away else flats(zero)[number]
-            updated.copy_(used)
+            if used is None:
+                zero._swap_in_sub_group_to_flat_buffer(updated, number)
+            else:
+                updated.copy_(used)
     swapping.settle()
     if whole:
         whole[0].all_gather(whole)
@@ -162,9 +165,11 @@ def _named_shares(
         yield names[id(share.parameter)], share, partitions[share.flat]
 
 
-def _weight(name: str, tensor: Any, rank: int) -> LocalState:
+def _weight(name: str, tensor: Any, rank: int) -> TensorState:
     if not hasattr(tensor, "ds_tensor"):
         return LocalState.of(name, tensor)
+    if is_in_file(tensor):
+        return SwappedWeight.of(name, tensor, rank)
     held = tensor.ds_tensor.detach().view(-1)
     start, stop = part(tensor, rank, held.numel())
     return flat_state(name, tuple(tensor.ds_shape), start, held[: stop - start])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -106,17 +107,19 @@ class DeepSpeedStrategy(Strategy):
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
         undo.append(compile_modules([module], spec.compile))
         size = sum(p.numel() for p in module.parameters())
-        directory = None
+        files, initializing = None, contextlib.nullcontext()
         if self.options.nvme_path is not None and spec.optimizer is not None:
             ops.load("async_io")
-            directory, remove = swapped.own_directory(self.options.nvme_path)
+            files, remove = swapped.own_files(self.options.nvme_path, module, world.size)
             undo.append(remove)
-        config = deepspeed_config(self.options, spec, world.size, size, directory)
+            initializing = swapped.parameters_as_they_are()
+        config = deepspeed_config(self.options, spec, world.size, size, files)
         initialize = self.initialize or plain_initialize
         if self.options.stage == 0:
             return ReplicaEngine(spec, world, module, config, initialize, undo)
         refuse = self.options.unused_parameters == "refuse"
-        return ZeROEngine(spec, world, module, config, initialize, undo, refuse_unused=refuse)
+        with initializing:
+            return ZeROEngine(spec, world, module, config, initialize, undo, refuse_unused=refuse)
 
     def teardown(self) -> None:
         framework.stop(self._environment)

@@ -1,25 +1,28 @@
-"""Optimizer state that DeepSpeed keeps in files (ZeRO-Infinity), a sub-group of stage 3 at a time.
+"""What DeepSpeed keeps in files (ZeRO-Infinity): optimizer state by sub-group, and parameters.
 
-In memory there is room for one sub-group: DeepSpeed's swap buffers, which are there in any case.
+In memory there is room for one sub-group and a few parameters: DeepSpeed's swap buffers, which are
+there in any case.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from unipar.engine import Undo
+from unipar.engine import Undo, flat_state
 from unipar.errors import ConfigError
 from unipar.state import TensorState
-from unipar_deepspeed.layout import Share, flats, is_stage_3
+from unipar_deepspeed.layout import Share, flats, is_stage_3, part
 
 
 class Swapping:
@@ -94,6 +97,67 @@ class SwappedState(TensorState):
         self.share.state(self.name, moment).write(tensors)
 
 
+def is_in_file(parameter: Any) -> bool:
+    """Whether this rank's part of a parameter of stage 3 is kept in a file between uses."""
+    return getattr(parameter.ds_tensor, "final_location", None) == "nvme"
+
+
+@dataclass(frozen=True, eq=False)
+class SwappedWeight(TensorState):
+    """This rank's elements of a weight that lies in a file."""
+
+    parameter: Any
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, name: str, parameter: Any, rank: int) -> SwappedWeight:
+        start, stop = part(parameter, rank, parameter.ds_tensor.ds_numel)
+        dtype = parameter.nvme_swapper.dtype
+        held = torch.empty(stop - start, dtype=dtype, device="meta")
+        like = flat_state(name, tuple(parameter.ds_shape), start, held)
+        return cls(name, like.shape, dtype, like.boxes, parameter, start, stop)
+
+    def read(self) -> Sequence[torch.Tensor]:
+        views = self._bring()
+        # The buffer is another parameter's in a moment.
+        copies = [view.clone() for view in views]
+        self.parameter.nvme_swapper.remove_partition_and_release_buffers([self.parameter])
+        return copies
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> None:
+        for view, tensor in zip(self._bring(), tensors, strict=True):
+            view.copy_(tensor)
+        self.parameter.nvme_swapper.swap_out_and_release([self.parameter])
+
+    def _bring(self) -> Sequence[torch.Tensor]:
+        swapper = self.parameter.nvme_swapper
+        swapper.synchronize_reads()
+        if self.parameter.ds_tensor.status.name == "NOT_AVAILABLE":
+            swapper.swap_in([self.parameter], async_op=False)
+        held = self.parameter.ds_tensor.detach().view(-1)[: self.stop - self.start]
+        return flat_state(self.name, self.shape, self.start, held).tensors
+
+
+@contextlib.contextmanager
+def parameters_as_they_are() -> Iterator[None]:
+    """Let DeepSpeed write fp32 parameters to files, for as long as it is initialized.
+
+    DeepSpeed 0.19.8 (``zero/partition_parameters.py``, ``_set_dtype``) drops the dtype that it is
+    given where the device computes no float16, and its files would hold bfloat16.
+    """
+    from deepspeed.runtime.zero import partition_parameters  # pyright: ignore
+
+    swapper = partition_parameters.AsyncPartitionedParameterSwapper
+    partition_parameters.AsyncPartitionedParameterSwapper = lambda config, _: swapper(
+        config, torch.float32
+    )
+    try:
+        yield
+    finally:
+        partition_parameters.AsyncPartitionedParameterSwapper = swapper
+
+
 def align_gradients(zero: Any) -> None:
     """Let DeepSpeed read gradients back from files only to where they can be read to.
 
@@ -150,10 +214,27 @@ def check_directory(path: Path, strategy: str) -> None:
         )
 
 
-def own_directory(path: Path) -> tuple[Path, Undo]:
+class Files(NamedTuple):
+    """Where the files of one rank of one run are, and what parameters pass through.
+
+    Attributes:
+        directory: on a local drive.
+        buffer_size: elements of a buffer, one of which holds any rank's part of a parameter.
+        buffer_count: how many there are.
+    """
+
+    directory: Path
+    buffer_size: int
+    buffer_count: int
+
+
+def own_files(path: Path, module: nn.Module, world_size: int) -> tuple[Files, Undo]:
     """A directory for the files of one rank of one run, and what removes it.
 
     DeepSpeed names its files by rank and parameter, so two runs would write over each other's.
     """
     made = Path(tempfile.mkdtemp(prefix="unipar-", dir=path))
-    return made, lambda: shutil.rmtree(made)
+    largest = max(parameter.numel() for parameter in module.parameters())
+    # A module's own parameters are all there at once, and some may have been read ahead.
+    together = max(len(list(each.parameters(recurse=False))) for each in module.modules())
+    return Files(made, -(-largest // world_size), together + 4), lambda: shutil.rmtree(made)
