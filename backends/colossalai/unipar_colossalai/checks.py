@@ -1,4 +1,4 @@
-"""What ZeRO cannot take, found before it goes wrong."""
+"""What plugins that divide state among ranks cannot take, found before it goes wrong."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ELEMENTWISE = (
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Refuse parameters that Colossal-AI's ZeRO would fail on, or train wrongly."""
+    """Refuse parameters that such a plugin would fail on, or train wrongly."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.dtype is not torch.float32:
             raise ConfigError(
-                f"colossalai: parameter '{name}' is {parameter.dtype}, and ZeRO keeps all that it "
-                "trains in float32. Call model.float(); precision='bf16' computes in bfloat16 all "
-                "the same."
+                f"colossalai: parameter '{name}' is {parameter.dtype}, and this plugin updates "
+                "what it trains in float32. Call model.float(); precision='bf16' computes in "
+                "bfloat16 all the same."
             )
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise ConfigError(
-                f"colossalai: '{name}' has sparse gradients, which ZeRO cannot flatten. "
+                f"colossalai: '{name}' has sparse gradients, which this plugin cannot divide. "
                 "Build it with sparse=False, or use plugin='ddp'."
             )
 
@@ -51,21 +51,21 @@ def check_optimizer(module: nn.Module, optimizer: optim.Optimizer, promised: boo
     kind = type(optimizer).__name__
     if not promised and not isinstance(optimizer, ELEMENTWISE):
         raise ConfigError(
-            f"colossalai: ZeRO gives the optimizer ({kind}) flat parts of tensors, and only for "
-            f"{', '.join(sorted(c.__name__ for c in ELEMENTWISE))} is it known that this changes "
-            "nothing. Use one of these or plugin='ddp'; if it updates every element by itself, "
-            "pass elementwise_optimizer=true."
+            f"colossalai: this plugin gives the optimizer ({kind}) flat parts of tensors, and only "
+            f"for {', '.join(sorted(c.__name__ for c in ELEMENTWISE))} is it known that this "
+            "changes nothing. Use one of these or plugin='ddp'; if it updates every element by "
+            "itself, pass elementwise_optimizer=true."
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in held:
             raise ConfigError(
                 f"colossalai: parameter '{name}' requires a gradient, and the optimizer does not "
-                "hold it, so that ZeRO would not reduce it. Give it to the optimizer, or freeze it "
-                "with requires_grad_(False)."
+                "hold it, so that ranks would not agree on it. Give it to the optimizer, or freeze "
+                "it with requires_grad_(False)."
             )
     if not optimizer.param_groups[0]["params"]:
         raise ConfigError(
-            "colossalai: the optimizer's first parameter group is empty, and ZeRO takes its dtype "
-            "from there. Leave empty groups out."
+            "colossalai: the optimizer's first parameter group is empty, and Colossal-AI takes the "
+            "dtype from there. Leave empty groups out."
         )
