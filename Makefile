@@ -43,7 +43,12 @@ test-backends: $(VENV)/.backends $(ALONE)/.backends
 	for each in $(VENV) $(ALONE); do $$each/bin/python -m pytest tests/survey || exit 1; done
 	$(BIN)/python survey/matrix.py --cover
 
+# Every pair of strategies, and the conformance kit where `make test` leaves a number of ranks out.
 test-matrix: $(VENV)/.backends $(ALONE)/.backends
+	$(BIN)/python -m pytest --pyargs unipar.testing --world-sizes 1,4 \
+	  --strategy deepspeed:stage=0 --strategy zero1
+	$(ALONE)/bin/python -m pytest --pyargs unipar.testing --world-sizes 1,4 \
+	  --strategy colossalai:plugin=ddp --strategy colossalai:plugin=zero1
 	$(BIN)/python survey/matrix.py
 	$(BIN)/python docs/generate.py
 
