@@ -22,7 +22,7 @@ from unipar.loss import LossFn
 from unipar.state import EngineState, StateSource
 from unipar.strategy import EngineSpec
 from unipar.world import World
-from unipar_colossalai import hybrid_state
+from unipar_colossalai import hybrid_state, parts
 from unipar_colossalai.engine import BoosterEngine
 from unipar_colossalai.hybrid_models import check_model, check_training
 
@@ -106,23 +106,30 @@ class HybridEngine(BoosterEngine):
     # -- state -----------------------------------------------------------------------------------
 
     def export_state(self) -> EngineState:
-        return self._with_counters(
-            hybrid_state.export_state(
-                self.logical,
-                self.module,
+        weights = hybrid_state.weights(self.logical, self.module, self._tp_rank)
+        exported = EngineState(weights, aliases=self.logical.aliases)
+        if self.optimizer is not None:
+            parts.export_optimizer(
+                exported,
+                self.logical.parts(self.module, self._tp_rank),
                 self.optimizer,
+                self.logical.groups,
                 self.lr_scheduler,
                 self.world,
-                self._tp_rank,
             )
-        )
+        return self._with_counters(exported)
 
     def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
-        hybrid_state.import_weights(source, self.logical, self.module, self._tp_rank)
+        source.fill_weights(hybrid_state.weights(self.logical, self.module, self._tp_rank))
         if not optimizer:
             return
         if self.optimizer is not None:
-            hybrid_state.import_optimizer(
-                source, self.logical, self.module, self.optimizer, self.lr_scheduler, self._tp_rank
+            parts.import_optimizer(
+                source,
+                self.logical.parts(self.module, self._tp_rank),
+                self.logical.weights,
+                self.optimizer,
+                self.logical.groups,
+                self.lr_scheduler,
             )
         self._restore_counters(source)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,7 +34,8 @@ class Part:
         name: the parameter's.
         shape: the whole parameter's.
         start: its first element that is held here.
-        held: the fp32 weights, shaped as the optimizer sees them.
+        held: the fp32 weights, shaped as the optimizer sees them; what is beyond the parameter's
+            last element is padding.
     """
 
     name: str
@@ -44,14 +45,15 @@ class Part:
 
     def state(self, name: str, tensor: torch.Tensor) -> LocalState:
         """Describe a tensor that holds one value for each element that is held here."""
-        return flat_state(name, self.shape, self.start, tensor.view(-1))
+        own = tensor.view(-1)[: math.prod(self.shape) - self.start]
+        return flat_state(name, self.shape, self.start, own)
 
     def has_scalar(self, key: str, shape: tuple[int, ...]) -> bool:
         """Whether optimizer state of that shape is one number for the whole parameter."""
         return shape == () and (key == "step" or bool(self.shape))
 
 
-Parts = Iterable[tuple[nn.Parameter, Part]]
+Parts = Iterable[tuple[torch.Tensor, Part]]
 """The tensors that the optimizer holds on this rank, and what of the model each of them is."""
 
 
@@ -118,7 +120,10 @@ def import_optimizer(
                 values[key] = torch.zeros((), dtype=info.dtype)
                 states.append(LocalState.of(full, values[key]))
             elif info.shape == part.shape:
-                values[key] = torch.zeros_like(part.held, dtype=info.dtype, requires_grad=False)
+                # Not like `held`, which may be of a tensor class of Colossal-AI's own.
+                values[key] = torch.zeros(
+                    part.held.shape, dtype=info.dtype, device=part.held.device
+                )
                 states.append(part.state(full, values[key]))
             else:
                 raise CheckpointError(

@@ -14,12 +14,13 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from unipar.engine import group_names
 from unipar.errors import ConfigError
-from unipar.state import EngineState, StateSource
+from unipar.state import EngineState, LocalState, StateSource, named_weights
 from unipar.strategy import EngineSpec
 from unipar.world import World
-from unipar_colossalai import state
+from unipar_colossalai import parts
 from unipar_colossalai.checks import check_optimizer, check_parameters
 from unipar_colossalai.engine import BoosterEngine
+from unipar_colossalai.parts import Part
 
 
 class ZeROEngine(BoosterEngine):
@@ -161,12 +162,17 @@ class ZeROEngine(BoosterEngine):
         if self.framework_optimizer is None:
             return super().export_state()
         self._sync_buffers()
-        exported = state.export_state(
-            self.module,
-            self.framework_optimizer,
+        weights, aliases = named_weights(self.module)
+        exported = EngineState(
+            [LocalState.of(*named) for named in weights.items()], aliases=aliases
+        )
+        parts.export_optimizer(
+            exported,
+            self._parts(),
+            self.framework_optimizer.optim,
             self._groups,
             self.lr_scheduler,
-            self.world.rank,
+            self.world,
         )
         return self._with_counters(exported)
 
@@ -175,9 +181,23 @@ class ZeROEngine(BoosterEngine):
         if zero is None:
             super().import_state(source, optimizer=optimizer)
             return
-        state.import_weights(source, self.module, zero)
+        weights, _ = named_weights(self.module)
+        source.fill_weights([LocalState.of(*named) for named in weights.items()])
+        with torch.no_grad():
+            zero.update_master_params(self.module)
         if optimizer:
-            state.import_optimizer(
-                source, self.module, zero, self._groups, self.lr_scheduler, self.world.rank
+            held = list(self._parts())
+            trained = [part.name for _, part in held]
+            parts.import_optimizer(
+                source, held, trained, zero.optim, self._groups, self.lr_scheduler
             )
             self._restore_counters(source)
+
+    def _parts(self) -> Iterator[tuple[torch.Tensor, Part]]:
+        """What this rank's optimizer holds of each trained parameter: one of equal parts."""
+        masters = self.framework_optimizer.get_working_to_master_map()
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) in masters:
+                master = masters[id(parameter)]
+                start = min(self.world.rank * master.numel(), parameter.numel())
+                yield master, Part(name, tuple(parameter.shape), start, master)
