@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable, Iterable
 
+import psutil
 import pytest
 
 from unipar.testing.plugin import add_options
@@ -14,3 +17,24 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
+
+
+@pytest.fixture
+def still_running() -> Callable[[Iterable[int]], list[int]]:
+    """Those of some processes that still run after ten seconds; at once where none does."""
+    return _still_running
+
+
+def _still_running(pids: Iterable[int]) -> list[int]:
+    pids, deadline = list(pids), time.monotonic() + 10
+    while (left := [pid for pid in pids if _runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _runs(pid: int) -> bool:
+    # A dead orphan is collected by the system's first process: at once, later, or never.
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

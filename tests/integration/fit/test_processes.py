@@ -195,7 +195,9 @@ SLOW = """
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])
-def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: Path, strategy: str, devices: int):
+def test_ctrl_c_saves_and_the_run_goes_on_from_there(
+    tmp_path: Path, strategy: str, devices: int, still_running
+):
     process = start(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SLOW), str(tmp_path), strategy,
          str(devices)],
@@ -212,7 +214,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(tmp_path: Path, strategy: s
     assert process.returncode in (130, -signal.SIGINT), err
     assert "KeyboardInterrupt" in err
     assert "interrupted after step" in err
-    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert still_running(member.pid for member in family) == []
     result = fit(
         build(), data(), **settings(tmp_path / "run", checkpoint={}, resume="auto", steps=60)
     )

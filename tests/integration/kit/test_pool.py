@@ -101,7 +101,7 @@ def test_closing_ends_the_processes() -> None:
     assert not psutil.pid_exists(pid)
 
 
-def test_workers_end_with_a_killed_parent() -> None:
+def test_workers_end_with_a_killed_parent(still_running) -> None:
     script = (
         "import os, signal, time\n"
         "from unipar.testing.pool import WorkerPool\n"
@@ -116,14 +116,4 @@ def test_workers_end_with_a_killed_parent() -> None:
     )
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
-    deadline = time.monotonic() + 10
-    while any(_runs(pid) for pid in pids):
-        assert time.monotonic() < deadline, "workers outlive the process that started them"
-        time.sleep(0.1)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    assert still_running(pids) == [], "workers outlive the process that started them"

@@ -111,7 +111,7 @@ def test_a_module_that_workers_cannot_import_is_named(tmp_path, monkeypatch):
         run(hidden_module.fn, devices=2)
 
 
-def test_the_children_of_a_killed_worker_end_too(tmp_path):
+def test_the_children_of_a_killed_worker_end_too(tmp_path, still_running):
     pids = tmp_path / "pids"
     pids.mkdir()
 
@@ -125,7 +125,7 @@ def test_the_children_of_a_killed_worker_end_too(tmp_path):
     caught(fn)
     numbers = [int(path.name) for path in pids.iterdir()]
     assert len(numbers) >= 3
-    assert not any(psutil.pid_exists(number) for number in numbers)
+    assert still_running(numbers) == []
     shared = [path.name for path in Path("/dev/shm").iterdir()]
     assert not [name for name in shared if any(f"_{number}_" in name for number in numbers)]
 

@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from unipar.errors import ConfigError, InstallError
@@ -107,9 +106,11 @@ def test_a_failure_shows_the_compilers_first_error_and_the_last_lines(tmp_path: 
     assert f"The whole log: {tmp_path / 'log'}" in text
 
 
-def test_a_command_that_takes_too_long_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
+def test_a_command_that_takes_too_long_is_ended_with_all_it_has_started(
+    tmp_path: Path, still_running
+) -> None:
     script = f"sh -c 'echo $$ > {tmp_path}/pid; sleep 600'; true"
     run = Runner(tmp_path / "log", lambda line: None)
     with pytest.raises(InstallError, match="took longer than 3 s"):
         run(Command(("sh", "-c", script)), timeout=3)
-    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert still_running([int((tmp_path / "pid").read_text())]) == []
