@@ -154,6 +154,24 @@ def as_mapping(strategy: str | Mapping[str, Any] | StrategyOptions) -> dict[str,
     )
 
 
+def split(text: str, at: str = ",") -> list[str]:
+    """Split at the separators that are inside no bracket and no quote."""
+    parts, depth, quote, start = [], 0, "", 0
+    for place, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "[{(":
+            depth += 1
+        elif char in "]})":
+            depth -= 1
+        elif char == at and depth == 0:
+            parts.append(text[start:place])
+            start = place + 1
+    return [*parts, text[start:]]
+
+
 def table() -> list[StrategyInfo]:
     """Every installed strategy, whether it can run here, and what it can do."""
     return [_info(name) for name in names()]
@@ -236,7 +254,7 @@ def _installed() -> str:
 def _parse_inline(text: str) -> dict[str, Any]:
     name, colon, rest = text.partition(":")
     parsed: dict[str, Any] = {"name": name.strip()}
-    for item in _split(rest) if colon else []:
+    for item in split(rest) if colon else []:
         key, equals, value = item.partition("=")
         key = key.strip()
         if not equals or not key.isidentifier():
@@ -248,21 +266,3 @@ def _parse_inline(text: str) -> dict[str, Any]:
             raise ConfigError(f"strategy '{text}': '{key}' is given twice; remove one.")
         parsed[key] = parse_value(value.strip())
     return parsed
-
-
-def _split(text: str) -> list[str]:
-    """Split at the commas that are inside no bracket and no quote."""
-    parts, depth, quote, start = [], 0, "", 0
-    for at, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        elif char in "[{(":
-            depth += 1
-        elif char in "]})":
-            depth -= 1
-        elif char == "," and depth == 0:
-            parts.append(text[start:at])
-            start = at + 1
-    return [*parts, text[start:]]
