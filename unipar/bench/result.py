@@ -339,6 +339,7 @@ class BenchResult(_Stored):
         """The figures of one cell, flat: seconds, bytes, and items a second."""
         first = result.trials[0].ranks[0] if result.trials else None
         memory = first.memory if first else None
+        traffic = first.traffic if first else None
         return {
             **result.cell.model_dump(),
             "status": result.status,
@@ -353,10 +354,8 @@ class BenchResult(_Stored):
             "first_step_seconds": _median(result.first_step_seconds),
             "peak_bytes": _peak(result),
             **{f"{kind}_bytes": getattr(memory, kind, None) for kind in KINDS},
-            "collectives": sum(t.count for t in first.traffic) if first and first.traffic else None,
-            "traffic_bytes": (
-                sum(t.bytes for t in first.traffic) if first and first.traffic else None
-            ),
+            "collectives": None if traffic is None else sum(one.count for one in traffic),
+            "traffic_bytes": None if traffic is None else sum(one.bytes for one in traffic),
             "loss_difference": result.parity.difference if result.parity else None,
             "drifts": result.parity.drifts if result.parity else None,
         }
