@@ -1,0 +1,141 @@
+"""What a terminal, Markdown and CSV show of a benchmark."""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+import re
+
+import pytest
+from rich.console import Console
+from synthetic_bench import bench_result, failed, measured
+
+from unipar.bench.cells import Cell
+from unipar.bench.report import rows, table, text
+from unipar.bench.result import BenchResult
+
+
+def shown(result: BenchResult, width: int) -> str:
+    console = Console(width=width, no_color=True, file=io.StringIO(), force_terminal=False)
+    with console.capture() as capture:
+        console.print(table.terminal(result))
+    return capture.get()
+
+
+def with_cells(*cells) -> BenchResult:
+    return bench_result().model_copy(
+        update={"cells": list(cells), "scaling": [], "overhead": [], "recommendation": "Pick it."}
+    )
+
+
+@pytest.fixture(scope="module")
+def result() -> BenchResult:
+    return bench_result()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_row_stands_on_the_screen_fastest_first(result: BenchResult, width: int) -> None:
+    lines = shown(result, width).splitlines()
+    assert max(map(len, lines)) <= width
+    body = "\n".join(lines)
+    speeds = [text.number(cell.items_per_second.median) for cell in result.measured]  # pyright: ignore[reportOptionalMemberAccess]
+    places = [body.index(speed) for speed in speeds]
+    assert places == sorted(places)
+    assert "…" not in body
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_is_best_tied_and_wrong_is_clear_without_color(
+    result: BenchResult, width: int
+) -> None:
+    body = shown(result, width)
+    fastest = next(line for line in body.splitlines() if line.strip().startswith("ddp "))
+    assert re.search(r"19,\d\d\d~\*", fastest)
+    drifting = next(line for line in body.splitlines() if line.strip().startswith("horovod"))
+    assert "2.9e-02!" in drifting
+    assert "*" not in drifting
+    assert "! drifts: the loss differs by more than rounding explains" in body
+    assert "ddp and fsdp on 2 devices" in body
+    assert "ddp on 2 devices: 1.0" in body
+
+
+def test_long_names_are_cut_where_an_option_begins(result: BenchResult) -> None:
+    assert "\ncolossalai: " in re.sub("\n ", "\n", shown(result, 80))
+    assert "plugin=gemini" in shown(result, 80)
+    assert "colossalai:plugin=gemini " in shown(result, 120)
+
+
+def test_failures_and_the_recommendation_come_last(result: BenchResult) -> None:
+    body = shown(result, 120)
+    reason = "colossalai:plugin=gemini on 1 device, out of memory: rank 0 was killed at 31.2 GiB"
+    assert body.index("Not measured") < body.index(reason) < body.index("Pick fsdp on 4 devices")
+
+
+def test_a_column_without_a_figure_is_left_out() -> None:
+    alone = measured(Cell(strategy="ddp", devices=2, raw=True), 0.1, random.Random(0), mfu=None)
+    titles = [column.title for column in rows.of(with_cells(alone)).columns]
+    assert titles == ["strategy", "devices", "step", "p5-p95", "items/s"]
+
+
+def test_one_cell_is_the_best_of_nothing() -> None:
+    alone = measured(Cell(strategy="ddp", devices=2), 0.1, random.Random(0))
+    assert "*" not in shown(with_cells(alone), 120)
+
+
+def test_without_a_measurement_there_are_reasons_only() -> None:
+    cell = failed(Cell(strategy="fsdp", devices=2), "time limit", "no step for 60 s.")
+    body = shown(with_cells(cell), 80)
+    assert "items/s" not in body
+    assert "fsdp on 2 devices, time limit: no step for 60 s." in body
+    assert "Pick it." in body
+
+
+def test_brackets_in_names_are_no_markup() -> None:
+    cell = failed(Cell(strategy="x:y=[bold]"), "failed", "[/red] stood there.")
+    body = shown(with_cells(cell), 100)
+    assert "x:y=[bold] on 1 device, failed: [/red] stood there." in body
+
+
+def test_markdown_is_one_table_and_lists(result: BenchResult) -> None:
+    body = table.markdown(result)
+    lines = [line for line in body.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(result.measured)
+    assert {line.count("|") for line in lines} == {10}
+    assert re.search(r"^\| `ddp` \| 4 \| \*\*[\d.]+\*\* \|", body, re.MULTILINE)
+    assert "2.9e-02 **drifts**" in body
+    assert "- single on 2 devices, refused: strategy 'single' runs on 1 process, not on 2." in body
+    assert body.endswith(f"{result.recommendation}\n")
+
+
+def test_bars_and_line_breaks_do_not_end_a_markdown_cell() -> None:
+    cell = failed(Cell(strategy="ddp"), "failed", "a | b\nc")
+    assert r"- ddp on 1 device, failed: a \| b c" in table.markdown(with_cells(cell))
+
+
+def test_csv_has_every_cell_and_every_digit(result: BenchResult) -> None:
+    found = list(csv.DictReader(io.StringIO(table.csv(result))))
+    assert len(found) == len(result.cells)
+    by_key = {(one["strategy"], one["devices"], one["raw"]): one for one in found}
+    ddp = by_key["ddp", "2", "False"]
+    cell = next(one for one in result.cells if one.cell == Cell(strategy="ddp", devices=2))
+    assert cell.step_seconds
+    assert float(ddp["step_seconds"]) == cell.step_seconds.median
+    assert (ddp["collectives"], ddp["traffic_bytes"]) == ("3", str(4 * result.job.parameters))
+    assert by_key["single", "1", "False"]["traffic_bytes"] == "0"
+    assert by_key["single", "2", "False"]["status"] == "refused"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(1234567.0, "1,234,567"), (12.345, "12.3"), (1.2345, "1.23"), (0.012345, "0.0123"), (0, "0")],
+)
+def test_numbers_have_three_digits(value: float, written: str) -> None:
+    assert text.number(value) == written
+
+
+def test_units_fit_what_is_typical() -> None:
+    assert text.seconds(0.0123) == "12.3 ms"
+    assert text.size(3 << 30) == "3.00 GiB"
+    assert text.unit_of_bytes([1 << 10, 5 << 30, 6 << 30]).name == "GiB"
+    assert text.unit_of_bytes([None, 0]).name == "B"
