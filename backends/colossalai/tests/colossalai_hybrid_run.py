@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from colossalai_llama import BATCH, Sentences, adamw, entropy, llama
+from colossalai_models import BATCH, Sentences, adamw, entropy, language_model
 
 import unipar
 from unipar.callbacks import Callback, RunInfo, StepRecord
@@ -31,7 +31,7 @@ class Kill(Callback):
 
 
 def main(sizes: str, log_level: str, kill: str = "") -> None:
-    model, data = llama(), Sentences()
+    model, data = language_model(), Sentences()
     with tempfile.TemporaryDirectory() as directory:
         result = unipar.fit(
             model,
@@ -51,7 +51,7 @@ def main(sizes: str, log_level: str, kill: str = "") -> None:
             timeout=60,
         )
         assert result.checkpoint is not None
-        stored = unipar.checkpoint.load_model(Path(result.checkpoint), llama(seed=1))
+        stored = unipar.checkpoint.load_model(Path(result.checkpoint), language_model(seed=1))
     same = all(map(torch.equal, stored.state_dict().values(), model.state_dict().values()))
     with torch.no_grad():
         total, count = entropy(model, data[:])

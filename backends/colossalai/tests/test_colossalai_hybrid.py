@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai_llama import (
+from colossalai_models import (
     BATCH,
     CLIP,
     Sentences,
     Step,
     adamw,
     entropy,
-    llama,
+    language_model,
     plain_loop,
     schedule,
 )
@@ -58,7 +58,7 @@ def train(
     with Session(strategy, device="cpu", placement=placement) as session:
         engine = session.prepare(
             # Each rank's own weights, of which those of rank 0 must be what is trained.
-            llama(seed=placement.rank, **(settings or {})),
+            language_model(seed=placement.rank, **(settings or {})),
             optimizer=adamw,
             lr_scheduler=schedule,
             max_grad_norm=CLIP,
@@ -76,7 +76,7 @@ def train(
 
 @functools.cache
 def expected(settings: tuple[tuple[str, Any], ...]) -> list[Step]:
-    return plain_loop(llama(**dict(settings)), STEPS)
+    return plain_loop(language_model(**dict(settings)), STEPS)
 
 
 def assert_same(done: list[list[Step]], settings: dict[str, Any] | None = None) -> None:
@@ -85,7 +85,7 @@ def assert_same(done: list[list[Step]], settings: dict[str, Any] | None = None) 
         assert of_rank == [pytest.approx(step, rel=1e-5) for step in wanted]
 
 
-TIED = {"tied": True}
+TIED = {"tie_word_embeddings": True}
 SDPA = {"attn_implementation": "sdpa"}
 WINDOW = {"kind": "Mistral", "sliding_window": 4}
 
@@ -138,7 +138,7 @@ def test_a_loss_of_the_users_own_is_honored(
 def own_loop(placement: Placement) -> list[float]:
     with Session(TP, device="cpu", placement=placement) as session:
         engine = session.prepare(
-            llama(), optimizer=adamw, lr_scheduler=schedule, max_grad_norm=CLIP
+            language_model(), optimizer=adamw, lr_scheduler=schedule, max_grad_norm=CLIP
         )
         losses: list[float] = []
         for batch in batches(session, 3):
@@ -170,7 +170,7 @@ def predict(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def measure(placement: Placement, strategy: str) -> dict[str, float]:
     with Session(strategy, device="cpu", placement=placement) as session:
-        engine = session.prepare(llama())
+        engine = session.prepare(language_model())
         return session.evaluate(
             engine,
             batches(session, 3),
@@ -184,7 +184,7 @@ def measure(placement: Placement, strategy: str) -> dict[str, float]:
 def test_an_evaluation_counts_each_label_once(
     strategy: str, ranks: int, world_pool: WorldPools
 ) -> None:
-    data, model = Sentences()[:], llama()
+    data, model = Sentences()[:], language_model()
     with torch.no_grad():
         total, count = entropy(model, data)
         right = accuracy(*predict(model, data))
@@ -227,7 +227,7 @@ def test_a_loss_that_calls_the_model_twice_is_refused(world_pool: WorldPools) ->
 
 def call_the_engine(placement: Placement, what: str) -> None:
     with Session(PP, device="cpu", placement=placement) as session:
-        engine = session.prepare(llama(), optimizer=adamw)
+        engine = session.prepare(language_model(), optimizer=adamw)
         if what == "call":
             engine(input_ids=torch.zeros(1, 2, dtype=torch.long))
         elif what == "backward":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai_llama import BATCH, CLIP, Sentences, adamw, llama, plain_loop, schedule
+from colossalai_models import BATCH, CLIP, Sentences, adamw, language_model, plain_loop, schedule
 
 from unipar import Session
 from unipar.checkpoint import load_model
@@ -42,7 +42,10 @@ TARGETS = [
 
 def prepare(session: Session, tied: bool, seed: int) -> tuple[Any, Any]:
     engine = session.prepare(
-        llama(tied=tied, seed=seed), optimizer=adamw, lr_scheduler=schedule, max_grad_norm=CLIP
+        language_model(tie_word_embeddings=tied, seed=seed),
+        optimizer=adamw,
+        lr_scheduler=schedule,
+        max_grad_norm=CLIP,
     )
     return engine, session.loader(Sentences(), global_batch_size=BATCH, shuffle=False)
 
@@ -81,7 +84,7 @@ def resume_each(
 
 @functools.cache
 def uninterrupted(tied: bool) -> list[float]:
-    return [step.loss for step in plain_loop(llama(tied=tied), STEPS)]
+    return [step.loss for step in plain_loop(language_model(tie_word_embeddings=tied), STEPS)]
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -114,7 +117,8 @@ def test_resumes_what_any_source_has_saved(
 def test_a_whole_model_takes_the_weights(saved: tuple[bool, dict[Where, Path]]) -> None:
     tied, paths = saved
     whole, divided = (
-        load_model(paths[where], llama(seed=2, tied=tied)) for where in (SINGLE, SOURCES[tied][-1])
+        load_model(paths[where], language_model(seed=2, tie_word_embeddings=tied))
+        for where in (SINGLE, SOURCES[tied][-1])
     )
     for (name, own), other in zip(
         divided.state_dict().items(), whole.state_dict().values(), strict=True
@@ -132,7 +136,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 def load_into_another_model(placement: Placement, path: Path) -> None:
     with Session(TP, device="cpu", placement=placement) as session:
-        session.prepare(llama(num_hidden_layers=2), optimizer=adamw)
+        session.prepare(language_model(num_hidden_layers=2), optimizer=adamw)
         session.load(path)
 
 
@@ -140,7 +144,7 @@ def load_into_another_model(placement: Placement, path: Path) -> None:
 def test_padding_of_the_vocabulary_is_not_exported(vocabulary: int, world_pool: WorldPools) -> None:
     """64 rows are padded to 128, so that a shard is as large as the whole, and the other empty."""
     parts = world_pool(2).run(export, TP, vocabulary)
-    whole = llama(vocab_size=vocabulary).state_dict()
+    whole = language_model(vocab_size=vocabulary).state_dict()
     assembled = assemble_weights(parts)
     assert assembled.keys() == whole.keys()
     for name, tensor in assembled.items():
@@ -149,4 +153,4 @@ def test_padding_of_the_vocabulary_is_not_exported(vocabulary: int, world_pool: 
 
 def export(placement: Placement, strategy: str, vocabulary: int) -> Exported:
     with Session(strategy, device="cpu", placement=placement) as session:
-        return Exported.of(session.prepare(llama(vocab_size=vocabulary)))
+        return Exported.of(session.prepare(language_model(vocab_size=vocabulary)))

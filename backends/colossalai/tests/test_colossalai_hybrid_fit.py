@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai_llama import llama
+from colossalai_models import language_model
 from torch import nn
 
 import unipar
@@ -73,12 +73,14 @@ def refusal(options: str, model: Any, size: int = 2, **asked: Any) -> str:
         ("tp_size=4", {}, 4, "does not divide the model's num_key_value_heads=2"),
         ("tp_size=2", {"intermediate_size": 25}, 2, "intermediate_size=25"),
         ("pp_size=4", {}, 4, "Set pp_size=3 at most"),
+        ("tp_size=3", {"kind": "GPT2"}, 3, "does not divide the model's num_attention_heads=4"),
+        ("tp_size=2", {"kind": "GPT2", "n_inner": 25}, 2, "n_inner=25"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(
     options: str, settings: dict[str, Any], size: int, said: str
 ) -> None:
-    assert said in refusal(options, llama(**settings), size)
+    assert said in refusal(options, language_model(**settings), size)
 
 
 def test_a_model_without_a_proved_policy_is_refused_with_those_there_are() -> None:
@@ -111,16 +113,21 @@ def test_fit_refuses_it_before_a_process_starts() -> None:
     ],
 )
 def test_what_is_not_proved_is_refused(asked: dict[str, Any], said: str) -> None:
-    assert said in refusal("tp_size=2", llama(), **asked)
+    assert said in refusal("tp_size=2", language_model(), **asked)
 
 
 def test_an_attention_that_is_not_proved_is_refused() -> None:
-    said = refusal("tp_size=2", llama(attn_implementation="flex_attention"))
+    said = refusal("tp_size=2", language_model(attn_implementation="flex_attention"))
     assert "proved with 'eager' and 'sdpa'" in said
 
 
+def test_attention_to_another_model_is_refused() -> None:
+    model = language_model("GPT2", add_cross_attention=True)
+    assert "attend to themselves" in refusal("tp_size=2", model)
+
+
 def test_half_precision_weights_are_refused() -> None:
-    assert "Call model.float()" in refusal("tp_size=2", llama().bfloat16())
+    assert "Call model.float()" in refusal("tp_size=2", language_model().bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,7 @@ def test_half_precision_weights_are_refused() -> None:
     ],
 )
 def test_native_arguments_that_are_not_proved_are_refused(native: str, said: str) -> None:
-    assert said in refusal(f"tp_size=2,native={{{native}}}", llama())
+    assert said in refusal(f"tp_size=2,native={{{native}}}", language_model())
 
 
 @pytest.mark.slow
@@ -155,7 +162,7 @@ def prepare(placement: Placement, asked: str) -> None:
     kind = torch.optim.Adafactor if asked == "adafactor" else torch.optim.AdamW
     strategy = "colossalai:plugin=hybrid,tp_size=2"
     with unipar.Session(strategy, device="cpu", placement=placement) as session:
-        model = llama()
+        model = language_model()
         model.model.norm.requires_grad_(asked != "frozen")
         engine = session.prepare(model, optimizer=lambda named: kind([p for _, p in named]))
         engine.probe(MicroBatch(None, 1), model_output_loss)

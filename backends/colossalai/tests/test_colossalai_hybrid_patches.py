@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
-from colossalai_llama import adamw, llama
+from colossalai_models import adamw, language_model
 
 from unipar import registry
 from unipar.batch import Batch, MicroBatch
@@ -19,38 +20,122 @@ from unipar_colossalai import patches
 pytestmark = pytest.mark.slow
 
 
+GPT2: dict[str, Any] = {"kind": "GPT2"}
+NO_MASK, NO_LABELS = {"attention_mask"}, {"labels"}
+
+
 @pytest.mark.parametrize(
-    ("left_out", "sizes", "said"),
+    ("left_out", "sizes", "model", "without", "said"),
     [
-        ("stages-on-cpu", "pp_size=2", "has no attribute 'is_hccl_available'"),
-        ("stages-on-cpu", "tp_size=2", "it runs"),
-        ("", "pp_size=2", "it runs"),
+        ("stages-on-cpu", "pp_size=2", {}, set(), "has no attribute 'is_hccl_available'"),
+        ("stages-on-cpu", "tp_size=2", {}, set(), "it runs"),
+        ("", "pp_size=2", {}, set(), "it runs"),
+        ("gpt2-on-cpu", "pp_size=2", GPT2, set(), "Expected a cuda device"),
+        ("gpt2-masks", "pp_size=2", GPT2, NO_MASK, "'NoneType' object has no attribute 'size'"),
+        ("gpt2-without-labels", "pp_size=2", GPT2, NO_LABELS, "local variable 'loss'"),
     ],
 )
 def test_without_each_change_a_step_fails(
-    left_out: str, sizes: str, said: str, world_pool: WorldPools
+    left_out: str,
+    sizes: str,
+    model: dict[str, Any],
+    without: set[str],
+    said: str,
+    world_pool: WorldPools,
 ) -> None:
-    for of_rank in world_pool(2).run(step_without, left_out, sizes):
-        assert said in of_rank
+    results = world_pool(2).run(step_without, left_out, sizes, model, without)
+    # What the other stages say is that one has gone.
+    assert any(said in of_rank for of_rank in results), results
 
 
-def step_without(placement: Placement, left_out: str, sizes: str) -> str:
+def step_without(
+    placement: Placement, left_out: str, sizes: str, model: dict[str, Any], without: set[str]
+) -> str:
+    def loss(model: Any, batch: Any) -> Any:
+        output = model(**batch)
+        return output.logits.mean() if "labels" in without else output.loss
+
+    def run(engine: Any) -> str:
+        engine.train_step(batch_of(without), loss)
+        return "it runs"
+
+    try:
+        return engine_without(placement, left_out, sizes, run, model)
+    except (AttributeError, ValueError, RuntimeError, NameError) as error:
+        return str(error)
+
+
+def batch_of(without: Collection[str]) -> Batch:
+    tokens = torch.arange(16).reshape(2, 8) % 11
+    data = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    return Batch((MicroBatch({k: v for k, v in data.items() if k not in without}, 2),), 2)
+
+
+def engine_without(
+    placement: Placement, left_out: str, sizes: str, run: Any, model: dict[str, Any]
+) -> Any:
     kept = patches.ALL
     patches.ALL = tuple(patch for patch in kept if patch.name != left_out)
     strategy = registry.resolve(f"colossalai:plugin=hybrid,{sizes}")
     world = strategy.setup(placement)
     try:
-        engine = strategy.prepare(EngineSpec(llama(), adamw), world)
-        tokens = torch.arange(16).reshape(2, 8) % 11
-        batch = Batch((MicroBatch({"input_ids": tokens, "labels": tokens}, 2),), 2)
-        engine.train_step(batch, model_output_loss)
-    except AttributeError as error:
-        return str(error)
+        engine = strategy.prepare(EngineSpec(language_model(**model), adamw), world)
+        return run(engine)
     finally:
         patches.ALL = kept
         strategy.teardown()
         world.leave()
-    return "it runs"
+
+
+@pytest.mark.parametrize(("left_out", "widths"), [("gpt2-whole-logits", [11, 0]), ("", [11, 11])])
+def test_each_rank_has_whole_logits(
+    left_out: str, widths: list[int], world_pool: WorldPools
+) -> None:
+    def width(engine: Any) -> int:
+        return engine.module(input_ids=torch.zeros(1, 2, dtype=torch.long)).logits.shape[-1]
+
+    assert world_pool(2).run(engine_without, left_out, "tp_size=2", width, GPT2) == widths
+
+
+@pytest.mark.parametrize(
+    ("left_out", "same"), [("gpt2-dropout", False), ("", True)], ids=["without", "with"]
+)
+def test_ranks_drop_the_same_of_what_each_has_whole(
+    left_out: str, same: bool, world_pool: WorldPools
+) -> None:
+    def run(engine: Any) -> torch.Tensor:
+        for _ in range(2):
+            engine.train_step(batch_of(()), model_output_loss)
+        return engine.module.transformer.ln_f.weight.detach().clone()
+
+    def on(placement: Placement) -> torch.Tensor:
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.3)
+        return engine_without(placement, left_out, "tp_size=2", run, GPT2 | rates)
+
+    one, other = world_pool(2).run(on)
+    assert torch.equal(one, other) == same
+
+
+@pytest.mark.parametrize(("left_out", "ahead"), [("gpt2-masks", True), ("", False)])
+def test_a_stage_does_not_look_ahead(left_out: str, ahead: bool, world_pool: WorldPools) -> None:
+    """Without the change, PyTorch's attention sees the tokens that are to be predicted."""
+
+    def run(engine: Any) -> list[float]:
+        first, second = (batch_of(()).microbatches[0] for _ in range(2))
+        second.data["input_ids"][:, -1] += 1
+        return [engine.eval_step(one, first_logits).total.item() for one in (first, second)]
+
+    def on(placement: Placement) -> list[float]:
+        return engine_without(
+            placement, left_out, "pp_size=2", run, GPT2 | {"attn_implementation": "sdpa"}
+        )
+
+    for one, other in world_pool(2).run(on):
+        assert (one != other) == ahead
+
+
+def first_logits(model: Any, batch: Any) -> torch.Tensor:
+    return model(**batch).logits[:, 0].sum()
 
 
 def test_without_the_hosts_generator_a_layer_cannot_be_divided(world_pool: WorldPools) -> None:
@@ -82,9 +167,17 @@ def set_up_and_tear_down(placement: Placement) -> tuple[Any, Any, Any]:
 
     load()
     import colossalai.pipeline.p2p as p2p  # pyright: ignore[reportMissingImports]
+    import colossalai.shardformer.modeling.gpt2 as gpt2  # pyright: ignore[reportMissingImports]
+    from colossalai.shardformer.policies.gpt2 import (  # pyright: ignore[reportMissingImports]
+        GPT2LMHeadModelPolicy,
+        GPT2Policy,
+    )
 
-    def seen() -> int:
-        return id(p2p._check_for_nccl_hccl_backend)
+    def seen() -> tuple[int, ...]:
+        found = p2p._check_for_nccl_hccl_backend, gpt2.torch, gpt2._get_attention_mask
+        found = *found, gpt2.GPT2PipelineForwards.gpt2_lmhead_model_forward
+        found = *found, GPT2LMHeadModelPolicy.module_policy, GPT2Policy.module_policy
+        return tuple(map(id, found))
 
     before = seen()
     strategy = registry.resolve("colossalai:plugin=hybrid,tp_size=2")
@@ -95,9 +188,9 @@ def set_up_and_tear_down(placement: Placement) -> tuple[Any, Any, Any]:
     return before, during, seen()
 
 
-@pytest.mark.parametrize(
-    ("device_type", "names"),
-    [("cpu", ["stages-on-cpu"]), ("cuda", [])],
-)
-def test_a_run_gets_only_what_it_needs(device_type: str, names: list[str]) -> None:
-    assert [p.name for p in patches.ALL if p.needed(device_type, "hybrid")] == names
+def test_a_run_gets_only_what_it_needs() -> None:
+    def names(device_type: str) -> set[str]:
+        return {patch.name for patch in patches.ALL if patch.needed(device_type, "hybrid")}
+
+    assert names("cpu") - names("cuda") == {"stages-on-cpu", "gpt2-on-cpu"}
+    assert {"gpt2-whole-logits", "gpt2-dropout"} <= names("cuda")

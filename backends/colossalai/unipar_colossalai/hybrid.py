@@ -10,9 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.tensor.d_tensor.api import (  # pyright: ignore[reportMissingImports]
-    is_distributed_tensor,
-)
 from torch import nn
 
 from unipar.batch import MicroBatch
@@ -94,7 +91,7 @@ class HybridEngine(BoosterEngine):
 
     def _num_holders(self, parameter: nn.Parameter) -> int:
         """How many ranks of a replica hold the same elements."""
-        holders = 1 if is_distributed_tensor(parameter) else self._plugin.tp_size
+        holders = 1 if hybrid_state.is_divided(parameter) else self._plugin.tp_size
         for stages in self.wrapper.shared_params:
             if any(parameter is shared for shared in stages.values()):
                 holders *= len(stages)

@@ -15,8 +15,17 @@ from unipar.errors import ConfigError
 from unipar.world import Placement, World
 from unipar_colossalai.checks import ELEMENTWISE
 
-PROVED = ("LlamaForCausalLM", "MistralForCausalLM")
-"""Classes of transformers, by name: importing them takes seconds."""
+_GROUPED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+PROVED: dict[str, tuple[str, ...]] = {
+    "LlamaForCausalLM": _GROUPED,
+    "MistralForCausalLM": _GROUPED,
+    "GPT2LMHeadModel": ("num_attention_heads", "n_inner"),
+}
+"""What of its configuration ``tp_size`` has to divide, for each class of transformers.
+
+By name, since importing the classes takes seconds.
+"""
 
 
 def check_sizes(tp_size: int, pp_size: int, placement: Placement) -> None:
@@ -75,9 +84,15 @@ def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:
                 f"colossalai: parameter '{name}' is {parameter.dtype}, and plugin='hybrid' is "
                 "proved in float32 alone. Call model.float()."
             )
-    for attribute in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    if getattr(config, "add_cross_attention", False):
+        raise ConfigError(
+            "colossalai: the model has add_cross_attention=True, and plugin='hybrid' is proved "
+            "with models that attend to themselves. Use plugin='zero2', which takes any module."
+        )
+    for attribute in PROVED[kind]:
         size = getattr(config, attribute)
-        if size % tp_size:
+        # GPT-2's n_inner may be left out, and follows from what the heads divide.
+        if size is not None and size % tp_size:
             raise ConfigError(
                 f"colossalai: tp_size={tp_size} does not divide the model's {attribute}={size}. "
                 "Set tp_size to a divisor of it."

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from colossalai.tensor.d_tensor.api import (  # pyright: ignore[reportMissingImports]
     get_shard_dim_1d,
+    is_customized_distributed_tensor,
     is_distributed_tensor,
 )
 from colossalai.tensor.padded_tensor import (  # pyright: ignore[reportMissingImports]
@@ -20,28 +22,42 @@ from unipar.state import Box, LocalState, TensorInfo, named_weights
 from unipar_colossalai.parts import Part
 
 
+class Run(NamedTuple):
+    """Consecutive indices along the dimension that a tensor is divided along.
+
+    Attributes:
+        start: the first of them in the logical tensor.
+        length: how many they are.
+    """
+
+    start: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Shard(Part):
     """A part of a logical tensor along one dimension, or all of it.
 
     Attributes:
-        start: the first index along ``dim``.
         dim: what it is divided along; ``None`` for all of it.
-        length: how many indices are the tensor's; what follows pads the vocabulary.
+        runs: what is held, in the order in which it is held; what follows pads the vocabulary.
     """
 
     dim: int | None = None
-    length: int = 0
+    runs: tuple[Run, ...] = ()
 
     def state(self, name: str, tensor: torch.Tensor) -> LocalState:
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        if self.dim is not None:
-            offsets[self.dim], sizes[self.dim] = self.start, self.length
-            if self.length <= 0:
-                return LocalState.absent(name, self.shape, tensor.dtype)
-            tensor = tensor.narrow(self.dim, 0, self.length)
-        box = Box(tuple(offsets), tuple(sizes))
-        return LocalState(name, self.shape, tensor.dtype, (box,), (tensor,))
+        if self.dim is None:
+            whole = Box((0,) * len(self.shape), self.shape)
+            return LocalState(name, self.shape, tensor.dtype, (whole,), (tensor,))
+        boxes, views, held = [], [], 0
+        for run in self.runs:
+            offsets, sizes = [0] * len(self.shape), list(self.shape)
+            offsets[self.dim], sizes[self.dim] = run
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+            views.append(tensor.narrow(self.dim, held, run.length))
+            held += run.length
+        return LocalState(name, self.shape, tensor.dtype, tuple(boxes), tuple(views))
 
 
 class Logical:
@@ -73,6 +89,11 @@ class Logical:
     def shard(self, name: str, held: torch.Tensor, tp_rank: int) -> Shard:
         """Which part of the tensor of this name ``held`` is, as Colossal-AI has divided it."""
         shape = self.weights[name].shape
+        if is_customized_distributed_tensor(held):
+            (dim,) = (d for d, size in enumerate(shape) if held.shape[d] != size)
+            # Colossal-AI's function says which it keeps: of queries, keys and values a run each.
+            kept = held.shard_fn(torch.arange(shape[dim]))  # pyright: ignore
+            return Shard(name, shape, 0, held, dim, tuple(_runs(kept.tolist())))
         if is_distributed_tensor(held):
             dim = get_shard_dim_1d(held)
             start = tp_rank * held.shape[dim]
@@ -80,14 +101,27 @@ class Logical:
             dim, start = held._padding_dim, 0  # pyright: ignore[reportAttributeAccessIssue]
         else:
             return Shard(name, shape, 0, held)
-        length = min(held.shape[dim], shape[dim] - start)
-        return Shard(name, shape, start, held, dim, length)
+        run = Run(start, min(held.shape[dim], shape[dim] - start))
+        return Shard(name, shape, start, held, dim, (run,) if run.length > 0 else ())
 
     def parts(self, module: nn.Module, tp_rank: int) -> Iterator[tuple[torch.Tensor, Shard]]:
         """What this rank's optimizer holds, and which part of the user's model each of it is."""
         for name, held in self.held(module).items():
             if isinstance(held, nn.Parameter):
                 yield held, self.shard(name, held, tp_rank)
+
+
+def is_divided(held: torch.Tensor) -> bool:
+    """Whether ranks of tensor parallelism hold different parts of it."""
+    return is_distributed_tensor(held) or is_customized_distributed_tensor(held)
+
+
+def _runs(indices: list[int]) -> Iterator[Run]:
+    first = 0
+    for last, index in enumerate(indices):
+        if indices[last + 1 : last + 2] != [index + 1]:
+            yield Run(indices[first], last + 1 - first)
+            first = last + 1
 
 
 def weights(logical: Logical, module: nn.Module, tp_rank: int) -> list[LocalState]:

@@ -10,6 +10,11 @@ from unipar_colossalai.patches import (
     batchnorm,
     chunks,
     device,
+    gpt2_device,
+    gpt2_dropout,
+    gpt2_labels,
+    gpt2_logits,
+    gpt2_masks,
     monitor,
     optimizers,
     p2p,
@@ -25,6 +30,11 @@ ALL: tuple[Patch, ...] = (
     monitor.PATCH,
     optimizers.PATCH,
     p2p.PATCH,
+    gpt2_logits.PATCH,
+    gpt2_dropout.PATCH,
+    gpt2_masks.PATCH,
+    gpt2_labels.PATCH,
+    gpt2_device.PATCH,
 )
 
 

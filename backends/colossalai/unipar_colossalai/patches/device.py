@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
+from unipar_colossalai.patches.host import HostTorch
 from unipar_colossalai.patches.patch import Patch, Undo
-
-
-class _Host:
-    """``torch``, as that one module of Colossal-AI sees it."""
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-        self.cuda = SimpleNamespace(current_device=lambda: torch.device("cpu"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._torch, name)
 
 
 def _apply() -> Undo:
@@ -24,7 +11,7 @@ def _apply() -> Undo:
     import torch
 
     original = plugin.torch
-    plugin.torch = _Host(torch)
+    plugin.torch = HostTorch(current_device=lambda: torch.device("cpu"))
 
     def undo() -> None:
         plugin.torch = original

@@ -1,4 +1,4 @@
-"""A small Llama, sentences for it, and the plain loop that its runs have to equal.
+"""Small language models, sentences for them, and the plain loop that their runs have to equal.
 
 Nothing of unipar is imported here: one process, whole global batches in their order, the loss as
 the mean over all labels that count.
@@ -16,39 +16,50 @@ VOCABULARY, LENGTH, BATCH, SAMPLES = 11, 8, 8, 52
 CLIP = 0.5
 
 
-def llama(*, kind: str = "Llama", tied: bool = False, seed: int = 0, **settings: Any) -> Any:
-    """Grouped attention heads, and a vocabulary that does not divide.
+_SHAPE = {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 16}
+_LLAMA = {
+    **_SHAPE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+_GPT2 = {
+    **_SHAPE,
+    "hidden_size": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "initializer_range": 0.1,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+}
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
+    "Mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA),
+    "GPT2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+}
+"""Classes of transformers, and sizes by which every dimension but the vocabulary divides.
+
+Weights are larger than the defaults': from small ones, steps of this rate jump about, and the plain
+loop itself, cut into micro-batches, differs from the whole one by more than is allowed here.
+"""
+
+
+def language_model(kind: str = "Llama", *, seed: int = 0, **settings: Any) -> Any:
+    """A model with a vocabulary that does not divide.
 
     Args:
-        kind: or ``Mistral``, which has the same sizes and a window of attention.
-        tied: whether the embeddings are those of the output too.
+        kind: one of ``KINDS``.
         seed: of the weights.
         settings: of the configuration.
     """
     import transformers
 
+    model, config, sizes = KINDS[kind]
+    given = {"vocab_size": VOCABULARY, "attn_implementation": "eager", **sizes, **settings}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return getattr(transformers, f"{kind}ForCausalLM")(
-            getattr(transformers, f"{kind}Config")(
-                **{
-                    "vocab_size": VOCABULARY,
-                    "hidden_size": 16,
-                    "intermediate_size": 24,
-                    "num_hidden_layers": 3,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "max_position_embeddings": 16,
-                    "attn_implementation": "eager",
-                    "tie_word_embeddings": tied,
-                    # From weights as small as the default's, steps of this rate jump about, and
-                    # the plain loop itself, cut into micro-batches, differs from the whole one by
-                    # more than is allowed here.
-                    "initializer_range": 0.1,
-                    **settings,
-                }
-            )
-        )
+        return getattr(transformers, model)(getattr(transformers, config)(**given))
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -1,0 +1,165 @@
+"""Every model that ``hybrid`` takes trains, divided in each way, the run of a plain loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from colossalai_models import (
+    BATCH,
+    CLIP,
+    KINDS,
+    Sentences,
+    Step,
+    adamw,
+    entropy,
+    language_model,
+    plain_loop,
+    schedule,
+)
+
+from unipar import Session
+from unipar.loss import LossSum, model_output_loss
+from unipar.testing.compare import assemble_weights, assert_equal_weights
+from unipar.testing.harness import Exported
+from unipar.testing.pool import WorldPools
+from unipar.world import Placement
+
+pytestmark = pytest.mark.slow
+
+STEPS, HALF = 10, 5
+TP, PP, BOTH = (
+    f"colossalai:plugin=hybrid,{sizes}"
+    for sizes in ("tp_size=2", "pp_size=2", "tp_size=2,pp_size=2")
+)
+NEW = [kind for kind in KINDS if kind not in ("Llama", "Mistral")]
+"""Those that no other test has compared."""
+
+
+def prepare(
+    session: Session, kind: str, seed: int, micro: int | None = None, **settings: Any
+) -> tuple[Any, Any]:
+    engine = session.prepare(
+        language_model(kind, seed=seed, **settings),
+        optimizer=adamw,
+        lr_scheduler=schedule,
+        max_grad_norm=CLIP,
+    )
+    loader = session.loader(
+        Sentences(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
+    )
+    return engine, loader
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def take(engine: Any, loader: Any, steps: int, loss: Any = model_output_loss) -> list[Step]:
+    done = []
+    for _, batch in zip(range(steps), endless(loader), strict=False):
+        step = engine.train_step(batch, loss)
+        done.append(Step(step.loss, step.grad_norm, step.num_items))
+    return done
+
+
+def train(
+    placement: Placement,
+    strategy: str,
+    kind: str,
+    micro: int | None = None,
+    loss: Any = model_output_loss,
+    **settings: Any,
+) -> tuple[list[Step], Exported]:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        # Each rank's own weights, of which those of rank 0 must be what is trained.
+        engine, loader = prepare(session, kind, placement.rank, micro, **settings)
+        return take(engine, loader, STEPS, loss), Exported.of(engine)
+
+
+@functools.cache
+def expected(kind: str, attention: str = "eager") -> tuple[list[Step], dict[str, torch.Tensor]]:
+    model = language_model(kind, attn_implementation=attention)
+    steps = plain_loop(model, STEPS)
+    return steps, model.state_dict()
+
+
+def assert_same(done: list[Step], wanted: list[Step]) -> None:
+    assert done == [pytest.approx(step, rel=1e-5) for step in wanted]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [(TP, 2), (PP, 2), (BOTH, 4)])
+@pytest.mark.parametrize("kind", NEW)
+def test_losses_gradient_norms_and_weights_are_those_of_a_plain_loop(
+    kind: str, strategy: str, ranks: int, world_pool: WorldPools
+) -> None:
+    steps, weights = expected(kind)
+    results = world_pool(ranks).run(train, strategy, kind, 3)
+    for done, _ in results:
+        assert_same(done, steps)
+    assert_equal_weights(assemble_weights([state for _, state in results]), weights, 1e-5)
+
+
+def own_loss(model: Any, batch: Any) -> LossSum:
+    return LossSum(*entropy(model, batch))
+
+
+@pytest.mark.parametrize("strategy", [TP, PP])
+@pytest.mark.parametrize("kind", NEW)
+def test_pytorchs_attention_and_a_loss_of_the_users_own_change_nothing(
+    kind: str, strategy: str, world_pool: WorldPools
+) -> None:
+    def run(placement: Placement) -> list[Step]:
+        return train(placement, strategy, kind, loss=own_loss, attn_implementation="sdpa")[0]
+
+    for done in world_pool(2).run(run):
+        assert_same(done, expected(kind, "sdpa")[0])
+
+
+def no_mask(model: Any, batch: Any) -> torch.Tensor:
+    return model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", NEW)
+def test_a_mask_may_be_left_out(kind: str, attention: str, world_pool: WorldPools) -> None:
+    def run(placement: Placement, strategy: str) -> list[float]:
+        with Session(strategy, device="cpu", placement=placement) as session:
+            engine, loader = prepare(session, kind, 0, attn_implementation=attention)
+            return [step.loss for step in take(engine, loader, 3, no_mask)]
+
+    (wanted,) = world_pool(1).run(run, "single")
+    for losses in world_pool(2).run(run, PP):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+def save_or_resume(
+    placement: Placement, strategy: str, kind: str, path: Path, resume: bool
+) -> list[Step]:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine, loader = prepare(session, kind, int(resume))
+        if resume:
+            assert session.load(path, loader=loader) == HALF
+        done = take(engine, loader, HALF)
+        if not resume:
+            session.save(path, loader=loader)
+        return done
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_a_checkpoint_goes_on_whole_and_divided(
+    kind: str, world_pool: WorldPools, tmp_path: Path
+) -> None:
+    steps, _ = expected(kind)
+    single, both = ("single", 1), (BOTH, 4)
+    for (source, of), targets in ((single, [both, (TP, 2)]), (both, [single, (PP, 2)])):
+        path = tmp_path / source
+        world_pool(of).run(save_or_resume, source, kind, path, False)
+        for target, ranks in targets:
+            for done in world_pool(ranks).run(save_or_resume, target, kind, path, True):
+                assert_same(done, steps[HALF:])
