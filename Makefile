@@ -1,5 +1,5 @@
 # Each target does its own set-up: a virtual environment in .venv, from the pins in constraints.txt.
-#   make demo · make test · make lint · make docs · make bench
+#   make demo · make test · make test-all · make lint · make docs · make bench
 # PYTHON chooses the interpreter that .venv is made with: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -7,18 +7,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Backends whose frameworks live in one environment, and the one that needs its own.
-TOGETHER := accelerate deepspeed horovod
+TOGETHER := deepspeed horovod accelerate
 ALONE := .venv-colossalai
+# Tests that start whole programs; the others of tests/integration share ranks that run already.
+BY_COMMAND := $(addprefix tests/integration/,cli docs examples install)
+# Suites of tests that run at once; each has processes of its own.
+LANES ?= 2
 PINS := pyproject.toml constraints.txt
 # Threads of one process; the tests and examples start several.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-backends test-matrix tables lint format docs bench constraints clean
+.PHONY: help demo test test-all suites test-matrix tables lint format docs bench constraints clean
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
-	@echo "make test    run all tests, those of the backends' frameworks included"
+	@echo "make test    run the tests, those of the backends' frameworks included"
+	@echo "make test-all  run them at greater length too, and make test-matrix"
 	@echo "make test-matrix  resume every strategy's checkpoint under every other, for the docs"
 	@echo "make tables  measure every framework's strategies, for the docs"
 	@echo "make lint    check style and types"
@@ -32,23 +37,29 @@ demo: $(VENV)/.demo
 
 # The fast tests come first, so that what is plainly broken is known within a minute or two. Each
 # backend has processes of its own, for frameworks change torch when they are imported.
+test: ONLY := -m 'not thorough'
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit
-	$(BIN)/python -m pytest tests/integration backends/torch
-	$(MAKE) --no-print-directory test-backends
+	$(MAKE) --no-print-directory suites ONLY="$(ONLY)"
+	@echo "Left to make test-all: the tests marked thorough, and every pair of strategies."
 
-test-backends: $(VENV)/.backends $(ALONE)/.backends
-	for name in $(TOGETHER); do $(BIN)/python -m pytest backends/$$name || exit 1; done
-	$(ALONE)/bin/python -m pytest backends/colossalai
-	for each in $(VENV) $(ALONE); do $$each/bin/python -m pytest tests/survey || exit 1; done
-	$(BIN)/python survey/matrix.py --cover
+test-all: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/unit
+	$(MAKE) --no-print-directory suites
+	$(MAKE) --no-print-directory test-matrix
 
-# Every pair of strategies, and the conformance kit where `make test` leaves a number of ranks out.
+# The longest first, so that none is left alone at the end.
+suites: $(VENV)/.backends $(ALONE)/.backends
+	$(BIN)/python tests/side_by_side.py --lanes $(LANES) \
+	  "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
+	  "$(BIN)/python -m pytest $(ONLY) $(BY_COMMAND)" \
+	  "$(BIN)/python -m pytest $(ONLY) tests/integration $(BY_COMMAND:%=--ignore %) \
+	    backends/torch tests/survey" \
+	  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%") \
+	  "$(BIN)/python survey/matrix.py --cover"
+
+# Every pair of strategies.
 test-matrix: $(VENV)/.backends $(ALONE)/.backends
-	$(BIN)/python -m pytest --pyargs unipar.testing --world-sizes 1,4 \
-	  --strategy deepspeed:stage=0 --strategy zero1
-	$(ALONE)/bin/python -m pytest --pyargs unipar.testing --world-sizes 1,4 \
-	  --strategy colossalai:plugin=ddp --strategy colossalai:plugin=zero1
 	$(BIN)/python survey/matrix.py
 	$(BIN)/python docs/generate.py
 

@@ -63,13 +63,24 @@ def pytest_load_initial_conftests(parser: pytest.Parser, args: list[str]) -> Non
         add_options(parser)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "thorough: proves at greater length what another test proves as well; "
+        'left out by -m "not thorough"',
+    )
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "conformance_proof" not in metafunc.fixturenames:
         return
     from unipar.testing.selection import proofs
 
-    parameters = proofs(metafunc.config, metafunc.module)
-    metafunc.parametrize("conformance_proof", parameters, ids=str)
+    parameters = [
+        pytest.param(proof, id=str(proof), marks=[pytest.mark.thorough] if proof.thorough else [])
+        for proof in proofs(metafunc.config, metafunc.module)
+    ]
+    metafunc.parametrize("conformance_proof", parameters)
 
 
 @pytest.fixture(scope="session")

@@ -15,15 +15,21 @@ from unipar.testing.kit import Kit, Measurements, Target
 from unipar.testing.pool import WorldPools
 
 WORLD_SIZES = (1, 2, 4)
+MAIN_SIZE = 2
 
 
 @dataclass(frozen=True)
 class Proof:
-    """One case, of one strategy, at one world size."""
+    """One case, of one strategy, at one world size.
+
+    Attributes:
+        thorough: whether what it proves is, for the most part, proved at another world size too.
+    """
 
     target: Target
     size: int
     case: Case
+    thorough: bool = False
 
     def __str__(self) -> str:
         return f"{self.target.name}-{self.size}-{self.case.name}"
@@ -38,7 +44,8 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
     """What to run, by strategy and then world size.
 
     The strategies are those of ``--strategy``, or of the test module's ``STRATEGIES``; the sizes
-    those of ``--world-sizes``, or ``WORLD_SIZES``.
+    those of ``--world-sizes``, or ``WORLD_SIZES``. At a strategy's main size no case is thorough:
+    two ranks, or what the module's ``MAIN_SIZES`` has under the strategy's name.
 
     Raises:
         pytest.UsageError: no strategy is named, or none of that name is installed.
@@ -52,8 +59,12 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
         )
     given = config.getoption("unipar_world_sizes", None)
     sizes = _parse_sizes(given) if given else getattr(module, "WORLD_SIZES", WORLD_SIZES)
+    main_sizes = getattr(module, "MAIN_SIZES", {})
     return [
-        proof for name in strategies for size in sizes for proof in _proofs_of(_target(name), size)
+        proof
+        for name in strategies
+        for size in sizes
+        for proof in _proofs_of(_target(name), size, main_sizes.get(name, MAIN_SIZE))
     ]
 
 
@@ -66,11 +77,16 @@ def _target(name: str) -> Target:
     return target
 
 
-def _proofs_of(target: Target, size: int) -> Sequence[Proof]:
+def _proofs_of(target: Target, size: int, main_size: int) -> Sequence[Proof]:
     limit = target.make().capabilities().max_devices
     if limit is not None and size > limit:
         return [Proof(target, size, refuses_world)]
-    return [Proof(target, size, case) for case in ALL if case.applies(size)]
+    main_size = min(main_size, limit or main_size)
+    return [
+        Proof(target, size, case, thorough=size != main_size and size not in case.also_at)
+        for case in ALL
+        if case.applies(size)
+    ]
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 from unipar import Session
 from unipar.errors import CheckpointError
 from unipar.testing.pool import WorldPools
-from unipar.testing.portability import Where, assert_goes_on, make_optimizer, save_all
+from unipar.testing.portability import Saved, Where, assert_goes_on, make_optimizer, ring
 from unipar.world import Placement
 
 PLACES = [
@@ -22,15 +22,23 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> dict[Where, Path]:
-    return save_all(PLACES, world_pool, tmp_path_factory.mktemp("saved"))
+def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(world_pool, tmp_path_factory.mktemp("saved"))
 
 
+@pytest.mark.parametrize(("source", "target"), ring(PLACES), ids=str)
+def test_resumes_what_its_neighbor_has_saved(
+    source: Where, target: Where, saved: Saved, world_pool: WorldPools
+) -> None:
+    assert_goes_on(target, saved.of([source]), world_pool)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", PLACES, ids=str)
 def test_resumes_what_any_other_has_saved(
-    target: Where, saved: dict[Where, Path], world_pool: WorldPools
+    target: Where, saved: Saved, world_pool: WorldPools
 ) -> None:
-    assert_goes_on(target, saved, world_pool)
+    assert_goes_on(target, saved.of(PLACES), world_pool)
 
 
 def load_into_another_model(placement: Placement, path: Path) -> None:
@@ -39,8 +47,6 @@ def load_into_another_model(placement: Placement, path: Path) -> None:
         session.load(path)
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    saved: dict[Where, Path], world_pool: WorldPools
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(saved: Saved, world_pool: WorldPools) -> None:
     with pytest.raises(CheckpointError, match=r"embedding\.weight"):
         world_pool(2).run(load_into_another_model, saved[Where("accelerate", 2)])

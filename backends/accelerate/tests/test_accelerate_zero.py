@@ -16,7 +16,7 @@ from unipar import Session, fit
 from unipar.errors import ConfigError
 from unipar.strategy import Availability
 from unipar.testing.pool import WorldPools
-from unipar.testing.portability import Where, assert_goes_on, save_all
+from unipar.testing.portability import Saved, Where, assert_goes_on, ring
 from unipar.world import Placement
 from unipar_accelerate import zero
 from unipar_deepspeed.strategy import DeepSpeedStrategy
@@ -158,20 +158,29 @@ def test_an_accelerator_made_before_is_refused(world_pool: WorldPools) -> None:
         world_pool(2).run(with_accelerator_made_before)
 
 
-@pytest.fixture(scope="module")
-def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> dict[Where, Path]:
-    return save_all(PLACES, world_pool, tmp_path_factory.mktemp("saved"))
-
-
 PLACES = [Where("ddp", 2), Where(f"{ZERO},stage=2", 2), Where(f"{ZERO},stage=3", 4)]
 
 
+@pytest.fixture(scope="module")
+def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(world_pool, tmp_path_factory.mktemp("saved"))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), ring(PLACES), ids=str)
+def test_resumes_what_its_neighbor_has_saved(
+    source: Where, target: Where, saved: Saved, world_pool: WorldPools
+) -> None:
+    assert_goes_on(target, saved.of([source]), world_pool)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", PLACES, ids=str)
 def test_resumes_what_any_other_has_saved(
-    target: Where, saved: dict[Where, Path], world_pool: WorldPools
+    target: Where, saved: Saved, world_pool: WorldPools
 ) -> None:
-    assert_goes_on(target, saved, world_pool)
+    assert_goes_on(target, saved.of(PLACES), world_pool)
 
 
 # -- what is refused before any process starts -----------------------------------------------------

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from unipar.testing.pool import WorldPools
-from unipar.testing.portability import Where, assert_goes_on, save_all
+from unipar.testing.portability import Saved, Where, assert_goes_on, ring
 
 pytestmark = pytest.mark.slow
 
-OTHERS = [Where("single", 1), Where("ddp", 4), Where("fsdp", 2)]
-OWN = [
+PLACES = [
+    *(Where("single", 1), Where("ddp", 4), Where("fsdp", 2)),
     Where("deepspeed:stage=0", 2),
     Where("zero1", 4),
     Where("zero2:round_robin_gradients=true", 2),
@@ -23,12 +21,20 @@ OWN = [
 
 
 @pytest.fixture(scope="module")
-def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> dict[Where, Path]:
-    return save_all([*OTHERS, *OWN], world_pool, tmp_path_factory.mktemp("saved"))
+def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(world_pool, tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("target", [*OTHERS, *OWN], ids=str)
-def test_resumes_what_any_other_has_saved(
-    target: Where, saved: dict[Where, Path], world_pool: WorldPools
+@pytest.mark.parametrize(("source", "target"), ring(PLACES), ids=str)
+def test_resumes_what_its_neighbor_has_saved(
+    source: Where, target: Where, saved: Saved, world_pool: WorldPools
 ) -> None:
-    assert_goes_on(target, saved, world_pool)
+    assert_goes_on(target, saved.of([source]), world_pool)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", PLACES, ids=str)
+def test_resumes_what_any_other_has_saved(
+    target: Where, saved: Saved, world_pool: WorldPools
+) -> None:
+    assert_goes_on(target, saved.of(PLACES), world_pool)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from unipar.cli import main
+
 JOB = """
 import torch
 from torch import nn
@@ -70,6 +72,14 @@ def unipar(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
     )
 
 
+def in_this_process(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For ``main``, what a process of its own would start with; that takes seconds to import."""
+    monkeypatch.chdir(job)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.syspath_prepend(str(job))
+    monkeypatch.delitem(sys.modules, "job", raising=False)
+
+
 def test_train_runs_the_file_on_two_processes(job: Path) -> None:
     done = unipar("train", "run.yaml", "--strategy", "ddp", "--devices", "2", cwd=job)
     assert done.returncode == 0, done.stderr
@@ -78,17 +88,21 @@ def test_train_runs_the_file_on_two_processes(job: Path) -> None:
     assert yaml.safe_load((job / "out/config.yaml").read_text())["global_batch_size"] == 16
 
 
-def test_file_then_environment_then_flags(job: Path) -> None:
-    def resolved(*flags: str, **environment: str) -> dict[str, object]:
-        done = unipar("train", "run.yaml", "--dry-run", *flags, cwd=job, **environment)
-        assert done.returncode == 0, done.stderr
-        return yaml.safe_load(done.stdout)
+def test_file_then_environment_then_flags(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_this_process(job, monkeypatch)
+
+    def resolved(*flags: str) -> dict[str, object]:
+        assert main(["train", "run.yaml", "--dry-run", *flags]) == 0
+        return yaml.safe_load(capfd.readouterr().out)
 
     assert resolved()["steps"] == 3
-    assert resolved(UNIPAR_STEPS="5")["steps"] == 5
-    assert resolved("--steps", "7", UNIPAR_STEPS="5")["steps"] == 7
-    assert resolved("--set", "steps=9", UNIPAR_STEPS="5")["steps"] == 9
     assert resolved("--set", "optimizer.lr=0.5")["optimizer"] == {"name": "sgd", "lr": 0.5}
+    monkeypatch.setenv("UNIPAR_STEPS", "5")
+    assert resolved()["steps"] == 5
+    assert resolved("--steps", "7")["steps"] == 7
+    assert resolved("--set", "steps=9")["steps"] == 9
     assert not (job / "out").exists()
 
 
@@ -110,16 +124,23 @@ def test_what_a_dry_run_prints_is_a_run_file(job: Path) -> None:
         ("model: [1, 2\n", ["run.yaml", "line"]),
     ],
 )
-def test_mistakes_in_a_file_are_shown_where_they_are(job: Path, text: str, says: list[str]) -> None:
+def test_mistakes_in_a_file_are_shown_where_they_are(
+    job: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    text: str,
+    says: list[str],
+) -> None:
+    in_this_process(job, monkeypatch)
     key = text.split(":")[0]
     kept = [line for line in RUN.splitlines() if not line.startswith(key + ":")]
     (job / "run.yaml").write_text("\n".join(kept) + "\n" + text)
-    done = unipar("train", "run.yaml", cwd=job)
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert main(["train", "run.yaml"]) == 2
+    told = capfd.readouterr().err
     for part in says:
-        assert part in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) < 25
+        assert part in told
+    assert "Traceback" not in told
+    assert len(told.splitlines()) < 25
     assert not (job / "out").exists()
 
 

@@ -47,25 +47,19 @@ def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=named)
-def test_python_blocks_run_in_order(page: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if blocks(p, "python") or commands(p)], ids=named
+)
+def test_python_blocks_and_then_commands_run_in_order(page: Path, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     script = tmp_path / "blocks.py"
     script.write_text("\n".join(blocks(page, "python")))
-    done = run([sys.executable, str(script)], tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=named)
-def test_commands_run(page: Path, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    if "runs/" in " ".join(commands(page)):
-        # The commands work on what the page's own code leaves.
-        script = tmp_path / "blocks.py"
-        script.write_text("\n".join(blocks(page, "python")))
-        assert run([sys.executable, str(script)], tmp_path).returncode == 0
-    for command in commands(page):
-        done = run(command.split(), tmp_path)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
+    # The commands work on what the page's own code leaves.
+    programs = [[sys.executable, str(script)]] if script.stat().st_size else []
+    for command in [*programs, *(line.split() for line in commands(page))]:
+        done = run(command, tmp_path)
+        said = f"{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0, f"{' '.join(command)}\n{said}"
 
 
 def test_tables_are_what_the_code_says() -> None:

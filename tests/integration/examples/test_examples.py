@@ -32,7 +32,10 @@ def number(pattern: str, text: str) -> float:
     return float(found[-1])
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("single", "1"), ("fsdp", "2")])
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("single", "1"), pytest.param("fsdp", "2", marks=pytest.mark.thorough)],
+)
 def test_digits(strategy: str, devices: str, tmp_path: Path) -> None:
     said = run(
         "digits.py", "--strategy", strategy, "--devices", devices, "--epochs", "3",
@@ -55,6 +58,7 @@ def test_hf_gpt2(tmp_path: Path) -> None:
     assert "it writes: 'def " in said
 
 
+@pytest.mark.thorough
 def test_own_loop_under_spawn_and_torchrun(tmp_path: Path) -> None:
     spawned = run("own_loop.py", "--strategy", "ddp", "--devices", "2", directory=tmp_path)
     assert number(r"accuracy ([\d.]+)%", spawned) > 85
@@ -84,7 +88,7 @@ def test_own_loop_goes_on_under_another_strategy(tmp_path: Path) -> None:
     assert number(r"accuracy ([\d.]+)%", said) > 85
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.thorough)])
 def test_gan_tells_real_digits_from_forged_ones(strategy: str, tmp_path: Path) -> None:
     said = run(
         "gan.py", "--strategy", strategy, "--devices", "2", "--epochs", "2", directory=tmp_path

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import get_args
 
 from unipar.strategy import EngineSpec, Precision
-from unipar.testing.cases.case import case
+from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.cases.numbers import PLAIN
 from unipar.testing.harness import Part
 from unipar.testing.kit import Kit, Run
@@ -37,7 +37,7 @@ def refuses_what_it_denies(kit: Kit) -> None:
             raise AssertionError(f"{kit.target.name} has max_devices={limit} and takes {limit + 1}")
 
 
-@case
+@case_also_at(4)
 def shards_what_it_claims(kit: Kit) -> None:
     """Ranks hold less than everything of what is sharded, and everything of what is not."""
     (run,) = kit.train(replace(PLAIN, num_steps=1))

@@ -17,11 +17,14 @@ class Case:
         name: what it is called in a test's id.
         check: raises AssertionError, saying what was seen and what was expected.
         max_size: the largest world in which it means anything, or ``None``.
+        also_at: world sizes at which it meets what two ranks do not show: no second rank, shares
+            that are empty or padded, shards of several neighbors, sums in more than one order.
     """
 
     name: str
     check: Callable[[Kit], None]
     max_size: int | None = None
+    also_at: tuple[int, ...] = ()
 
     def applies(self, size: int) -> bool:
         return self.max_size is None or size <= self.max_size
@@ -29,6 +32,10 @@ class Case:
 
 def case(check: Callable[[Kit], None]) -> Case:
     return Case(check.__name__, check)
+
+
+def case_also_at(*sizes: int) -> Callable[[Callable[[Kit], None]], Case]:
+    return lambda check: Case(check.__name__, check, also_at=sizes)
 
 
 def _refuses_the_world(kit: Kit) -> None:

@@ -17,7 +17,7 @@ from unipar.evaluate import evaluate
 from unipar.loss import Loss
 from unipar.strategy import EngineSpec, Strategy
 from unipar.testing import models, reference
-from unipar.testing.cases.case import case
+from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assert_equal_runs
 from unipar.testing.harness import Exported, RankRun, batches, custom_step, record, train
@@ -65,7 +65,7 @@ def _refuses_to_be_cut(strategy: Strategy, world: World) -> None:
         raise AssertionError("capabilities deny the custom loop, and the engine takes it silently")
 
 
-@case
+@case_also_at(1)
 def trains_several_models(kit: Kit) -> None:
     """A small GAN: two engines in turn, each reading the other's model, by both kinds of loop."""
     if not kit.capabilities.several_engines:
@@ -121,7 +121,7 @@ def _train_gan(strategy: Strategy, world: World, custom_loop: bool) -> tuple[Ran
     return result
 
 
-@case
+@case_also_at(4)
 def evaluates_every_sample_once(kit: Kit) -> None:
     """Evaluation sums over all samples, padding and ragged batches notwithstanding."""
     for scenario in map(kit.fit, (PLAIN, TOKENS)):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from unipar.testing import models
-from unipar.testing.cases.case import case
+from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.compare import difference
 from unipar.testing.kit import TOLERANCE, Kit
 from unipar.testing.scenarios import (
@@ -30,7 +30,7 @@ MOST_SKIPPED = {"bf16": 0, "fp16": 4}
 """Steps that may overflow until a loss scaler, which starts at 2**16, has found its scale."""
 
 
-@case
+@case_also_at(1, 2, 4)
 def equals_the_reference(kit: Kit) -> None:
     """Losses, gradient norms, weights, learning rates and samples, with a ragged last batch."""
     (run,) = kit.train(PLAIN)
@@ -81,7 +81,7 @@ def measures_the_norm_only_when_asked(kit: Kit) -> None:
     kit.check(run, scenario)
 
 
-@case
+@case_also_at(4)
 def weighs_tokens(kit: Kit) -> None:
     """A mean over tokens, of which micro-batches and ranks hold unequal numbers, some none."""
     both = [TOKENS, replace(TOKENS, accumulation=4, max_grad_norm=0.5, num_steps=10)]

@@ -11,7 +11,7 @@ import torch
 from unipar.errors import NonFiniteLossError
 from unipar.strategy import Strategy
 from unipar.testing import models
-from unipar.testing.cases.case import case
+from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported, batches, learning_rates
@@ -31,7 +31,7 @@ def _bad_batches(scenario: Scenario) -> frozenset[int]:
     return frozenset(step for step, indices in enumerate(scenario.order()) if 41 in indices)
 
 
-@case
+@case_also_at(4)
 def repeats_itself(kit: Kit) -> None:
     """The same run twice gives the same bits: losses, norms, weights and moments."""
     scenarios = [replace(PLAIN, num_steps=7), replace(TOKENS, accumulation=4, num_steps=7)]

@@ -90,7 +90,9 @@ def _follows_batch_statistics(kit: Kit) -> None:
     kit.check(run, scenario, whole=True)
 
 
-follows_batch_statistics = Case("follows_batch_statistics", _follows_batch_statistics, max_size=1)
+follows_batch_statistics = Case(
+    "follows_batch_statistics", _follows_batch_statistics, max_size=1, also_at=(1,)
+)
 
 
 @case

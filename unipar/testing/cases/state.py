@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unipar import checkpoint
 from unipar.strategy import Strategy
-from unipar.testing.cases.case import case
+from unipar.testing.cases.case import case_also_at
 from unipar.testing.cases.numbers import TOKENS
 from unipar.testing.cases.shapes import GROUPS
 from unipar.testing.harness import Exported, RankRun, batches, learning_rates, record, trained_on
@@ -20,7 +20,7 @@ from unipar.world import World
 SAVED_AT = 5
 
 
-@case
+@case_also_at(4)
 def resumes(kit: Kit) -> None:
     """Saved after five steps and loaded into a fresh engine, a run goes on as if undisturbed."""
     scenarios = [
