@@ -173,6 +173,7 @@ class TrainingRun:
             output_dir=self.job.output_dir,
             start_step=self.start_step,
             rank=self.world.rank,
+            engine=self.engine,
             config=self.config.model_dump(mode="json", by_alias=True),
         )
 

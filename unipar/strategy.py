@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -265,6 +266,15 @@ class Engine(ABC):
         Raises:
             CheckpointError: the stored state does not fit this model or optimizer.
         """
+
+    def tell_collectives(self, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
+        """Tell, while entered, of the collectives that do not go through ``torch.distributed``.
+
+        Args:
+            seen: called with a kind (``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``,
+                ``"all-to-all"``, ``"broadcast"``) and the bytes of the whole tensor.
+        """
+        return nullcontext()
 
     def close(self) -> None:
         """Undo what was done to the user's module, as far as can be. Not collective."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unipar.result import RunResult
+    from unipar.strategy import Engine
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class RunInfo:
         start_step: steps already taken when the run begins; 0 unless it resumes.
         config: the resolved config, JSON values.
         rank: the rank that this callback runs on.
+        engine: the model under its strategy, as it is on this rank.
     """
 
     strategy: str
@@ -41,6 +43,7 @@ class RunInfo:
     start_step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
+    engine: Engine | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

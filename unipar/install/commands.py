@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections import deque
@@ -15,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unipar.errors import InstallError
+from unipar.subprocesses import end_group
 
 _TAIL = 20
 _ERROR = re.compile(r":\d+: (fatal )?error: |CMake Error")
 """How compilers and CMake begin what they complain of."""
 _POLL = 0.2
-_GRACE = 5.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Runner:
             try:
                 code = self._wait(process, begin, timeout)
             finally:
-                _end(process)
+                end_group(process)
         if code is None:
             raise InstallError(self._failure(command, f"took longer than {timeout:g} s", begin))
         if code:
@@ -132,22 +131,3 @@ class Runner:
             lines = log.read().decode(errors="replace").splitlines()
         first = next((at for at, line in enumerate(lines) if _ERROR.search(line)), None)
         return [] if first is None else [line for line in lines[first : first + 6] if line.strip()]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command's processes, in case it was left before it was done."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
-            if number is signal.SIGTERM and not _group_alive(process.pid):
-                return
-
-
-def _group_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -1,0 +1,1 @@
+"""Comparing strategies on one job: ``unipar bench``."""
