@@ -7,6 +7,7 @@ from unipar.testing.test_conformance import test_conformance
 __all__ = ["test_conformance"]
 
 STRATEGIES = [
+    *("deepspeed:stage=0", "zero1"),
     "zero2:offload_optimizer=true",
     "zero3:persistence_threshold=0,offload_optimizer=true,offload_parameters=true",
 ]

@@ -211,9 +211,13 @@ def run_script(directory: Path, level: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_terminal_is_quiet_unless_asked(tmp_path: Path) -> None:
+def test_the_terminal_is_quiet(tmp_path: Path) -> None:
     done = run_script(tmp_path / "quiet", "info")
     assert (done.stdout, done.stderr) == ("trained\n", "")
+
+
+@pytest.mark.thorough
+def test_at_debug_deepspeed_is_heard(tmp_path: Path) -> None:
     done = run_script(tmp_path / "loud", "debug")
     assert "DeepSpeed" in done.stdout + done.stderr
 
@@ -230,7 +234,7 @@ class KillOnce(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.thorough), "zero3"])
 def test_a_killed_rank_is_reported_and_restarted(tmp_path: Path, strategy: str) -> None:
     killed = {"strategy": strategy, "callbacks": [KillOnce(tmp_path / "first")], "timeout": 30}
     with pytest.raises(WorkerError, match=r"[Rr]ank 1.*(SIGKILL|killed)") as caught:
@@ -243,7 +247,7 @@ def test_a_killed_rank_is_reported_and_restarted(tmp_path: Path, strategy: str) 
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    saved = fit(build(), DATA, strategy="zero3", **settings(tmp_path / "a"))
+    saved = fit(build(), DATA, strategy="single", **settings(tmp_path / "a", devices=1))
     with pytest.raises(CheckpointError, match=r"0\.weight: stored \[8, 4\], wanted \[16, 4\]"):
         fit(
             build(16),

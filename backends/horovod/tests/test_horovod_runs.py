@@ -133,6 +133,7 @@ def test_reductions_over_mpi(script: Path, expected: float) -> None:
     assert results(done) == [(pytest.approx(expected, rel=1e-5), 2)] * 2
 
 
+@pytest.mark.thorough
 def test_two_nodes(script: Path, expected: float) -> None:
     """As far as one machine can tell: an agent for each, and one rank on each."""
     with socket.socket() as free:

@@ -14,3 +14,5 @@ STRATEGIES = [
     "fsdp:sharding=grad_op",
     "fsdp:sharding=hybrid",
 ]
+# On two ranks they are two replicas by default, and nothing is divided.
+MAIN_SIZES = {"fsdp:sharding=hybrid": 4}

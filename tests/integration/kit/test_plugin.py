@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,32 @@ def test_installed_strategy_is_proved_and_measured(tmp_path: Path) -> None:
     (row,) = json.loads(report.read_text())
     assert (row["strategy"], row["world_size"], row["precision"]) == ("single", 1, "fp32")
     assert max(row["loss"], row["grad_norm"], row["weights"]) <= 1e-5
+
+
+def test_what_is_not_thorough_is_all_cases_on_one_number_of_ranks_and_some_on_others(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "test_mine.py").write_text(
+        "from unipar.testing.test_conformance import test_conformance\n"
+        "STRATEGIES = ['ddp', 'fsdp', 'single']\n"
+        "MAIN_SIZES = {'fsdp': 4}\n"
+    )
+    collect = ("test_mine.py", "--collect-only")
+    everything = proofs(run_pytest(tmp_path, *collect).stdout)
+    brief = proofs(run_pytest(tmp_path, *collect, "-m", "not thorough").stdout)
+    assert brief < everything
+    for main in ("ddp-2", "fsdp-4", "single-1"):
+        assert {one for one in everything if one.startswith(main)} <= brief
+    # Of four ranks some have no sample of the ragged batch.
+    assert {"ddp-4-equals_the_reference", "ddp-1-follows_batch_statistics"} <= brief
+    assert {"ddp-4-compiles", "ddp-1-compiles", "fsdp-2-compiles"} <= everything - brief
+    # On some number of ranks each case is run against each strategy.
+    cases = {one.rsplit("-", 1)[1] for one in everything if one.startswith("ddp-2")}
+    assert {f"fsdp-4-{case}" for case in cases} <= brief
+
+
+def proofs(collected: str) -> set[str]:
+    return set(re.findall(r"test_conformance\[(.*)\]", collected))
 
 
 @pytest.mark.parametrize(
