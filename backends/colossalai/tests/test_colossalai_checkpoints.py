@@ -14,7 +14,7 @@ from unipar.errors import CheckpointError
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported
 from unipar.testing.pool import WorldPools
-from unipar.testing.portability import Where, assert_goes_on, make_optimizer, save_all
+from unipar.testing.portability import Saved, Where, assert_goes_on, make_optimizer, ring
 from unipar.world import Placement
 
 DDP, ZERO1, ZERO2, GEMINI, FSDP = (
@@ -43,34 +43,46 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> dict[Where, Path]:
-    return save_all(SOURCES, world_pool, tmp_path_factory.mktemp("sources"))
+def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(world_pool, tmp_path_factory.mktemp("sources"))
 
 
+@pytest.mark.parametrize(("source", "target"), ring(TARGETS, SOURCES), ids=str)
+def test_resumes_what_one_source_has_saved(
+    source: Where, target: Where, saved: Saved, world_pool: WorldPools
+) -> None:
+    assert_goes_on(target, saved.of([source]), world_pool)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_resumes_what_any_source_has_saved(
-    target: Where, saved: dict[Where, Path], world_pool: WorldPools
+    target: Where, saved: Saved, world_pool: WorldPools
 ) -> None:
-    assert_goes_on(target, saved, world_pool)
+    assert_goes_on(target, saved.of(SOURCES), world_pool)
 
 
 @pytest.fixture(scope="module")
-def saved_in_bf16(
-    world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory
-) -> dict[Where, Path]:
-    return save_all(HALF_SOURCES, world_pool, tmp_path_factory.mktemp("bf16"), "bf16")
+def saved_in_bf16(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(world_pool, tmp_path_factory.mktemp("bf16"), "bf16")
 
 
+@pytest.mark.parametrize(("source", "target"), ring(HALF_TARGETS, HALF_SOURCES), ids=str)
+def test_resumes_in_bf16_what_one_source_has_saved(
+    source: Where, target: Where, saved_in_bf16: Saved, world_pool: WorldPools
+) -> None:
+    assert_goes_on(target, saved_in_bf16.of([source]), world_pool, "bf16")
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", HALF_TARGETS, ids=str)
 def test_resumes_in_bf16_what_any_source_has_saved(
-    target: Where, saved_in_bf16: dict[Where, Path], world_pool: WorldPools
+    target: Where, saved_in_bf16: Saved, world_pool: WorldPools
 ) -> None:
-    assert_goes_on(target, saved_in_bf16, world_pool, "bf16")
+    assert_goes_on(target, saved_in_bf16.of(HALF_SOURCES), world_pool, "bf16")
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    saved: dict[Where, Path], world_pool: WorldPools
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(saved: Saved, world_pool: WorldPools) -> None:
     path = saved[Where(ZERO2, 2)]
     with pytest.raises(CheckpointError, match=r"embedding\.weight"):
         world_pool(2).run(load_into_another_model, path)

@@ -9,6 +9,8 @@ from unipar.testing.test_conformance import test_conformance
 __all__ = ["test_conformance"]
 
 STRATEGIES = [
+    "colossalai:plugin=ddp",
+    "colossalai:plugin=zero1",
     "colossalai:plugin=zero2",
     "colossalai:plugin=gemini",
     "colossalai:plugin=fsdp",

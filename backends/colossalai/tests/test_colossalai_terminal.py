@@ -19,13 +19,21 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "zero2", "gemini", "fsdp"])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        "zero2",
+        "gemini",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ddp", "fsdp")),
+    ],
+)
 def test_a_run_prints_nothing_of_the_frameworks(plugin: str) -> None:
     done = run(plugin, "warning")
     assert done.returncode == 0, done.stderr
     assert (done.stdout, done.stderr) == ("steps: 6\n", "")
 
 
+@pytest.mark.thorough
 def test_debug_shows_what_the_framework_says() -> None:
     done = run("zero2", "debug")
     assert done.returncode == 0, done.stderr
