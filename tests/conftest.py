@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def still_running() -> Callable[[Iterable[int]], list[int]]:
     """Those of some processes that still run after ten seconds; at once where none does."""
     return _still_running
