@@ -66,7 +66,7 @@ def render(result: BenchResult) -> str:
         "Charts left out": _items(f"{entry.title}: {lack.reason}" for entry, lack in missing),
         "Not measured": _failures(found),
         "Environment": _environment(result),
-        "Run it again": f'<pre tabindex="0"><code>{escape(result.job.command)}</code></pre>',
+        "Run it again": f"<pre><code>{escape(result.job.command)}</code></pre>",
     }
     sections = {title: body for title, body in sections.items() if body}
     data = {
@@ -93,7 +93,7 @@ def _json(chart: Chart) -> str:
 
 
 def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return resources.files("unipar.bench.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _facts(result: BenchResult) -> str:
@@ -134,25 +134,25 @@ def _chart_section(entry: Entry, chart: Chart) -> str:
 def _table_section(found: Rows) -> str:
     if not found.columns:
         return ""
-    head = "".join(_header(column, index) for index, column in enumerate(found.columns))
+    head = "".join(_header(column) for column in found.columns)
     body = "\n".join(
         "<tr>" + "".join(_entry(figure, index) for index, figure in enumerate(row)) + "</tr>"
         for row in found.rows
     )
-    notes = [
+    note = (
         "* best of its column; ~ as fast as another on as many devices, within the noise; "
         "! the loss drifts. A heading sorts."
-    ]
+    )
     return (
         '<div class="scroll" role="region" aria-label="Table of figures" tabindex="0">'
         f'<table id="figures-table"><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table>'
-        f'</div><p class="note">{escape(notes[0])}</p>'
+        f'</div><p class="note">{escape(note)}</p>'
         + _titled("Equally fast, within the noise", found.ties)
         + _titled("Step time beside a loop written by hand", found.overheads)
     )
 
 
-def _header(column: Column, index: int) -> str:
+def _header(column: Column) -> str:
     first = _BEST_FIRST.get(column.title, "ascending")
     sorted_ = ' aria-sort="descending"' if column.title == "items/s" else ""
     unit = f'<span class="unit">{escape(column.unit)}</span>' if column.unit else ""
@@ -169,7 +169,13 @@ def _entry(figure: Figure, index: int) -> str:
     value = "" if figure.value is None else escape(str(figure.value))
     tag, scope = ("th", ' scope="row"') if index == 0 else ("td", "")
     kind = f' class="{kind}"' if kind else ""
-    return f'<{tag}{scope}{kind} data-value="{value}">{escape(figure.text)}{marks}</{tag}>'
+    shown = _cut(figure.text) if index == 0 else escape(figure.text)
+    return f'<{tag}{scope}{kind} data-value="{value}">{shown}{marks}</{tag}>'
+
+
+def _cut(name: str) -> str:
+    """A name that a narrow screen may break where an option begins."""
+    return escape(name).replace(":", ":<wbr>").replace(",", ",<wbr>")
 
 
 def _titled(title: str, lines: Sequence[str]) -> str:
@@ -210,7 +216,7 @@ def _environment(result: BenchResult) -> str:
 
 def _matmul(result: BenchResult) -> str:
     return "; ".join(
-        f"{flops / 1e9:,.4g} GFLOP/s in {precision} {'on'} {text.devices(one.devices)}"
+        f"{flops / 1e9:,.4g} GFLOP/s in {precision} on {text.devices(one.devices)}"
         for one in result.interconnect
         for precision, flops in one.matmul_flops.items()
     )
@@ -221,7 +227,7 @@ def _words(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
         return ""
     titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
     body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>'
+        f'<tr><th scope="row">{_cut(first)}</th>'
         + "".join(f"<td>{escape(word)}</td>" for word in others)
         + "</tr>"
         for first, *others in lines

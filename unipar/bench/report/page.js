@@ -6,6 +6,7 @@ const MARKS = {
   circle: "\u25cf", square: "\u25a0", diamond: "\u25c6", "triangle-up": "\u25b2", cross: "\u271a",
   x: "\u2716", "triangle-down": "\u25bc", star: "\u2605",
 };
+const ROOMY = 600;
 
 function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -106,6 +107,9 @@ function draw(key) {
   for (const trace of traces) trace.visible = !hidden.has(trace.legendgroup || trace.name);
   layout.template = {layout: frame()};
   const chart = document.getElementById(`chart-${key}`);
+  if (layout.yaxis.ticktext && chart.clientWidth > ROOMY) {
+    layout.yaxis.ticktext = layout.yaxis.ticktext.map((text) => text.replaceAll("<br>", ""));
+  }
   const options = {responsive: true, displayModeBar: false, displaylogo: false};
   drawLegend(document.getElementById(`legend-${key}`), chart, traces, hidden);
   return Plotly.react(chart, traces, layout, options);

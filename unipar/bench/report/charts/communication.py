@@ -11,7 +11,7 @@ from unipar.bench.report.charts import drawing
 from unipar.bench.report.charts.drawing import Chart, Look, Missing
 from unipar.bench.result import BenchResult, CellResult, Traffic
 
-_UNKNOWN = "no cell's communication was recorded."
+_UNKNOWN = "no collective was recorded."
 
 
 def counts(result: BenchResult) -> Chart | Missing:
@@ -68,7 +68,7 @@ def sweep(result: BenchResult) -> Chart | Missing:
             hovertemplate="%{x:.3s}B: %{y:.3s}s<extra></extra>",
         )
         figure.add_scatter(
-            name=f"{label}, fit",
+            name="fit",
             legendgroup=label,
             mode="lines",
             x=sizes,
@@ -78,8 +78,8 @@ def sweep(result: BenchResult) -> Chart | Missing:
         )
         rate = f", {text.size(1 / one.beta)}/s" if one.beta > 0 else ""
         told.append(f"{label}: {text.seconds(one.alpha)} latency{rate}")
-    figure.update_xaxes(type="log", exponentformat="SI", ticksuffix="B", dtick=1)
-    figure.update_yaxes(type="log", exponentformat="SI", ticksuffix="s", dtick=1)
+    figure.update_xaxes(type="log", exponentformat="SI", ticksuffix="B", minexponent=0, dtick=1)
+    figure.update_yaxes(type="log", exponentformat="SI", ticksuffix="s", minexponent=0, dtick=1)
     return Chart(
         figure,
         "Time of an all-reduce by its size; points are measured, and lines are a fitted latency "
@@ -99,7 +99,7 @@ def _draw(
             orientation="h",
             y=list(range(len(cells))),
             x=[sum(value(one) for one in _traffic(cell) if one.kind == kind) for cell in cells],
-            marker={"color": look.color, "pattern": {"shape": look.pattern}},
+            marker=drawing.fill(look),
             hovertemplate=f"{drawing.plain(kind)}: {hover}<extra></extra>",
         )
     figure.update_layout(barmode="stack", bargap=0.25)

@@ -6,6 +6,7 @@ import html
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from plotly import graph_objects as go
 
@@ -32,6 +33,7 @@ _MARKS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "triangle-
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _PATTERNS = ("", "/", "x", ".", "-", "\\", "|", "+")
 _ROW = 22
+_CUT_ROW = 30
 _FRAME = 80
 
 
@@ -86,6 +88,12 @@ def ticks(names: Sequence[str]) -> list[str]:
     return [re.sub(r"([:,])", r"\1<br>", plain(one)) for one in names]
 
 
+def fill(look: Look) -> dict[str, Any]:
+    """A bar's color, with its pattern over it."""
+    pattern = {"shape": look.pattern, "fillmode": "overlay", "size": 7, "solidity": 0.25}
+    return {"color": look.color, "pattern": pattern}
+
+
 def plain(written: str) -> str:
     """Text in which the browser finds no markup."""
     return html.escape(written, quote=False)
@@ -109,9 +117,9 @@ def frame(*, x: str, y: str, height: int = 380) -> go.Figure:
 
 def rows(names: Sequence[str], *, x: str, each: float = 1.0) -> go.Figure:
     """A figure with one line for each name, the first on top; ``each`` is a line's height."""
-    height = _FRAME + round(_ROW * each * len(names))
-    height += 10 * sum(tick.count("<br>") for tick in ticks(names)) if each < 2 else 0
-    figure = frame(x=x, y="", height=height)
+    # The page joins names that are cut where there is room; lines of two words need theirs.
+    row = max(_ROW * each, _CUT_ROW if any("<br>" in tick for tick in ticks(names)) else 0)
+    figure = frame(x=x, y="", height=_FRAME + round(row * len(names)))
     places = list(range(len(names)))
     figure.update_yaxes(
         tickmode="array",

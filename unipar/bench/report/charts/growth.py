@@ -84,7 +84,7 @@ def modelled(result: BenchResult) -> Chart | Missing:
             marker={"color": look.color, "symbol": look.mark, "size": 10},
         )
         figure.add_scatter(
-            name=f"{drawing.plain(one.label)}, modelled",
+            name="modeled",
             legendgroup=one.label,
             mode="lines",
             x=[count for count, _ in fitted],

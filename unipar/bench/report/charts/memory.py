@@ -72,9 +72,8 @@ def _draw(lines: Sequence[tuple[str, Memory, bool]], alt: str) -> Chart:
             y=list(range(len(lines))),
             x=[getattr(memory, kind) / unit.size for _, memory, _ in lines],
             marker={
-                "color": look.color,
+                **drawing.fill(look),
                 "opacity": [1.0 if measured else 0.55 for _, _, measured in lines],
-                "pattern": {"shape": look.pattern},
             },
             hovertemplate=f"{_NAMES.get(kind, kind)}: %{{x:,.4s}} {unit.name}<extra></extra>",
         )

@@ -39,7 +39,7 @@ def throughput(result: BenchResult) -> Chart | Missing:
                 "width": 4,
                 "color": drawing.GREY,
             },
-            marker={"color": look.color, "pattern": {"shape": look.pattern}},
+            marker=drawing.fill(look),
             customdata=[drawing.plain(label) for label, _ in found],
             hovertemplate=f"%{{customdata}} on {count}: %{{x:,.4s}} items/s<extra></extra>",
         )
