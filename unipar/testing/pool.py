@@ -31,6 +31,8 @@ from unipar.world import Placement
 GRACE = 5.0
 """Seconds that the other ranks have to end once one has failed."""
 
+# What faulthandler prints above a stack.
+_STACK = "(most recent call first)"
 # A rank whose peer has left says this; the peer's own error is the one to show.
 _COLLATERAL = re.compile(r"Connection (closed|reset)|Broken pipe|Timed out waiting|heartbeat", re.I)
 
@@ -128,7 +130,11 @@ class WorkerPool:
         for worker in self._workers:
             if worker.busy:
                 worker.process.send_signal(signal.SIGUSR1)
-        time.sleep(0.5)
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline and not all(
+            _STACK in worker.output() for worker in self._workers if worker.busy
+        ):
+            time.sleep(0.05)
         waiting = [rank for rank, worker in enumerate(self._workers) if worker.busy]
         lines = [f"{name} did not end within {limit:g} s on ranks {waiting} of {self.size}"]
         lines += [f"rank {rank}:\n{self._workers[rank].output()}" for rank in waiting]

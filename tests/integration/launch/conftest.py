@@ -34,7 +34,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     before = _listening()
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while left := _left(str(scratch), before):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
@@ -75,7 +75,7 @@ class Script:
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def wait_for(self, *names: str, timeout: float = 30) -> None:
+    def wait_for(self, *names: str, timeout: float = 90) -> None:
         """Wait until the script has made these files."""
         deadline = time.monotonic() + timeout
         while not all((self.directory / name).exists() for name in names):
