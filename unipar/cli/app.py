@@ -17,11 +17,16 @@ USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 
 _COMMANDS = {
     "train": "Train what a run file describes.",
+    "bench": "Run the same job under every strategy, and compare speed, memory and losses.",
     "schema": "Print the JSON Schema of run files, for editors.",
     "doctor": "Say what this machine can run, and what is missing for the rest.",
     "install": "Install the framework of a strategy, built for the torch that is here.",
+    "migrate": "Turn a training script into a unipar script, and show that it trains the same.",
     "convert": "Turn a checkpoint into Hugging Face safetensors, or back.",
 }
+
+# Commands that have commands of their own are an App in their module.
+_GROUPS = {"bench": "app"}
 
 
 def _app() -> App:
@@ -33,7 +38,8 @@ def _app() -> App:
     )
     for name, help_text in _COMMANDS.items():
         # By import path, so that `unipar --help` imports no command, and none of them torch.
-        app.command(f"unipar.cli.{name}:{name}", name=name, help=help_text)
+        target = _GROUPS.get(name, name)
+        app.command(f"unipar.cli.{name}:{target}", name=name, help=help_text)
     return app
 
 

@@ -1,0 +1,19 @@
+"""The scripts that migration is proved on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CORPUS = Path(__file__).parent / "corpus"
+PROGRAMS = sorted(
+    path.parent.relative_to(CORPUS).as_posix() for path in CORPUS.glob("*/*/train.py")
+)
+
+
+def files_of(program: str) -> dict[str, str]:
+    """The text of a program's files, by their paths in it."""
+    root = CORPUS / program
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes().decode()
+        for path in sorted(root.rglob("*.py"))
+    }

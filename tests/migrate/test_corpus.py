@@ -1,0 +1,87 @@
+"""Scripts of the shapes that people write train the same before and after."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import yaml
+from programs import CORPUS, PROGRAMS, files_of
+
+from unipar.migrate import migrate_files
+from unipar.migrate.report import diff
+from unipar.migrate.verify import losses_of, verify
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_losses_are_equal_before_and_after(program: str) -> None:
+    migrations = migrate_files(files_of(program))
+    main = migrations["train.py"]
+    proof = verify(
+        CORPUS / program,
+        "train.py",
+        {name: one.code for name, one in migrations.items()},
+        yaml.safe_dump(dict(main.config)),
+        launcher=main.launcher,
+        timeout=180,
+    )
+    assert proof.difference <= 1e-6
+    assert sorted(proof.original) == ([0, 1] if program.startswith("ddp/") else [0])
+    assert all(len(set(losses)) >= 8 for losses in proof.original.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("program", ["torch/flat", "torch/gan", "torch/accumulation"])
+def test_a_script_for_one_device_trains_the_same_on_two(program: str) -> None:
+    migrations = migrate_files(files_of(program))
+    files = {name: one.code for name, one in migrations.items()}
+    files["unipar.yaml"] = yaml.safe_dump({**migrations["train.py"].config, "strategy": "ddp"})
+    alone = losses_of(CORPUS / program, "train.py", {}, [sys.executable], timeout=180)
+    # The generator's noise is drawn for each rank's own samples, so only its first loss is shared.
+    shown = 1 if program == "torch/gan" else 20
+    both = losses_of(CORPUS / program, "train.py", files, TORCHRUN, timeout=180)
+    means = [(a + b) / 2 for a, b in zip(both[0], both[1], strict=True)]
+    assert means[:shown] == pytest.approx(alone[0][:shown], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_one_field_changes_what_runs_a_migrated_script() -> None:
+    program = "ddp/functions"
+    migrations = migrate_files(files_of(program))
+    main = migrations["train.py"]
+    proof = verify(
+        CORPUS / program,
+        "train.py",
+        {name: one.code for name, one in migrations.items()},
+        yaml.safe_dump(dict(main.config)),
+        launcher=main.launcher,
+        timeout=180,
+        environ={"UNIPAR_STRATEGY": "fsdp"},
+    )
+    assert proof.difference <= 1e-5
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_changes_are_those_that_were_reviewed(program: str) -> None:
+    files = files_of(program)
+    migrations = migrate_files(files)
+    notes = sorted(str(note) for one in migrations.values() for note in one.notes)
+    told = "".join(f"{note}\n" for note in notes)
+    config = yaml.safe_dump(dict(migrations["train.py"].config), sort_keys=False)
+    found = f"{diff(files, migrations)}{config}{told}"
+    assert found == (CORPUS / program / "golden.diff").read_text()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_migrating_twice_changes_nothing(program: str) -> None:
+    migrations = migrate_files(files_of(program))
+    once = {name: one.code for name, one in migrations.items()}
+    again = migrate_files(once)
+    assert {name: one.code for name, one in again.items()} == once
+    assert not any(one.changed or one.notes for one in again.values())

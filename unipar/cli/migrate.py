@@ -1,0 +1,145 @@
+"""``unipar migrate``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from unipar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unipar.migrate.notes import Migration
+    from unipar.migrate.verify import Proof
+    from unipar.migrate.writing import Program
+
+Switch = Parameter(negative="")
+Framework = Literal[
+    "auto", "torch", "ddp", "fsdp", "horovod", "deepspeed", "accelerate", "colossalai", "fabric"
+]
+REFUSED, REMAINS, DIFFERS = 2, 1, 1
+
+
+def migrate(
+    paths: Annotated[tuple[Path, ...], Parameter(name="PATH", negative="")],
+    /,
+    *,
+    output: Path | None = None,
+    in_place: Annotated[bool, Switch] = False,
+    force: Annotated[bool, Switch] = False,
+    diff: Annotated[bool, Switch] = False,
+    check: Annotated[bool, Switch] = False,
+    report: Path | None = None,
+    from_: Annotated[Framework, Parameter(name="--from")] = "auto",
+    verify: Annotated[bool, Switch] = False,
+    args: str = "",
+    script: str | None = None,
+    steps: int = 20,
+    processes: int = 2,
+) -> int:
+    """Turn a training script into a unipar script, and show that it trains the same.
+
+    The result goes beside the original (train.py: train_unipar.py; a directory: its name with
+    _unipar), with its settings in unipar.yaml. Exit code 2 means that something cannot be migrated
+    safely: everything is left alone, and the reasons are listed.
+
+    Args:
+        paths: scripts, or directories of a program's files, which are migrated together.
+        output: directory for the result.
+        in_place: write over the originals; wants a clean git tree, and keeps *.orig.
+        force: write over what is there.
+        diff: print the changes, and write nothing.
+        check: write nothing; exit code 1 where something is to be migrated.
+        report: file for a report in Markdown.
+        from_: what the script is written for.
+        verify: run the original and the migrated script, and compare their losses.
+        args: the script's command line, for --verify.
+        script: which of several files is run, for --verify.
+        steps: backward passes to compare.
+        processes: processes of a distributed script, for --verify.
+    """
+    if in_place and output is not None:
+        raise ConfigError("--in-place and --output were both given; give one of them.")
+    if not paths:
+        raise ConfigError("name a script or a directory: unipar migrate train.py")
+    _check_installed()
+    from unipar.migrate import migrate_files
+    from unipar.migrate.report import all_notes
+    from unipar.migrate.report import diff as diff_of
+    from unipar.migrate.writing import read, write
+
+    program = read(paths)
+    migrations = migrate_files(program.files, dialect=from_)
+    for note in all_notes(migrations):
+        print(note)
+    refused = any(one.refused for one in migrations.values())
+    changed = any(one.changed for one in migrations.values())
+    if refused:
+        print("Left alone: what is refused above cannot be migrated safely.")
+    elif not changed:
+        print("Nothing is to be migrated.")
+    proof = None
+    if diff and changed:
+        print(diff_of(program.files, migrations), end="")
+    if verify and changed:
+        proof = _prove(program, migrations, script, args, steps, processes)
+    if changed and not (diff or check):
+        for path in write(program, migrations, output=output, in_place=in_place, force=force):
+            print(f"wrote {path}")
+    if report is not None:
+        _write_report(report, program, migrations, proof)
+    if refused:
+        return REFUSED
+    if proof is not None and not proof.agrees:
+        return DIFFERS
+    return REMAINS if check and changed else 0
+
+
+def _check_installed() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("libcst") is None:
+        raise ConfigError("unipar migrate needs LibCST: pip install 'unipar[migrate]'")
+
+
+def _prove(
+    program: Program, migrations: Mapping[str, Migration], script: str | None, args: str,
+    steps: int, processes: int,
+) -> Proof:  # fmt: skip
+    from unipar.migrate.report import losses
+    from unipar.migrate.verify import verify
+    from unipar.migrate.writing import config_text
+
+    if script is None and len(migrations) > 1:
+        raise ConfigError(
+            "several files were given: say which one is run, as in --script train.py. "
+            f"There are: {', '.join(migrations)}."
+        )
+    name = script or next(iter(migrations))
+    if name not in migrations:
+        raise ConfigError(f"there is no {name} in {program.root}: {', '.join(migrations)}.")
+    main = next(one for one in migrations.values() if one.changed)
+    proof = verify(
+        program.root,
+        name,
+        {path: one.code for path, one in migrations.items()},
+        config_text(main),
+        launcher=main.launcher,
+        arguments=shlex.split(args),
+        steps=steps,
+        processes=processes,
+    )
+    print(losses(proof))
+    return proof
+
+
+def _write_report(
+    path: Path, program: Program, migrations: Mapping[str, Migration], proof: Proof | None
+) -> None:
+    from unipar.migrate.report import markdown
+
+    path.write_text(markdown(program.files, migrations, proof))
+    print(f"wrote {path}")

@@ -1,0 +1,64 @@
+"""Records the losses of a run that does not know of it: on the path of each of its processes.
+
+Python imports a module of this name when it starts. It waits for torch to be imported, seeds the
+generators, and notes the value of every tensor on which ``backward()`` is called, until a number of
+them is reached and the process ends. Only the standard library is used before torch is there.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Lets torch be imported as always, and acts once it is."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module):
+                load(module)
+                _record(module)
+
+            spec.loader.exec_module = exec_module  # pyright: ignore[reportAttributeAccessIssue]
+        return spec
+
+
+def _record(torch):
+    import random
+
+    seed, wanted = int(os.environ["UNIPAR_CAPTURE_SEED"]), int(os.environ["UNIPAR_CAPTURE_STEPS"])
+    random.seed(seed)
+    torch.manual_seed(seed)
+    backward = torch.Tensor.backward
+    losses = []
+
+    def recording(self, *args, **kwargs):
+        if len(losses) == wanted:
+            # Every rank comes here after as many steps, so none waits for another.
+            raise SystemExit(0)
+        losses.append(self.item() if self.numel() == 1 else self.sum().item())
+        _write(torch, losses)
+        return backward(self, *args, **kwargs)
+
+    torch.Tensor.backward = recording
+
+
+def _write(torch, losses):
+    rank = 0
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = torch.distributed.get_rank()
+    path = os.path.join(os.environ["UNIPAR_CAPTURE_DIR"], f"{rank}.json")
+    with open(path, "w") as file:
+        json.dump(losses, file)
+
+
+if "UNIPAR_CAPTURE_DIR" in os.environ:
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,28 @@
+"""The dialects, those that are told apart by their imports first."""
+
+from __future__ import annotations
+
+from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.dialects.ddp import Ddp
+from unipar.migrate.dialects.torch import Torch
+from unipar.migrate.dialects.unread import (
+    Accelerate,
+    ColossalAI,
+    DeepSpeed,
+    Fabric,
+    Fsdp,
+    Horovod,
+)
+
+DIALECTS: tuple[Dialect, ...] = (
+    Fabric(),
+    Accelerate(),
+    ColossalAI(),
+    DeepSpeed(),
+    Horovod(),
+    Fsdp(),
+    Ddp(),
+    Torch(),
+)
+
+__all__ = ["DIALECTS", "Dialect", "Row"]

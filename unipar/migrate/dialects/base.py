@@ -1,0 +1,47 @@
+"""What it takes to read the scripts of one framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+from unipar.migrate.plan import Plan
+
+
+class Row(NamedTuple):
+    """One line of the table of what maps to what.
+
+    Attributes:
+        before: what the script has.
+        after: what takes its place.
+    """
+
+    before: str
+    after: str
+
+
+class Dialect(ABC):
+    """How scripts are written for one framework.
+
+    Attributes:
+        name: what ``--from`` calls it.
+        title: what messages call it.
+        marks: names of which one is used in every such script; a trailing dot takes all below.
+        rows: what maps to what.
+        refused: what is refused, and what to do about it.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    marks: ClassVar[tuple[str, ...]]
+    rows: ClassVar[tuple[Row, ...]] = ()
+    refused: ClassVar[tuple[Row, ...]] = ()
+
+    @abstractmethod
+    def rewrite(self, plan: Plan) -> None:
+        """Decide on the edits, settings and notes of a program."""
+
+    def marked(self, name: str) -> bool:
+        """Whether a name belongs to the framework."""
+        return any(name == mark or (mark[-1] == "." and name.startswith(mark)) or
+                   (mark[-1] == "." and name == mark[:-1]) for mark in self.marks)  # fmt: skip

@@ -1,0 +1,204 @@
+"""DistributedDataParallel by hand."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import libcst as cst
+
+from unipar.migrate.devices import rewrite_environment
+from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.dialects.torch import LOOP_ROWS, rewrite_training
+from unipar.migrate.flow import argument, constant
+from unipar.migrate.loaders import rewrite_samplers
+from unipar.migrate.models import DDP, find_optimizers, holds_ddp
+from unipar.migrate.numerics import warn_of_ranks
+from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
+
+_INIT = ("torch.distributed.init_process_group",
+         "torch.distributed.distributed_c10d.init_process_group")  # fmt: skip
+_GROUPS = ("torch.distributed.new_group", "torch.distributed.init_device_mesh")
+_SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
+_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
+            "broadcast_buffers")  # fmt: skip
+_DROPPED = ("device_ids", "output_device")
+
+
+class Ddp(Dialect):
+    """A script that wraps its model in DistributedDataParallel."""
+
+    name: ClassVar[str] = "ddp"
+    title: ClassVar[str] = "DistributedDataParallel"
+    marks: ClassVar[tuple[str, ...]] = (*_INIT, *DDP)
+    rows: ClassVar[tuple[Row, ...]] = (
+        Row("dist.init_process_group(...)", "script.open()"),
+        Row("dist.destroy_process_group()", "script.close()"),
+        Row("DDP(model, device_ids=[rank])", "model; its options go to unipar.yaml"),
+        Row("ddp.module", "model: it is not wrapped"),
+        Row("with ddp.no_sync():", "with script.no_sync():"),
+        Row("int(os.environ[\"LOCAL_RANK\"])", "script.placement().local_rank"),
+        Row("torch.cuda.set_device(rank)", "removed: the run has done it"),
+        Row("DistributedSampler(data, num_replicas=n, rank=r)",
+            "DistributedSampler(data, num_replicas=script.world().data_size, "
+            "rank=script.world().data_rank)"),
+        Row("mp.spawn(main, args=(n,), nprocs=n)", "script.spawn(main, args=(n,), nprocs=n)"),
+        Row("dist.barrier(), dist.all_reduce(t), dist.get_rank(), `if rank == 0:`", "unchanged"),
+        *LOOP_ROWS,
+    )  # fmt: skip
+
+    def rewrite(self, plan: Plan) -> None:
+        find_optimizers(plan)
+        plan.config["strategy"] = "ddp"
+        spawned = self._rewrite_spawn(plan)
+        plan.launcher = "python" if spawned else "torchrun"
+        self._rewrite_group(plan, spawned)
+        self._rewrite_wrappers(plan)
+        rewrite_training(plan, wrapped=True)
+        rewrite_environment(plan)
+        rewrite_samplers(plan)
+        warn_of_ranks(plan)
+
+    def _rewrite_group(self, plan: Plan, spawned: bool) -> None:
+        found = plan.calls(*_INIT)
+        if not found and plan.calls(*DDP):
+            plan.refuse(
+                plan.calls(*DDP)[0][1],
+                "no init_process_group is seen.",
+                "Give migrate the file that calls it too.",
+            )
+        for source, call in found:
+            if _is_conditional(source, call):
+                plan.refuse(
+                    call,
+                    "whether the run is distributed is decided while it runs.",
+                    "Call it always: without a launcher unipar runs one process just so.",
+                )
+            method = constant(argument(call, 1, "init_method"))
+            if not spawned and (method or "env://") != "env://":
+                plan.refuse(
+                    call, "the processes meet at a place of their own.",
+                    "Start them with torchrun, srun or mpirun, and leave init_method out.",
+                )  # fmt: skip
+            elif not spawned and (argument(call, 3, "world_size") or argument(call, 4, "rank")):
+                self._check_place(plan, call)
+            plan.replace(call, "script.open()")
+        for _, call in plan.calls("torch.distributed.destroy_process_group"):
+            plan.replace(call, "script.close()")
+        for _, call in plan.calls(
+            "torch.distributed.new_group", "torch.distributed.init_device_mesh"
+        ):
+            plan.refuse(
+                call, "groups of ranks are for other divisions than data parallelism's.",
+                "Port this by hand (docs/how-to/own-loop.md).",
+            )  # fmt: skip
+
+    def _check_place(self, plan: Plan, call: cst.Call) -> None:
+        for name, index in (("world_size", 3), ("rank", 4)):
+            given = argument(call, index, name)
+            if given is None:
+                continue
+            text = plan.flow.source(given).code(given).lower()
+            known = any(one.name == "int" for one in plan.flow.values(given))
+            if not known and "environ" not in text:
+                plan.refuse(
+                    call,
+                    f"{name} is the script's own, which unipar cannot ask it for.",
+                    "Start it with torchrun, srun or mpirun, and leave rank and world_size out.",
+                )
+
+    def _rewrite_wrappers(self, plan: Plan) -> None:
+        options: dict[str, Any] = {}
+        for source, call in plan.calls(*DDP):
+            model = argument(call, 0, "module")
+            if model is None:
+                plan.refuse(call, "it cannot be seen what it wraps.", "Name the model.")
+                continue
+            if _is_conditional(source, call):
+                plan.refuse(
+                    call,
+                    "whether the model is wrapped is decided while it runs.",
+                    "Wrap it always: without a launcher unipar runs one process just so.",
+                )
+            for one in call.args[1:]:
+                name = one.keyword.value if one.keyword is not None else "device_ids"
+                value = constant(one.value)
+                if name in _OPTIONS and value is not None:
+                    options[name] = value
+                elif name not in (*_DROPPED, "module"):
+                    plan.refuse(
+                        call, f"unipar.yaml cannot say `{source.code(one)}`.",
+                        f"Leave {name} out, or give a literal to one of {', '.join(_OPTIONS)}.",
+                    )  # fmt: skip
+            assign = source.parent(call)
+            if isinstance(assign, cst.Assign) and [
+                source.code(one.target) for one in assign.targets
+            ] == [source.code(model)]:
+                source.remove(assign)
+            else:
+                plan.replace(call, model)
+        if options:
+            plan.config["strategy"] = {"name": "ddp", **options}
+        for source in plan.sources:
+            for node in source.all(cst.Attribute):
+                self._rewrite_attribute(plan, source, node)
+        for origin, model in plan.optimizers.items():
+            if not holds_ddp(plan.flow, model) and origin.node is not None:
+                self._check_wrapped(plan, origin.node, model)
+
+    def _rewrite_attribute(self, plan: Plan, source: Source, node: cst.Attribute) -> None:
+        if not holds_ddp(plan.flow, node.value):
+            return
+        if node.attr.value == "module":
+            plan.replace(node, node.value)
+        elif node.attr.value == "no_sync":
+            plan.replace(node, "script.no_sync")
+        elif node.attr.value in ("register_comm_hook", "join", "require_backward_grad_sync"):
+            plan.refuse(
+                node, "this is DDP's own; an engine has none.",
+                "Set the strategy's `compression`, or leave it out.",
+            )  # fmt: skip
+        elif node.attr.value in ("state_dict", "load_state_dict"):
+            inner = isinstance(node.value, cst.Attribute) and node.value.attr.value == "module"
+            if not inner:
+                plan.tell(
+                    node,
+                    "the names in this state dict no longer begin with `module.`.",
+                    "Of files written before, strip it: {k.removeprefix('module.'): v ...}.",
+                )
+
+    def _check_wrapped(self, plan: Plan, node: cst.CSTNode, model: cst.CSTNode) -> None:
+        owned = plan.flow.values(model)
+        for _, call in plan.calls(*DDP):
+            inner = argument(call, 0, "module")
+            if inner is not None and plan.flow.values(inner) & owned:
+                return
+        plan.refuse(
+            node,
+            "its model is not wrapped in DDP, so its replicas drift apart.",
+            "Wrap it, and let the engine keep the replicas equal.",
+        )
+
+    def _rewrite_spawn(self, plan: Plan) -> bool:
+        spawned = False
+        for source, call in plan.calls(*_SPAWN):
+            join = argument(call, 3, "join")
+            if source.statement(call) is None or (join is not None and constant(join) is not True):
+                plan.refuse(call, "the processes are not waited for.", "Leave join out.")
+            plan.replace(call.func, "script.spawn")
+            spawned = True
+        for _, call in plan.calls("torch.multiprocessing.Process", "multiprocessing.Process"):
+            plan.refuse(call, "processes are started one by one.", "Use torchrun, or mp.spawn.")
+        return spawned
+
+
+def _is_conditional(source: Source, node: cst.CSTNode) -> bool:
+    """Whether code of the function decides if a node is reached; the main guard is none."""
+    for above in source.around(node):
+        if isinstance(above, cst.FunctionDef):
+            return False
+        if isinstance(above, cst.IfExp):
+            return True
+        if isinstance(above, cst.If) and "__name__" not in source.code(above.test):
+            return True
+    return False

@@ -1,0 +1,72 @@
+"""Frameworks whose scripts are recognized and refused by name."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unipar.migrate.dialects.base import Dialect
+from unipar.migrate.plan import Plan
+
+
+class Unread(Dialect):
+    """A framework whose scripts are not rewritten yet."""
+
+    def rewrite(self, plan: Plan) -> None:
+        for source in plan.sources:
+            for node in source.all(cst.CSTNode):
+                if not isinstance(node, (cst.Import, cst.ImportFrom)):
+                    continue
+                if any(self.marked(name) for name in imported(node)):
+                    plan.refuse(
+                        node,
+                        f"this is a script for {self.title}, which migrate does not rewrite.",
+                        "Port it by hand to unipar.Session (docs/how-to/own-loop.md).",
+                    )
+
+
+def imported(node: cst.Import | cst.ImportFrom) -> list[str]:
+    """The names that an import brings in, from the package down."""
+    if isinstance(node, cst.Import):
+        return [_dotted(alias.name) for alias in node.names]
+    if node.module is None or node.relative:
+        return []
+    module = _dotted(node.module)
+    if isinstance(node.names, cst.ImportStar):
+        return [module]
+    return [f"{module}.{_dotted(alias.name)}" for alias in node.names]
+
+
+def _dotted(node: cst.BaseExpression) -> str:
+    if isinstance(node, cst.Attribute):
+        return f"{_dotted(node.value)}.{node.attr.value}"
+    return node.value if isinstance(node, cst.Name) else ""
+
+
+class Fsdp(Unread):
+    name, title = "fsdp", "FSDP"
+    marks = ("torch.distributed.fsdp.", "torch.distributed._composable.")
+
+
+class Horovod(Unread):
+    name, title = "horovod", "Horovod"
+    marks = ("horovod.",)
+
+
+class DeepSpeed(Unread):
+    name, title = "deepspeed", "DeepSpeed"
+    marks = ("deepspeed.",)
+
+
+class Accelerate(Unread):
+    name, title = "accelerate", "Accelerate"
+    marks = ("accelerate.",)
+
+
+class ColossalAI(Unread):
+    name, title = "colossalai", "Colossal-AI"
+    marks = ("colossalai.",)
+
+
+class Fabric(Unread):
+    name, title = "fabric", "Lightning Fabric"
+    marks = ("lightning_fabric.", "lightning.fabric.", "lightning.Fabric")

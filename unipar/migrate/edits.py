@@ -1,0 +1,91 @@
+"""Replacing pieces of a file, and nothing else in it."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+Span = tuple[int, int]
+"""First byte, and the byte after the last."""
+
+
+class Edits:
+    """Replacements in one file. A replacement may quote parts of the file, which are edited too.
+
+    Args:
+        data: the file.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._parts: dict[Span, tuple[str | Span, ...]] = {}
+        self._insertions: dict[int, list[str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def replace(self, span: Span, *parts: str | Span) -> None:
+        """Put text, and quoted spans within ``span``, in place of it.
+
+        Of two replacements of one span, the second goes around the first where it quotes the span,
+        and is left out where it does not.
+        """
+        old = self._parts.get(span)
+        if old is None:
+            self._parts[span] = parts
+        elif span in parts:
+            at = parts.index(span)
+            self._parts[span] = (*parts[:at], *old, *parts[at + 1 :])
+
+    def insert(self, at: int, text: str) -> None:
+        """Put text in front of a byte that no replacement covers, once."""
+        lines = self._insertions.setdefault(at, [])
+        if text not in lines:
+            lines.append(text)
+
+    def covers(self, span: Span) -> bool:
+        """Whether this very span is replaced."""
+        return span in self._parts
+
+    def result(self) -> bytes:
+        """The edited file."""
+        self._written: set[int] = set()
+        spans = sorted(self._parts, key=lambda span: (span[0], -span[1]))
+        return self._render((0, len(self.data)), spans)
+
+    def _render(self, whole: Span, spans: Sequence[Span]) -> bytes:
+        pieces: list[bytes] = []
+        at = whole[0]
+        first = bisect.bisect_left(spans, whole[0], key=lambda span: span[0])
+        for span in spans[first:]:
+            if span[0] >= whole[1]:
+                break
+            if span[0] < at or span[1] > whole[1] or span == whole:
+                continue
+            pieces += [self._plain(at, span[0]), self._render_parts(span, spans)]
+            at = span[1]
+        return b"".join([*pieces, self._plain(at, whole[1])])
+
+    def _render_parts(self, span: Span, spans: Sequence[Span]) -> bytes:
+        rendered = self._inserted(span[0])
+        for part in self._parts[span]:
+            if isinstance(part, str):
+                rendered += part.encode()
+            elif part != span and part in self._parts:
+                rendered += self._render_parts(part, spans)
+            else:
+                rendered += self._render(part, spans)
+        return rendered
+
+    def _plain(self, start: int, stop: int) -> bytes:
+        pieces: list[bytes] = []
+        for at in sorted(place for place in self._insertions if start <= place < stop):
+            pieces += [self.data[start:at], self._inserted(at)]
+            start = at
+        return b"".join([*pieces, self.data[start:stop]])
+
+    def _inserted(self, at: int) -> bytes:
+        if at in self._written:  # A quoted part may begin where the replacement does.
+            return b""
+        self._written.add(at)
+        return "".join(self._insertions.get(at, ())).encode()

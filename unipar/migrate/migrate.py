@@ -1,0 +1,161 @@
+"""From the text of scripts to the text of unipar scripts."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from unipar.errors import ConfigError
+from unipar.migrate.notes import Migration, Note
+
+if TYPE_CHECKING:
+    import libcst as cst
+
+    from unipar.migrate.dialects import Dialect
+    from unipar.migrate.plan import Plan
+
+
+def migrate_source(source: str, *, dialect: str = "auto", file: str = "script.py") -> Migration:
+    """Rewrite one training script, without running it.
+
+    Args:
+        source: the script.
+        dialect: what it is written for; ``auto`` finds out.
+        file: its name, for messages.
+
+    Raises:
+        ConfigError: it has a syntax error, or there is no such dialect.
+    """
+    return migrate_files({file: source}, dialect=dialect)[file]
+
+
+def migrate_files(files: Mapping[str, str], *, dialect: str = "auto") -> dict[str, Migration]:
+    """Rewrite a script of several files together, without running any.
+
+    Where something in one file is refused, all are left alone.
+
+    Args:
+        files: their text, by paths relative to where they import each other from.
+        dialect: what they are written for; ``auto`` finds out.
+
+    Raises:
+        ConfigError: one has a syntax error, or there is no such dialect.
+    """
+    _check_dialect(dialect)
+    trees = {name: _parsed(name, text) for name, text in files.items()}
+    alone = {name: Migration(text) for name, text in files.items()}
+    read = {name: text for name, text in files.items() if not _is_done(trees[name])}
+    if not any(_mentions(trees[name]) for name in read):
+        return alone
+    try:
+        return {**alone, **_migrate(read, dialect)}
+    except RecursionError:
+        name = max(read, key=lambda one: len(read[one]))
+        note = Note(name, 1, "refused", name, "it nests too deeply to be read.", "Split it up.")
+        return {**alone, name: dataclasses.replace(alone[name], notes=(note,))}
+
+
+def _check_dialect(name: str) -> None:
+    from unipar.migrate.dialects import DIALECTS
+
+    allowed = ["auto", *(one.name for one in DIALECTS)]
+    if name not in allowed:
+        raise ConfigError(f"there is no dialect '{name}'. Choose one of {', '.join(allowed)}.")
+
+
+def _migrate(files: Mapping[str, str], wanted: str) -> dict[str, Migration]:
+    import libcst as cst
+
+    from unipar.migrate.plan import Plan
+    from unipar.migrate.source import Source
+
+    sources: dict[str, Source] = {}
+    for name, text in files.items():
+        module = ".".join(PurePosixPath(name).with_suffix("").parts).removesuffix(".__init__")
+        try:
+            sources[module] = Source(name, text, module)
+        except cst.ParserSyntaxError as error:
+            note = Note(
+                name, error.raw_line, "refused", name, "LibCST cannot read this Python.",
+                "Write it for an older Python.",
+            )  # fmt: skip
+            return {name: Migration(text, notes=(note,))}
+    plan = Plan(sources)
+    dialect = _dialect(plan, wanted)
+    dialect.rewrite(plan)
+    if any(source.edits for source in plan.sources):
+        plan.check_names()
+        plan.finish()
+    notes = sorted(set(plan.notes))
+    refused = any(note.kind == "refused" for note in notes)
+    changed = any(source.edits for source in plan.sources) and not refused
+    result: dict[str, Migration] = {}
+    for source in plan.sources:
+        code = source.edits.result().decode() if changed else source.text
+        own = tuple(note for note in notes if note.file == source.name)
+        result[source.name] = Migration(
+            code,
+            dict(plan.config) if changed else {},
+            own,
+            dialect.name if changed or own else "",
+            code != source.text,
+            plan.launcher,
+        )
+        ast.parse(code)
+    return result
+
+
+def _dialect(plan: Plan, wanted: str) -> Dialect:
+    from unipar.migrate.dialects import DIALECTS
+
+    if wanted != "auto":
+        return next(one for one in DIALECTS if one.name == wanted)
+    names = {name for source in plan.sources for node in source.nodes for name in _used(plan, node)}
+    return next((one for one in DIALECTS if any(map(one.marked, names))), DIALECTS[-1])
+
+
+def _used(plan: Plan, node: cst.CSTNode) -> set[str]:
+    """The names of other packages that a statement imports, or a call is of."""
+    import libcst as cst
+
+    from unipar.migrate.dialects.unread import imported
+
+    if isinstance(node, (cst.Import, cst.ImportFrom)):
+        return set(imported(node))
+    return plan.flow.names(node.func) if isinstance(node, cst.Call) else set()
+
+
+def _parsed(name: str, text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{name}:{error.lineno or 1}: syntax error: {error.msg}. Mend it, and migrate again."
+        ) from error
+    except ValueError as error:  # A null byte.
+        raise ConfigError(f"{name}:1: this is no Python: {error}.") from error
+
+
+def _is_done(tree: ast.Module) -> bool:
+    """Whether a file uses unipar already."""
+    return any(name.partition(".")[0] == "unipar" for name in _imports(tree))
+
+
+def _mentions(tree: ast.Module) -> bool:
+    """Whether a file imports anything that a dialect is about."""
+    packages = {"torch", "horovod", "deepspeed", "accelerate", "colossalai", "lightning",
+                "lightning_fabric"}  # fmt: skip
+    return any(name.partition(".")[0] in packages for name in _imports(tree))
+
+
+def _imports(tree: ast.Module) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.append(node.module)
+    return found

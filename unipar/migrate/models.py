@@ -1,0 +1,219 @@
+"""Optimizers, the models that they update, and the calls of those models."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unipar.migrate.flow import Flow, Origin, Values, argument
+from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
+
+DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.DistributedDataParallel",
+       "torch.nn.parallel.distributed.DistributedDataParallel")  # fmt: skip
+_NO_FACTORY = (cst.Await, cst.NamedExpr, cst.Yield)
+
+
+def find_optimizers(plan: Plan) -> None:
+    """Fill in ``plan.optimizers`` and ``plan.models``, refusing what no engine can hold."""
+    seen: dict[Origin, cst.Call] = {}
+    for source in plan.sources:
+        for call in source.all(cst.Call):
+            for one in plan.flow.values(call):
+                if one.node is not call or not is_optimizer(one):
+                    continue
+                model = _model_of(plan, source, call)
+                if model is None:
+                    continue
+                owned = {o for o in plan.flow.values(model) if o.kind == "call"}
+                if not owned:
+                    plan.refuse(
+                        call,
+                        f"it cannot be seen what `{source.code(model)}` is.",
+                        "Give migrate the file that builds it too.",
+                    )
+                if any(o in seen and seen[o] is not call for o in owned):
+                    plan.refuse(
+                        call,
+                        "a second optimizer over the same model; an engine has one.",
+                        "Use parameter groups of one optimizer.",
+                    )
+                seen |= dict.fromkeys(owned, call)
+                plan.models |= owned
+                plan.optimizers[one] = model
+
+
+def is_optimizer(origin: Origin) -> bool:
+    """Whether a call builds an optimizer."""
+    name = origin.name
+    if origin.kind != "call" or not isinstance(origin.node, cst.Call):
+        return False
+    if name.startswith("torch.optim."):
+        last = name.rpartition(".")[2]
+        return last[:1].isupper() and ".lr_scheduler." not in name and ".swa_utils" not in name
+    first = origin.node.args[0].value if origin.node.args else None
+    return (
+        bool(name)
+        and isinstance(first, cst.Call)
+        and isinstance(first.func, cst.Attribute)
+        and first.func.attr.value == "parameters"
+        and not name.startswith("torch.")
+    )
+
+
+def optimizers_of(values: Values) -> set[Origin]:
+    """The optimizers among some values."""
+    return {one for one in values if is_optimizer(one)}
+
+
+def _parameter_calls(node: cst.CSTNode) -> list[cst.Call]:
+    """The calls of ``parameters()`` and ``named_parameters()`` in an expression."""
+    found, stack = [], [node]
+    while stack:
+        one = stack.pop()
+        if (
+            isinstance(one, cst.Call)
+            and isinstance(one.func, cst.Attribute)
+            and one.func.attr.value in ("parameters", "named_parameters")
+        ):
+            found.append(one)
+        stack.extend(one.children)
+    return found
+
+
+def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression | None:
+    """The expression for the model that an optimizer is built over."""
+    given = argument(call, 0, "params")
+    if given is None:
+        return None
+    calls = _parameter_calls(given)
+    if not calls:
+        plan.refuse(
+            call,
+            "it cannot be seen which model's parameters these are.",
+            "Write model.parameters() where the optimizer is built.",
+        )
+        return None
+    models = [
+        _whole(plan.flow, one.func.value) for one in calls if isinstance(one.func, cst.Attribute)
+    ]
+    if len({source.code(one) for one in models}) > 1:
+        plan.refuse(
+            call,
+            "one optimizer over several models; an engine holds one.",
+            "Put the models into one nn.Module that calls them, or give each its optimizer.",
+        )
+        return None
+    return models[0]
+
+
+def _whole(flow: Flow, node: cst.BaseExpression) -> cst.BaseExpression:
+    """The model that a part (``model.backbone``) belongs to."""
+    chain: list[cst.BaseExpression] = [node]
+    while isinstance(chain[-1], cst.Attribute):
+        chain.append(chain[-1].value)
+    for one in reversed(chain):
+        made = [o for o in flow.values(one) if o.kind == "call"]
+        if made and all(flow.is_module(o) for o in made):
+            return one
+    return node
+
+
+def holds_ddp(flow: Flow, node: cst.BaseExpression) -> bool:
+    """Whether an expression may be a DDP wrapper, or its module."""
+    return any(one.name in DDP for one in flow.values(node))
+
+
+def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) -> None:
+    """Build each optimizer once the strategy has the model: ``script.prepare(...).optimizer``."""
+    for origin, model in plan.optimizers.items():
+        call = origin.node
+        assert isinstance(call, cst.Call)
+        source = plan.flow.source(call)
+        if any(isinstance(one, _NO_FACTORY) for one in _inside(call)):
+            plan.refuse(call, "this cannot stand in a function.", "Compute it beforehand.")
+        calls = _parameter_calls(call.args[0].value)
+        single = calls[0] if len(calls) == 1 else None
+        name = "_"
+        if single is not None and isinstance(single.func, cst.Attribute):
+            whole = source.code(single.func.value) == source.code(model)
+            plain = single.func.attr.value == "parameters" and not single.args
+            if whole and plain:
+                plan.replace(single, "[p for _, p in named]")
+                name = "named"
+        clip: list[str | cst.CSTNode] = []
+        if origin in clipped:
+            clip = [", max_grad_norm=", plan.flow.source(clipped[origin]).code(clipped[origin])]
+        plan.replace(
+            call, "script.prepare(", model, f", optimizer=lambda {name}: ", call, *clip,
+            ").optimizer",
+        )  # fmt: skip
+
+
+def rewrite_calls(plan: Plan, *, wrapped: bool, in_autocast: bool) -> None:
+    """Let calls of the trained models go through their engines.
+
+    Args:
+        plan: the program.
+        wrapped: only calls of DDP wrappers; a call of the module inside goes around them.
+        in_autocast: only calls under autocast, since an engine computes in the run's precision.
+    """
+    reached: set[Origin] = set()
+    for source in plan.sources:
+        for call in source.all(cst.Call):
+            if isinstance(call.func, cst.Call):
+                continue
+            values = plan.flow.values(call.func)
+            owned = values & plan.models
+            inner = isinstance(call.func, cst.Attribute) and call.func.attr.value == "module"
+            if not owned or inner or _before_prepared(plan, source, call, owned):
+                continue
+            if wrapped and not any(one.name in DDP for one in values):
+                continue
+            if in_autocast and not _under_autocast(plan, source, call):
+                continue
+            plan.replace(call.func, "script.engine(", call.func, ")")
+            reached |= owned
+    for origin, model in plan.optimizers.items():
+        owned = plan.flow.values(model) & plan.models
+        if owned and not owned & reached and origin.node is not None:
+            plan.refuse(
+                origin.node,
+                "no call of its model is seen, so the gradients' way cannot be followed.",
+                "Call the model as model(...) where the loss is computed.",
+            )
+
+
+def _before_prepared(plan: Plan, source: Source, call: cst.Call, owned: Values) -> bool:
+    """Whether a call stands before the model's optimizer, in the same function."""
+    for origin, model in plan.optimizers.items():
+        node = origin.node
+        if node is None or not plan.flow.values(model) & owned or plan.flow.source(node) != source:
+            continue
+        same = source.function(node) is source.function(call)
+        if same and source.span(call)[0] < source.span(node)[0] and not source.loops(node):
+            return True
+    return False
+
+
+def _under_autocast(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
+    from unipar.migrate.precision import AUTOCAST
+
+    for above in source.around(node):
+        if isinstance(above, cst.With):
+            for item in above.items:
+                if plan.made_by(plan.flow.values(item.item), *AUTOCAST):
+                    return True
+        if isinstance(above, cst.FunctionDef):
+            return any(
+                plan.made_by(plan.flow.values(one.decorator), *AUTOCAST) for one in above.decorators
+            )
+    return False
+
+
+def _inside(node: cst.CSTNode) -> list[cst.CSTNode]:
+    found, stack = [], [node]
+    while stack:
+        one = stack.pop()
+        found.append(one)
+        stack.extend(one.children)
+    return found

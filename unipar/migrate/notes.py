@@ -1,0 +1,62 @@
+"""What a migration hands back: the code, the run's settings, and what there is to say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["refused", "training", "changed"]
+
+
+@dataclass(frozen=True, order=True)
+class Note:
+    """Something of the script that its author should know.
+
+    Attributes:
+        file: the file's name.
+        line: where in the original, from 1.
+        kind: ``refused`` keeps the script from being migrated; ``training`` changes, or already
+            has changed, what is learned; ``changed`` works otherwise than it did.
+        construct: the piece of code, shortened.
+        why: why it is refused, or what the numerical effect is.
+        todo: what to do.
+    """
+
+    file: str
+    line: int
+    kind: Kind
+    construct: str
+    why: str
+    todo: str
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}"
+        return f"{place}: {self.kind}: {self.construct}: {self.why} {self.todo}".rstrip()
+
+
+@dataclass(frozen=True)
+class Migration:
+    """One file, migrated or left alone.
+
+    Attributes:
+        code: the rewritten file; the file itself where nothing is to be migrated, or where
+            something is refused.
+        config: what goes into ``unipar.yaml``; empty where nothing was migrated.
+        notes: in the order of their lines.
+        dialect: what the script was written for; empty where there is nothing to migrate.
+        changed: whether ``code`` is other than what was given.
+        launcher: what starts the original: ``python`` or ``torchrun``.
+    """
+
+    code: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[Note, ...] = ()
+    dialect: str = ""
+    changed: bool = False
+    launcher: Literal["python", "torchrun"] = "python"
+
+    @property
+    def refused(self) -> bool:
+        """Whether something keeps the script from being migrated."""
+        return any(note.kind == "refused" for note in self.notes)

@@ -1,0 +1,177 @@
+"""What a migration has decided so far: edits, notes and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import libcst as cst
+
+from unipar.migrate.edits import Span
+from unipar.migrate.flow import Flow, Origin, Values
+from unipar.migrate.notes import Kind, Note
+from unipar.migrate.source import Source
+
+_SHOWN = 70
+
+
+class Plan:
+    """The decisions over one program.
+
+    Attributes:
+        flow: the program.
+        config: what goes into ``unipar.yaml``.
+        notes: what there is to say.
+        models: origins of the modules that some optimizer updates.
+        optimizers: the calls that build optimizers, each with the model that it updates.
+    """
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self.sources = list(sources.values())
+        self.flow = Flow(sources)
+        self.config: dict[str, Any] = {}
+        self.notes: list[Note] = []
+        self.models: set[Origin] = set()
+        self.optimizers: dict[Origin, cst.BaseExpression] = {}
+        self.launcher: Literal["python", "torchrun"] = "python"
+        self._imports: set[tuple[str, str]] = set()
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def calls(self, *names: str) -> list[tuple[Source, cst.Call]]:
+        """Every call of a function of another package, by any of its names."""
+        wanted = set(names)
+        return [
+            (source, call)
+            for source in self.sources
+            for call in source.all(cst.Call)
+            if wanted & self.flow.names(call.func)
+        ]
+
+    def methods(self, *names: str) -> list[tuple[Source, cst.Call, cst.Attribute]]:
+        """Every call of a method by its name, whatever it is called on."""
+        return [
+            (source, call, call.func)
+            for source in self.sources
+            for call in source.all(cst.Call)
+            if isinstance(call.func, cst.Attribute) and call.func.attr.value in names
+        ]
+
+    def made_by(self, values: Values, *names: str) -> bool:
+        """Whether some of the values come from calls of these."""
+        return any(one.kind == "call" and one.name in names for one in values)
+
+    # -- deciding --------------------------------------------------------------------------------
+
+    def replace(self, node: cst.CSTNode, *parts: str | cst.CSTNode) -> None:
+        """Put text, and parts of it, in place of a node."""
+        source = self.flow.source(node)
+        spans: list[str | Span] = [
+            one if isinstance(one, str) else source.span(one) for one in parts
+        ]
+        source.edits.replace(source.span(node), *spans)
+        if any(isinstance(one, str) and "script." in one for one in parts):
+            self.use(source, "from unipar.migrate import script")
+
+    def use(self, source: Source, line: str) -> None:
+        """Make sure that a file has an import."""
+        self._imports.add((source.name, line))
+
+    def drop(self, call: cst.CSTNode, instead: str = "None") -> None:
+        """Take out a call: its line, or, where its value is used, ``instead`` of it."""
+        source = self.flow.source(call)
+        line = source.statement(call)
+        if line is None:
+            self.replace(call, instead)
+        else:
+            source.remove(line)
+
+    def refuse(self, node: cst.CSTNode, why: str, todo: str) -> None:
+        """Note what keeps the program from being migrated."""
+        self._note("refused", node, why, todo)
+
+    def warn(self, node: cst.CSTNode, why: str, todo: str) -> None:
+        """Note, here and in the code, what changes training."""
+        self._note("training", node, why, todo)
+        self._comment(node, f"{why} {todo}")
+
+    def tell(self, node: cst.CSTNode, why: str, todo: str = "") -> None:
+        """Note what works otherwise than it did."""
+        self._note("changed", node, why, todo)
+
+    def set(self, node: cst.CSTNode, key: str, value: Any) -> None:
+        """Put a setting into ``unipar.yaml``."""
+        if self.config.setdefault(key, value) != value:
+            self.refuse(
+                node,
+                f"asks for {key}={value}, elsewhere the script asks for {self.config[key]}.",
+                "A run has one; use the same everywhere.",
+            )
+
+    def _note(self, kind: Kind, node: cst.CSTNode, why: str, todo: str) -> None:
+        source = self.flow.source(node)
+        construct = " ".join(source.code(node).split())
+        if len(construct) > _SHOWN:
+            construct = construct[: _SHOWN - 1] + "…"
+        note = Note(source.name, source.line(node), kind, construct, why, todo)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _comment(self, node: cst.CSTNode, text: str) -> None:
+        source = self.flow.source(node)
+        line: cst.CSTNode = node
+        for above in source.around(node):
+            if isinstance(above, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+                line = above
+                break
+        start = source.line_start(line)
+        before = source.edits.data[start : source.span(line)[0]]
+        if not before.strip():
+            indent = before.decode()
+            source.edits.insert(start, f"{indent}# unipar: {text}{source.newline()}")
+
+    # -- finishing -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Add the imports that the edits need."""
+        for source in self.sources:
+            lines = sorted(line for name, line in self._imports if name == source.name)
+            if lines:
+                end = source.newline()
+                source.edits.insert(_import_place(source), "".join(line + end for line in lines))
+
+    def check_names(self) -> None:
+        """Refuse files in which ``script`` already means something else."""
+        for source in self.sources:
+            for name in source.all(cst.Name):
+                scope = source.scope(name)
+                parent = source.parent(name)
+                member = isinstance(parent, (cst.Attribute, cst.Arg)) and name in (
+                    getattr(parent, "attr", None), getattr(parent, "keyword", None),
+                )  # fmt: skip
+                if name.value == "script" and scope is not None and not member:
+                    self.refuse(
+                        name,
+                        "what is added to the file is named `script` too.",
+                        "Rename this one.",
+                    )
+                    return
+
+
+def _import_place(source: Source) -> int:
+    """The first byte of the line after the imports at the file's top."""
+    place, seen = None, False
+    body = source.tree.body
+    for index, line in enumerate(body):
+        small = line.body if isinstance(line, cst.SimpleStatementLine) else ()
+        imports = bool(small) and all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in small)
+        docstring = index == 0 and bool(small) and isinstance(small[0], cst.Expr)
+        if imports or docstring:
+            place, seen = line, seen or imports
+        elif seen:
+            break
+    if place is None:
+        return source.line_start(body[0]) if body else 0
+    stop = source.span(place)[1]
+    end = source.edits.data.find(b"\n", stop)
+    return len(source.edits.data) if end < 0 else end + 1

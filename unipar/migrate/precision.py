@@ -1,0 +1,113 @@
+"""Mixed precision: autocast and the GradScaler become the run's ``precision``."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unipar.migrate.flow import argument, constant
+from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
+
+AUTOCAST = (
+    "torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast",
+    "torch.amp.autocast_mode.autocast", "torch.cuda.amp.autocast_mode.autocast",
+)  # fmt: skip
+SCALER = (
+    "torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler",
+    "torch.amp.grad_scaler.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
+)  # fmt: skip
+_DTYPES = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}
+
+
+def rewrite_precision(plan: Plan) -> bool:
+    """Rewrite autocast and GradScaler.
+
+    Returns:
+        Whether the script computes in half precision.
+    """
+    casts, scalers = plan.calls(*AUTOCAST), plan.calls(*SCALER)
+    for source, call in casts:
+        precision = _precision(plan, source, call)
+        if precision is not None:
+            plan.set(call, "precision", precision)
+            plan.replace(call, "script.autocast()")
+    for source, call in scalers:
+        if any(not _is_device(one) for one in call.args) and not _enabled(plan, call):
+            plan.refuse(
+                call, "an engine's GradScaler has torch's own settings.", "Leave these out."
+            )
+        if isinstance(source.parent(call), cst.Expr):
+            plan.drop(call)
+        else:
+            plan.replace(call, "None")
+    if scalers and plan.config.get("precision") != "fp16":
+        plan.refuse(
+            scalers[0][1],
+            "the loss is scaled, but nothing computes in fp16.",
+            "Use autocast in fp16, or leave the GradScaler out.",
+        )
+    if not scalers and plan.config.get("precision") == "fp16":
+        plan.refuse(
+            casts[0][1],
+            "fp16 without a GradScaler: gradients below 6e-8 become zero, which an engine's "
+            "scaler prevents, so training would change.",
+            "Add torch.amp.GradScaler, or use bfloat16.",
+        )
+    _drop_scaler_calls(plan)
+    return bool(casts)
+
+
+def _precision(plan: Plan, source: Source, call: cst.Call) -> str | None:
+    dtype = argument(call, None, "dtype")
+    names = plan.flow.names(call.func)
+    by_type = bool(names & {"torch.autocast", "torch.amp.autocast"})
+    if dtype is None and by_type and len(call.args) > 1 and call.args[1].keyword is None:
+        dtype = call.args[1].value
+    enabled = argument(call, None, "enabled")
+    if enabled is not None and constant(enabled) is not True:
+        plan.refuse(
+            call,
+            "whether it computes in half precision is decided while it runs.",
+            "Leave `enabled` out; unipar.yaml's precision decides.",
+        )
+        return None
+    if dtype is not None:
+        found = {_DTYPES.get(name) for name in plan.flow.names(dtype)} - {None}
+        if len(found) == 1:
+            return found.pop()
+    else:
+        kind = constant(argument(call, 0, "device_type")) if by_type else None
+        if kind == "cuda" or names & {one for one in AUTOCAST if ".cuda." in one}:
+            return "fp16"
+        if kind == "cpu" or "torch.cpu.amp.autocast" in names:
+            return "bf16"
+    plan.refuse(call, "its dtype cannot be seen.", "Write dtype=torch.bfloat16 or torch.float16.")
+    return None
+
+
+def _drop_scaler_calls(plan: Plan) -> None:
+    for name in ("unscale_", "update", "get_scale", "state_dict", "load_state_dict"):
+        for _, call, func in plan.methods(name):
+            if not plan.made_by(plan.flow.values(func.value), *SCALER):
+                continue
+            if name in ("unscale_", "update"):
+                plan.drop(call)
+            else:
+                plan.refuse(
+                    call, "the loss scale belongs to the engine.",
+                    "Leave it out; session.save keeps the engine's.",
+                )  # fmt: skip
+
+
+def _is_device(one: cst.Arg) -> bool:
+    named = one.keyword is None or one.keyword.value == "device"
+    return named and constant(one.value) in ("cuda", "cpu")
+
+
+def _enabled(plan: Plan, call: cst.Call) -> bool:
+    rest = [one for one in call.args if not _is_device(one)]
+    return all(
+        (one.keyword is not None and one.keyword.value == "enabled" and constant(one.value) is True)
+        or (one.keyword is None and "device" in str(getattr(one.value, "value", "")))
+        for one in rest
+    )

@@ -1,0 +1,367 @@
+"""What a migrated script calls: its run, and the engines in it.
+
+The run's settings stand in ``unipar.yaml`` beside the script; ``UNIPAR_STRATEGY`` and other
+variables of that form override them. A process has one run, which the first call that needs it
+opens, so that functions need not hand it around::
+
+    from unipar.migrate import script
+
+    optimizer = script.prepare(model, optimizer=lambda named: SGD([p for _, p in named], 0.1)).optimizer
+    for x, y in loader:
+        loss = criterion(script.engine(model)(x), y)
+        script.backward(loss, optimizer)
+        script.engine(optimizer).step()
+
+The random numbers of the script stay its own: neither opening the run nor preparing a model draws
+from torch's generators or seeds them.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, Field
+from torch import nn
+from torch.utils.data import DataLoader
+
+from unipar.config import validate
+from unipar.devices import DeviceChoice, resolve_device_type
+from unipar.documents import Document, read_document
+from unipar.errors import ConfigError
+from unipar.loss import LossSum
+from unipar.merging import merge
+from unipar.session import Session, find_placement
+from unipar.settings import read_environment
+from unipar.strategy import Engine, OnNaN, OptimizerFactory, Precision
+from unipar.world import Placement, World, join
+
+FILE = "unipar.yaml"
+
+
+class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """What ``unipar.yaml`` holds for a migrated script."""
+
+    strategy: str | dict[str, Any] = "auto"
+    """Which framework runs it: a name, `name:option=value,…`, a mapping with `name`, or `auto`."""
+    precision: Precision = "fp32"
+    """Compute dtype; weights and reductions stay fp32."""
+    device: DeviceChoice = "auto"
+    """What to train on; auto takes the accelerator if there is one."""
+    timeout: float = Field(default=1800.0, gt=0)
+    """Seconds that a collective waits for a missing rank."""
+    on_nan: OnNaN = "raise"
+    """What a step with a non-finite loss does."""
+
+
+class _Prepared(NamedTuple):
+    """An engine, and what it is looked up by: its model and its optimizer."""
+
+    engine: Engine
+    keys: tuple[Any, ...]
+
+
+class _Run:
+    """The run of this process."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.world: World | None = None
+        self.file: Path | None = None
+        self.placement: Placement | None = None
+        self.engines: list[_Prepared] = []
+        self.begun: dict[int, int] = {}
+        self.share: tuple[int, int] | None = None
+
+
+_run = _Run()
+
+
+# -- the run -------------------------------------------------------------------------------------
+
+
+def open() -> Session:
+    """Join the processes under the strategy of ``unipar.yaml``, once. Collective.
+
+    There is a default group of ``torch.distributed`` afterwards, whatever the strategy, so that
+    the script's own collectives go on working.
+
+    Raises:
+        ConfigError: the settings are wrong, or the strategy cannot run here.
+    """
+    if _run.session is None:
+        config = settings()
+        session = Session(
+            config.strategy,
+            precision=config.precision,
+            device=config.device,
+            timeout=config.timeout,
+            on_nan=config.on_nan,
+            placement=_run.placement,
+        )
+        with _own_randomness():
+            session.__enter__()
+            _run.world = join(session.world.placement)
+        _run.session = session
+        atexit.register(close)
+    return _run.session
+
+
+def session() -> Session:
+    """The run's session, which this opens unless it is open. Collective the first time."""
+    return open()
+
+
+def close() -> None:
+    """End the run, if it is open."""
+    if _run.session is None:
+        return
+    session, world = _run.session, _run.world
+    _run.session = _run.world = None
+    _run.engines, _run.begun = [], {}
+    session.__exit__(None, None, None)
+    if world is not None:
+        world.leave()
+
+
+def settings() -> ScriptConfig:
+    """What ``unipar.yaml`` and the environment say; defaults where there is no such file.
+
+    Raises:
+        ConfigError: every wrong key and value, with file and line.
+    """
+    file = _run.file or _beside_script()
+    found = file.is_file()
+    document = read_document(file) if found else Document(file, {}, {})
+    layer = read_environment({
+        key: value for key, value in os.environ.items()
+        if key.split("__")[0].removeprefix("UNIPAR_").lower() in ScriptConfig.model_fields
+    })  # fmt: skip
+    return validate(
+        ScriptConfig,
+        merge(document.data, layer.values),
+        where=lambda key: layer.where(key) or document.where(key),
+    )
+
+
+def placement() -> Placement:
+    """Where this process stands; known before the run is opened."""
+    config = settings()
+    if _run.placement is not None:
+        return _run.placement
+    return find_placement(resolve_device_type(config.device), config.timeout)
+
+
+def device() -> torch.device:
+    """This process's device, made the current one if it is a GPU."""
+    place = placement()
+    if place.device_type == "cuda":
+        torch.cuda.set_device(place.local_rank)
+    return place.device
+
+
+def world() -> World:
+    """The joined processes. Collective the first time."""
+    return open().world
+
+
+def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, **_: Any) -> None:
+    """``torch.multiprocessing.spawn`` under unipar: ``fn(local_rank, *args)`` in each process.
+
+    Where a launcher has started this process, ``fn`` is called here.
+
+    Raises:
+        WorkerError: a process failed.
+    """
+    from unipar.spawning import spawn as start
+
+    config = settings()
+    run = functools.partial(_spawned, fn, args, _run.file or _beside_script(), list(sys.argv))
+    start(run, devices=nprocs, device=config.device, timeout=config.timeout)
+
+
+def _spawned(
+    fn: Callable[..., Any], args: tuple[Any, ...], file: Path, argv: list[str], place: Placement
+) -> None:
+    sys.argv = argv
+    _run.file, _run.placement = file, place
+    try:
+        fn(place.local_rank, *args)
+    finally:
+        close()
+
+
+# -- engines -------------------------------------------------------------------------------------
+
+
+def prepare(
+    model: nn.Module, *, optimizer: OptimizerFactory, max_grad_norm: float | None = None
+) -> Engine:
+    """Put a model under the strategy, then build its optimizer. Collective.
+
+    Args:
+        model: stays usable as it is; calls that lead to a loss go through :func:`engine`.
+        optimizer: called with the named parameters once they have their final form.
+        max_grad_norm: the 2-norm that gradients are clipped to in each step.
+
+    Raises:
+        ConfigError: the strategy cannot do it, or the optimizer holds other parameters.
+    """
+    run = open()
+    number = len(_run.engines)
+    with _own_randomness():
+        engine = run.prepare(
+            model,
+            optimizer=optimizer,
+            max_grad_norm=max_grad_norm,
+            name="model" if number == 0 else f"model{number + 1}",
+        )
+    _check_own(engine)
+    _run.engines.append(_Prepared(engine, (model, engine.module, engine.optimizer)))
+    return engine
+
+
+def engine(of: Any = None) -> Engine:
+    """The engine of a model or of its optimizer; left out: the only one.
+
+    Raises:
+        ConfigError: it was not prepared.
+    """
+    if of is None and len(_run.engines) == 1:
+        return _run.engines[0].engine
+    for one in reversed(_run.engines):
+        if any(of is key for key in one.keys):
+            return one.engine
+    what = "this run" if of is None else f"this {type(of).__name__}"
+    raise ConfigError(
+        f"{what} has {'not one engine' if of is None else 'no engine'}: call "
+        "script.prepare(model, optimizer=...) before the model is trained."
+    )
+
+
+def backward(loss: torch.Tensor, of: Any = None) -> None:
+    """Add gradients as ``loss.backward()`` under DDP does.
+
+    A step is then on the mean over ranks of the sum of the losses since the last one, each as the
+    script has scaled it. Where :func:`split` has cut the batch, ranks count by their samples, so
+    that the step is that of the whole batch.
+
+    Args:
+        loss: scalar tensor.
+        of: the optimizer or model; left out: the only one.
+    """
+    one = engine(of)
+    first = _run.begun.get(id(one)) != one.num_steps
+    _run.begun[id(one)] = one.num_steps
+    if _run.share is not None:
+        samples, all_samples = _run.share
+        share = samples * world().data_size / all_samples
+        loss = loss if share == 1 else loss * share
+    one.backward(LossSum(loss, 1.0 if first else 0.0))
+
+
+def no_sync() -> AbstractContextManager[None]:
+    """Nothing: an engine knows by itself when gradients are to be reduced."""
+    return contextlib.nullcontext()
+
+
+def autocast() -> torch.autocast:
+    """Autocast to the run's precision, which is none under ``fp32``."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings().precision)
+    return torch.autocast(device().type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+# -- data and files ------------------------------------------------------------------------------
+
+
+def split(loader: DataLoader) -> DataLoader:
+    """Let each rank have its share of each batch, in the order that the loader has on one rank.
+
+    On one rank the loader itself. ``batch_size`` stays what it is over all ranks.
+
+    Raises:
+        ConfigError: the loader is of a stream, or its batches are built by hand.
+    """
+    ranks = world()
+    if ranks.data_size == 1:
+        return loader
+    if loader.batch_sampler is None or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        raise ConfigError(
+            f"this DataLoader goes over {type(loader.dataset).__name__} without a batch sampler, "
+            f"which cannot be divided among {ranks.data_size} ranks. "
+            "Use a map-style dataset and a batch_size, or run on one process."
+        )
+    from unipar.migrate.sharing import SharedLoader
+
+    return SharedLoader(loader, ranks, _set_share)
+
+
+def _set_share(samples: int, all_samples: int) -> None:
+    _run.share = samples, all_samples
+
+
+def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """``torch.save`` on rank 0, which the others wait for. Collective."""
+    ranks = world()
+    if ranks.is_main:
+        torch.save(obj, f, *args, **kwargs)
+    ranks.barrier()
+
+
+def whole(of: Any) -> Any:
+    """A model or an optimizer, for its state dict.
+
+    Raises:
+        ConfigError: the strategy divides it among ranks, so that its state dict is a part.
+    """
+    prepared = any(of is key for one in _run.engines for key in one.keys)
+    sharded = open().capabilities.sharded if prepared else frozenset()
+    if sharded & {"parameters", "optimizer"}:
+        raise ConfigError(
+            f"strategy '{open().strategy.name}' divides {', '.join(sorted(sharded))} among ranks, "
+            f"so the state dict of this {type(of).__name__} is only a part. Save with "
+            "script.session().save(directory) on all ranks, and load with its load(directory)."
+        )
+    return of
+
+
+# -- within --------------------------------------------------------------------------------------
+
+
+def _beside_script() -> Path:
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return (Path(main).resolve().parent if main else Path.cwd()) / FILE
+
+
+def _check_own(engine: Engine) -> None:
+    """Refuse an optimizer that would go on updating what the strategy has replaced."""
+    if engine.optimizer is None:
+        return
+    own = {id(parameter) for parameter in engine.module.parameters()}
+    held = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    if any(id(parameter) not in own for parameter in held):
+        raise ConfigError(
+            "the optimizer was given parameters that the strategy has replaced, which would never "
+            "be updated. Build its groups inside the function that script.prepare calls."
+        )
+
+
+@contextlib.contextmanager
+def _own_randomness() -> Iterator[None]:
+    with torch.random.fork_rng():
+        yield
+
+
+# `open` hides the built-in one in this module, which uses it nowhere.
+__all__ = [
+    "ScriptConfig", "autocast", "backward", "close", "device", "engine", "no_sync", "open",
+    "placement", "prepare", "save", "session", "settings", "spawn", "split", "whole", "world",
+]  # fmt: skip

@@ -1,0 +1,72 @@
+"""One rank's share of the batches of a ``DataLoader``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from unipar.world import World
+
+
+class SharedLoader(DataLoader):
+    """A loader with the order of another, of which each batch is cut up among the ranks.
+
+    Rank 0 draws the order with the generators that the script has there, and tells the others. A
+    batch smaller than the number of ranks leaves some without samples: they run its first one,
+    which counts nothing.
+
+    Args:
+        loader: what the script has built; a batch of it is one over all ranks.
+        world: the joined processes.
+        tell: called with this rank's and all ranks' number of samples of each batch given out.
+    """
+
+    def __init__(self, loader: DataLoader, world: World, tell: Callable[[int, int], None]) -> None:
+        self._world, self._tell = world, tell
+        self._shares = _Shares(loader.batch_sampler, world)
+        settings: dict[str, Any] = {
+            "collate_fn": loader.collate_fn,
+            "num_workers": loader.num_workers,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "generator": loader.generator,
+        }
+        if loader.num_workers:
+            settings["prefetch_factor"] = loader.prefetch_factor
+            settings["persistent_workers"] = loader.persistent_workers
+            settings["multiprocessing_context"] = loader.multiprocessing_context
+        super().__init__(loader.dataset, batch_sampler=self._shares, **settings)
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for index, batch in enumerate(super().__iter__()):
+            self._tell(*self._shares.counts[index])
+            yield batch
+
+
+class _Shares(Sampler[list[int]]):
+    """This rank's part of each batch of a batch sampler."""
+
+    def __init__(self, batches: Any, world: World) -> None:
+        self._batches, self._world = batches, world
+        self.counts: list[tuple[int, int]] = []
+        self._reseeded = False
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rank, size = self._world.data_rank, self._world.data_size
+        order = self._world.broadcast(list(self._batches) if self._world.is_main else None)
+        if not self._reseeded and rank > 0:
+            # Dropout must differ between ranks; the first keeps the stream of the script.
+            torch.manual_seed((torch.initial_seed() + 1_000_003 * rank) % 2**63)
+        self._reseeded = True
+        self.counts = []
+        for batch in order:
+            begin, end = len(batch) * rank // size, len(batch) * (rank + 1) // size
+            self.counts.append((end - begin, len(batch)))
+            yield batch[begin:end] if begin < end else batch[:1]

@@ -1,0 +1,164 @@
+"""One parsed file: where its nodes stand, what is around them, and what their names mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import libcst as cst
+from libcst.metadata import (
+    ByteSpanPositionProvider,
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    ScopeProvider,
+)
+
+from unipar.migrate.edits import Edits, Span
+
+_T = TypeVar("_T", bound=cst.CSTNode)
+Function = cst.FunctionDef | cst.Module
+Loop = cst.For | cst.While
+BLOCKS = (cst.IndentedBlock, cst.SimpleStatementSuite, cst.Module)
+
+
+class Source:
+    """A file, and the edits that are made to it.
+
+    Args:
+        name: the file's name, as messages give it.
+        text: its content.
+        module: the name under which other files import it.
+
+    Raises:
+        libcst.ParserSyntaxError: it is no Python that LibCST reads.
+    """
+
+    def __init__(self, name: str, text: str, module: str) -> None:
+        self.name, self.text, self.module = name, text, module
+        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+        self.tree = wrapper.module
+        self.edits = Edits(text.encode())
+        found = wrapper.resolve_many(
+            (ByteSpanPositionProvider, ParentNodeProvider, PositionProvider, ScopeProvider)
+        )
+        self._spans: Any = found[ByteSpanPositionProvider]
+        self._parents: Any = found[ParentNodeProvider]
+        self._positions: Any = found[PositionProvider]
+        self._scopes: Any = found[ScopeProvider]
+        self.nodes: list[cst.CSTNode] = list(_walk(self.tree))
+
+    def all(self, kind: type[_T]) -> Iterator[_T]:
+        """Every node of a kind, in the order of the file."""
+        return (node for node in self.nodes if isinstance(node, kind))
+
+    def calls(self) -> Iterator[cst.Call]:
+        """Every call, in the order of the file."""
+        return self.all(cst.Call)
+
+    def span(self, node: cst.CSTNode) -> Span:
+        found = self._spans[node]
+        return found.start, found.start + found.length
+
+    def code(self, node: cst.CSTNode) -> str:
+        start, stop = self.span(node)
+        return self.edits.data[start:stop].decode()
+
+    def line(self, node: cst.CSTNode) -> int:
+        return self._positions[node].start.line
+
+    def scope(self, node: cst.CSTNode) -> Any:
+        """The scope that a name is looked up in; ``None`` where it is no name."""
+        return self._scopes.get(node)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        return self._parents.get(node)
+
+    def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """What encloses a node, from inside."""
+        above = self.parent(node)
+        while above is not None:
+            yield above
+            above = self.parent(above)
+
+    def function(self, node: cst.CSTNode) -> Function:
+        """The innermost function around a node, or the module."""
+        return next(n for n in self.around(node) if isinstance(n, (cst.FunctionDef, cst.Module)))
+
+    def class_(self, function: cst.CSTNode) -> cst.ClassDef | None:
+        """The class that a method belongs to."""
+        for above in self.around(function):
+            if isinstance(above, (cst.FunctionDef, cst.Lambda)):
+                return None
+            if isinstance(above, cst.ClassDef):
+                return above
+        return None
+
+    def loops(self, node: cst.CSTNode) -> list[Loop]:
+        """The loops around a node within its function, from inside."""
+        found: list[Loop] = []
+        for above in self.around(node):
+            if isinstance(above, (cst.FunctionDef, cst.Lambda)):
+                break
+            if isinstance(above, (cst.For, cst.While)):
+                found.append(above)
+        return found
+
+    def statement(self, node: cst.CSTNode) -> cst.BaseSmallStatement | None:
+        """The statement that a node is the whole of: an expression that nobody uses."""
+        small = self.parent(node)
+        return small if isinstance(small, cst.Expr) else None
+
+    def block(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The innermost list of statements that a node stands in."""
+        return next(n for n in self.around(node) if isinstance(n, BLOCKS))
+
+    def blocks(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """The lists of statements around a node within its function, from inside."""
+        found: list[cst.CSTNode] = []
+        for above in self.around(node):
+            if isinstance(above, BLOCKS):
+                found.append(above)
+            if isinstance(above, (cst.FunctionDef, cst.Lambda)):
+                break
+        return found
+
+    def line_start(self, node: cst.CSTNode) -> int:
+        """The first byte of the line on which a node begins."""
+        return self.edits.data.rfind(b"\n", 0, self.span(node)[0]) + 1
+
+    def newline(self) -> str:
+        return self.tree.default_newline
+
+    def remove(self, small: cst.BaseSmallStatement) -> None:
+        """Take out a statement, and its line unless something else is on it."""
+        line = self.parent(small)
+        start, stop = self.span(small)
+        body = getattr(self.parent(line), "body", ()) if line is not None else ()
+        alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
+        if not alone or sum(not self._is_removed(one) for one in body) <= 1:
+            self.edits.replace((start, stop), "pass")
+            return
+        begin, end = self._whole_line(small)
+        rest = self.edits.data[stop:end]
+        if rest.strip():  # A comment stays where it is.
+            self.edits.replace((start, stop + len(rest) - len(rest.lstrip())), "")
+        else:
+            self.edits.replace((begin, end), "")
+
+    def _is_removed(self, line: cst.CSTNode) -> bool:
+        if not isinstance(line, cst.SimpleStatementLine):
+            return False
+        return self.edits.covers(self._whole_line(line))
+
+    def _whole_line(self, line: cst.CSTNode) -> Span:
+        end = self.edits.data.find(b"\n", self.span(line)[1])
+        return self.line_start(line), len(self.edits.data) if end < 0 else end + 1
+
+
+def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        yield one
+        stack.extend(reversed(one.children))

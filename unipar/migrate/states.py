@@ -1,0 +1,20 @@
+"""State dicts, which only hold everything where a strategy leaves models whole."""
+
+from __future__ import annotations
+
+from unipar.migrate.models import optimizers_of
+from unipar.migrate.plan import Plan
+
+
+def rewrite_states(plan: Plan) -> None:
+    """Ask for the whole model or optimizer wherever a state dict is taken or loaded."""
+    for _, _, func in plan.methods("state_dict", "load_state_dict"):
+        values = plan.flow.values(func.value)
+        if values & plan.models or optimizers_of(values):
+            plan.replace(func.value, "script.whole(", func.value, ")")
+
+
+def rewrite_saves(plan: Plan) -> None:
+    """Let one process write what the single one of the script wrote."""
+    for _, call in plan.calls("torch.save"):
+        plan.replace(call.func, "script.save")

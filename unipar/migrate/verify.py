@@ -1,0 +1,213 @@
+"""The proof: both scripts are run, and the losses that they compute are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from unipar.errors import ConfigError
+
+TOLERANCE = 1e-5
+"""Relative difference up to which losses agree: what summing in another order makes in fp32."""
+_MOST_BYTES = 200 * 2**20
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The losses of both runs.
+
+    Attributes:
+        original: by rank, in the order in which ``backward()`` was called.
+        migrated: likewise.
+    """
+
+    original: Mapping[int, Sequence[float]]
+    migrated: Mapping[int, Sequence[float]]
+
+    @property
+    def difference(self) -> float:
+        """The largest relative difference; infinite where one run has losses the other lacks."""
+        if self.original.keys() != self.migrated.keys() or not self.original:
+            return float("inf")
+        worst = 0.0
+        for rank, losses in self.original.items():
+            others = self.migrated[rank]
+            if len(losses) != len(others):
+                return float("inf")
+            for a, b in zip(losses, others, strict=True):
+                if a != b:
+                    apart = abs(a - b) / max(abs(a), abs(b), 1e-30)
+                    worst = max(worst, apart if apart == apart else float("inf"))
+        return worst
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they are equal up to :data:`TOLERANCE`."""
+        return self.difference <= TOLERANCE
+
+
+def verify(
+    root: Path,
+    script: str,
+    migrated: Mapping[str, str],
+    config: str,
+    *,
+    launcher: Literal["python", "torchrun"],
+    arguments: Sequence[str] = (),
+    steps: int = 20,
+    processes: int = 2,
+    seed: int = 0,
+    timeout: float = 600.0,
+    environ: Mapping[str, str] | None = None,
+) -> Proof:
+    """Run a script as it is under its own launcher, then migrated under unipar.
+
+    Each runs in a copy of the directory, so that neither finds what the other has written.
+
+    Args:
+        root: the directory that the script runs in.
+        script: its path from there.
+        migrated: the rewritten files, by their paths from there.
+        config: the text of ``unipar.yaml``.
+        launcher: what starts the script.
+        arguments: its command line.
+        steps: backward passes to compare.
+        processes: how many, where ``torchrun`` starts them.
+        seed: of the generators, in both.
+        timeout: seconds for each run.
+        environ: more variables for the migrated run.
+
+    Raises:
+        ConfigError: a run fails, or computes no loss.
+    """
+    where = {"arguments": arguments, "steps": steps, "seed": seed, "timeout": timeout}
+    original = losses_of(root, script, {}, _launch(launcher, processes), name="original", **where)
+    files = {**migrated, (PurePosixPath(script).parent / "unipar.yaml").as_posix(): config}
+    return Proof(
+        original,
+        losses_of(root, script, files, _launch(launcher, processes), environ=environ, **where),
+    )
+
+
+def losses_of(
+    root: Path,
+    script: str,
+    files: Mapping[str, str],
+    launcher: Sequence[str],
+    *,
+    name: str = "migrated",
+    arguments: Sequence[str] = (),
+    steps: int = 20,
+    seed: int = 0,
+    timeout: float = 600.0,
+    environ: Mapping[str, str] | None = None,
+) -> dict[int, list[float]]:
+    """Run a script in a copy of its directory, and note what ``backward()`` is called on.
+
+    Args:
+        root: the directory.
+        script: the script's path from there.
+        files: other text for some of its files.
+        launcher: the command that is given the script.
+        name: what messages call the run.
+        arguments: the script's command line.
+        steps: backward passes after which it is ended.
+        seed: of the generators.
+        timeout: seconds.
+        environ: more variables.
+
+    Returns:
+        The losses by rank.
+
+    Raises:
+        ConfigError: it fails, or calls ``backward()`` nowhere.
+    """
+    with tempfile.TemporaryDirectory(prefix="unipar-verify-") as temporary:
+        work, losses = Path(temporary, "work"), Path(temporary, "losses")
+        _copy(root, work)
+        losses.mkdir()
+        for path, code in files.items():
+            (work / path).write_bytes(code.encode())
+        environment = {
+            "UNIPAR_CAPTURE_DIR": str(losses),
+            "UNIPAR_CAPTURE_STEPS": str(steps),
+            "UNIPAR_CAPTURE_SEED": str(seed),
+            **(environ or {}),
+        }
+        _run(name, [*launcher, script, *arguments], work, environment, timeout)
+        found = {int(path.stem): json.loads(path.read_text()) for path in losses.iterdir()}
+    if not found:
+        raise ConfigError(
+            f"the {name} script ended without calling backward() once, so there is nothing to "
+            "compare. Give it the arguments that it trains with: --args '...'."
+        )
+    return dict(sorted(found.items()))
+
+
+def _launch(launcher: Literal["python", "torchrun"], processes: int) -> list[str]:
+    if launcher == "python":
+        return [sys.executable]
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={processes}",
+    ]  # fmt: skip
+
+
+def _copy(root: Path, to: Path) -> None:
+    """A copy of a directory; links to what is in it, where that is large."""
+    ignored = (".git", ".venv", "__pycache__")
+    files = [p for p in root.rglob("*") if p.is_file() and not set(ignored) & set(p.parts)]
+    if sum(p.stat().st_size for p in files) <= _MOST_BYTES:
+        shutil.copytree(root, to, ignore=shutil.ignore_patterns(*ignored))
+        return
+    to.mkdir()
+    for one in root.iterdir():
+        if one.suffix == ".py":
+            shutil.copy2(one, to)
+        elif one.is_dir() and any(one.rglob("*.py")) and one.name not in ignored:
+            shutil.copytree(one, to / one.name, ignore=shutil.ignore_patterns(*ignored))
+        elif one.name not in ignored:
+            (to / one.name).symlink_to(one.resolve())
+
+
+def _run(
+    name: str, command: list[str], work: Path, more: Mapping[str, str], timeout: float
+) -> None:
+    capture = Path(__file__).parent / "capture"
+    path = [str(capture), str(work), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        **more,
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONHASHSEED": "0",
+    }
+    process = subprocess.Popen(
+        command, cwd=work, env=environment, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"the {name} script did not come to its end in {timeout:.0f} s. "
+            "Ask for fewer with --steps, or give it less to do with --args."
+        ) from error
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode:
+        tail = "\n".join(output.splitlines()[-30:])
+        raise ConfigError(
+            f"the {name} script failed ({' '.join(command)} gave {process.returncode}):\n{tail}"
+        )
