@@ -115,7 +115,7 @@ class Kit:
     def capabilities(self) -> Capabilities:
         return self.target.make().capabilities()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``fn(strategy, world, *args)`` on every rank; the results, by rank."""
         return self.pool.run(on_strategy, self.target.make, fn, args, timeout=timeout)
 

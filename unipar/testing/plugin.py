@@ -5,6 +5,9 @@ its options exist only where the command line names ``unipar.testing``, or where
 calls :func:`add_options`::
 
     pytest --pyargs unipar.testing --strategy ddp --strategy fsdp:sharding=hybrid --world-sizes 1,2
+
+It runs every case at 1, 2 and 4 ranks. With ``-m "not thorough"`` it does so at 2, and elsewhere
+where the number of ranks matters to a case.
 """
 
 from __future__ import annotations

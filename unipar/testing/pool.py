@@ -61,7 +61,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._replies: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``fn(placement, *args)`` on every rank, and return the results by rank.
 
         ``placement.init_method`` is good for one process group, which :func:`unipar.world.join`

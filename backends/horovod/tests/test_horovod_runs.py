@@ -61,7 +61,7 @@ result = unipar.fit(
     output_dir=output,
     checkpoint={"every_steps": 2} if what == "restarted" else False,
     max_restarts=1 if what == "restarted" else 0,
-    timeout=6 if what == "stuck" else 60,
+    timeout=10 if what == "stuck" else 60,
     **({"devices": int(os.environ["DEVICES"])} if "DEVICES" in os.environ else {}),
 )
 if not torch.distributed.is_initialized() and result is not None:

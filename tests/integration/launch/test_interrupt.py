@@ -115,4 +115,4 @@ def test_workers_end_with_the_launching_process(script, number):
     process = script.start(PLAIN)
     script.wait_for("ready-0", "ready-1")
     process.send_signal(number)
-    assert process.wait(timeout=20) == -number
+    assert process.wait(timeout=60) == -number
