@@ -21,7 +21,8 @@ Status = Literal["measured", "refused", "out of memory", "time limit", "failed",
 
 
 class _Stored(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # A loss that is no number is a finding, and must survive the file.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
 
 class Machine(_Stored):
@@ -276,6 +277,7 @@ class BenchResult(_Stored):
         scaling: of every strategy that ran on several numbers of devices.
         overhead: of every strategy that a hand-written loop ran, too.
         recommendation: a sentence that says what to pick, and why.
+        reference_losses: of each step, by the label that ``Parity.reference`` gives.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -286,6 +288,7 @@ class BenchResult(_Stored):
     scaling: list[Scaling]
     overhead: list[Overhead]
     recommendation: str
+    reference_losses: dict[str, list[float]] = {}
 
     @property
     def measured(self) -> list[CellResult]:
