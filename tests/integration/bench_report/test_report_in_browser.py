@@ -64,7 +64,7 @@ def test_a_click_sorts_and_a_second_one_turns_it_round(desktop: Page) -> None:
     assert desktop.value(COLUMN.format(4)) == speeds
 
 
-def test_a_keyboard_sorts_by_number_and_leaves_the_unknown_below(desktop: Page) -> None:
+def test_a_keyboard_sorts_by_number(desktop: Page) -> None:
     desktop.value(f"({BUTTON.format('strategy')}).focus()")
     for _ in range(6):
         desktop.press("Tab")
@@ -72,13 +72,18 @@ def test_a_keyboard_sorts_by_number_and_leaves_the_unknown_below(desktop: Page) 
     desktop.press("Enter", "\r")
     assert desktop.value(SORTED)[6] == "ascending"
     peaks = desktop.value(COLUMN.format(6))
-    assert peaks.pop() == ""
     numbers = [int(peak.rstrip("*")) for peak in peaks]
     assert numbers == sorted(numbers)
     assert numbers[0] < numbers[-1]
     desktop.press(" ", " ")
-    assert desktop.value(COLUMN.format(6))[-1] == ""
     assert desktop.value(COLUMN.format(6))[0].rstrip("*") == str(numbers[-1])
+
+
+def test_what_is_not_known_stays_below_whichever_way(desktop: Page) -> None:
+    for _ in range(2):
+        desktop.click(BUTTON.format("loss"))
+        assert desktop.value(COLUMN.format(8))[-1] == ""
+        assert desktop.value(COLUMN.format(8))[0] != ""
 
 
 def test_a_keyboard_hides_a_strategy_and_shows_it_again(desktop: Page) -> None:

@@ -182,6 +182,34 @@ def test_differences_are_drawn_unless_every_bit_is_equal(result: BenchResult) ->
     assert found == Missing("every loss equals its reference's in every bit.")
 
 
+def test_a_reference_that_is_no_cell_is_compared_with_all_the_same() -> None:
+    parity = Parity(reference="single", difference=0.5, allowed=1e-5, drifts=True)
+    ddp = measured(Cell(strategy="ddp"), 0.1, random.Random(0), parity=parity)
+    losses = [2 * loss for loss in ddp.trials[0].losses]
+    kept = only(ddp, reference_losses={"single": losses})
+    assert set(figure_of(kept, "loss-differences").data[0].y) == {0.5}
+    assert isinstance(drawn(only(ddp), "loss-differences"), Missing)
+
+
+def test_a_loss_that_is_no_number_survives_the_file_and_is_drawn_without_it(
+    tmp_path: Path,
+) -> None:
+    parity = Parity(reference="single", difference=float("inf"), allowed=1e-5, drifts=True)
+    single = measured(Cell(strategy="single"), 0.1, random.Random(0))
+    ddp = measured(Cell(strategy="ddp"), 0.1, random.Random(0), parity=parity)
+    losses = [*ddp.trials[0].losses[:-1], float("nan")]
+    trials = [ddp.trials[0].model_copy(update={"losses": losses})]
+    result = only(single, ddp.model_copy(update={"trials": trials}))
+    result.save(tmp_path / "result.json")
+    again = BenchResult.load(tmp_path)
+    assert again.cells[1].parity == parity
+    page = html.render(again)
+    assert 'data-value="Infinity">not finite!' in page
+    found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    assert "NaN" not in found[1]
+
+
 def test_one_cell_alone_draws_what_it_can_and_says_what_is_left_out() -> None:
     alone = measured(Cell(strategy="ddp"), 0.1, random.Random(0), parity=None)
     written = Words(html.render(only(alone))).written

@@ -39,7 +39,11 @@ def test_every_row_stands_on_the_screen_fastest_first(result: BenchResult, width
     lines = shown(result, width).splitlines()
     assert max(map(len, lines)) <= width
     body = "\n".join(lines)
-    speeds = [text.number(cell.items_per_second.median) for cell in result.measured]  # pyright: ignore[reportOptionalMemberAccess]
+    speeds = [
+        text.number(cell.items_per_second.median)
+        for cell in result.measured
+        if cell.items_per_second and not cell.cell.raw
+    ]
     places = [body.index(speed) for speed in speeds]
     assert places == sorted(places)
     assert "…" not in body
@@ -73,9 +77,17 @@ def test_failures_and_the_recommendation_come_last(result: BenchResult) -> None:
 
 
 def test_a_column_without_a_figure_is_left_out() -> None:
-    alone = measured(Cell(strategy="ddp", devices=2, raw=True), 0.1, random.Random(0), mfu=None)
+    alone = measured(Cell(strategy="ddp"), 0.1, random.Random(0), mfu=None, parity=None)
     titles = [column.title for column in rows.of(with_cells(alone)).columns]
-    assert titles == ["strategy", "devices", "step", "p5-p95", "items/s"]
+    assert titles == ["strategy", "devices", "step", "p5-p95", "items/s", "peak", "traffic"]
+
+
+def test_a_hand_written_loop_has_no_row_for_it_says_nothing_of_items() -> None:
+    cells = [
+        measured(Cell(strategy="ddp", devices=2, raw=raw), 0.1, random.Random(0))
+        for raw in (False, True)
+    ]
+    assert [row[0].text for row in rows.of(with_cells(*cells)).rows] == ["ddp"]
 
 
 def test_one_cell_is_the_best_of_nothing() -> None:
@@ -100,7 +112,7 @@ def test_brackets_in_names_are_no_markup() -> None:
 def test_markdown_is_one_table_and_lists(result: BenchResult) -> None:
     body = table.markdown(result)
     lines = [line for line in body.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + len(result.measured)
+    assert len(lines) == 2 + sum(not cell.cell.raw for cell in result.measured)
     assert {line.count("|") for line in lines} == {10}
     assert re.search(r"^\| `ddp` \| 4 \| \*\*[\d.]+\*\* \|", body, re.MULTILINE)
     assert "2.9e-02 **drifts**" in body

@@ -167,6 +167,7 @@ def _entry(figure: Figure, index: int) -> str:
     marks = "~" * figure.ties + "*" * figure.best + "!" * figure.drifts
     kind = "best" if figure.best else "drifts" if figure.drifts else ""
     value = "" if figure.value is None else escape(str(figure.value))
+    value = "Infinity" if figure.value == float("inf") else value
     tag, scope = ("th", ' scope="row"') if index == 0 else ("td", "")
     kind = f' class="{kind}"' if kind else ""
     shown = _cut(figure.text) if index == 0 else escape(figure.text)

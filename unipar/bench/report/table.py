@@ -16,7 +16,7 @@ from unipar.bench.report import rows
 from unipar.bench.report.rows import Column, Figure, Rows
 from unipar.bench.result import BenchResult
 
-_ROOMY = 110
+ROOMY = 110
 """Columns of a terminal in which the longest names stand on one line."""
 
 _LEGEND = {
@@ -37,7 +37,7 @@ class TerminalReport:
         """Table, ties, overhead, failures, and the recommendation last."""
         found = self._rows
         if found.columns:
-            yield _table(found, narrow=options.max_width < _ROOMY)
+            yield _table(found, narrow=options.max_width < ROOMY)
             yield from _legend(found)
         yield from _list("Equally fast, within the noise", found.ties)
         yield from _list("Step time beside a loop written by hand", found.overheads)
@@ -86,7 +86,7 @@ def csv(result: BenchResult) -> str:
 
 
 def _table(found: Rows, *, narrow: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0) if narrow else (0, 1), pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0) if narrow else (0, 1), pad_edge=False)
     for index, column in enumerate(found.columns):
         title = _title(column, narrow=narrow)
         if index == 0:
@@ -95,9 +95,14 @@ def _table(found: Rows, *, narrow: bool) -> Table:
             table.add_column(title, justify="right", no_wrap=True)
     for row in found.rows:
         name, *figures = row
-        label = re.sub(r"([:,])", r"\1\n", name.text) if narrow else name.text
+        label = cut(name.text) if narrow else name.text
         table.add_row(Text(label), *(_marked(figure) for figure in figures))
     return table
+
+
+def cut(label: str) -> str:
+    """A name on several lines, cut where an option begins."""
+    return re.sub(r"([:,])", r"\1\n", label)
 
 
 def _title(column: Column, *, narrow: bool) -> Text:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -31,7 +32,9 @@ def number(value: float) -> str:
 
 
 def difference(value: float) -> str:
-    """A relative difference: ``0``, ``2.1e-06``."""
+    """A relative difference: ``0``, ``2.1e-06``; infinite where a loss was no number."""
+    if not math.isfinite(value):
+        return "not finite"
     return f"{value:.1e}" if value else "0"
 
 

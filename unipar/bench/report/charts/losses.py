@@ -36,7 +36,7 @@ def differences(result: BenchResult) -> Chart | Missing:
     figure = drawing.frame(x="step", y="relative difference")
     equal, drawn = [], 0
     for cell, reference in found:
-        pairs = zip(cell.trials[0].losses, reference.trials[0].losses, strict=False)
+        pairs = zip(cell.trials[0].losses, reference, strict=False)
         apart = [abs(a - b) / abs(b) if b else 0.0 for a, b in pairs]
         # A logarithmic axis has no place for steps that are equal to the last bit.
         points = [(step, value) for step, value in enumerate(apart, start=1) if value > 0]
@@ -102,8 +102,10 @@ def _cells(result: BenchResult) -> list[CellResult]:
     return [cell for cell in result.measured if cell.trials and cell.trials[0].losses]
 
 
-def _reference(result: BenchResult, cell: CellResult) -> CellResult | None:
-    """The cell of that label on the fewest devices."""
+def _reference(result: BenchResult, cell: CellResult) -> list[float]:
+    """The losses that a cell's are compared with; empty where they were not kept."""
     assert cell.parity
-    named = [one for one in _cells(result) if one.cell.label == cell.parity.reference]
-    return min(named, key=lambda one: one.cell.devices, default=None)
+    label = cell.parity.reference
+    named = [one for one in _cells(result) if one.cell.label == label]
+    least = min(named, key=lambda one: one.cell.devices, default=None)
+    return result.reference_losses.get(label) or (least.trials[0].losses if least else [])

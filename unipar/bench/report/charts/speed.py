@@ -8,11 +8,13 @@ from unipar.bench.report import text
 from unipar.bench.report.charts import drawing
 from unipar.bench.report.charts.drawing import Chart, Look, Missing
 from unipar.bench.result import BenchResult, CellResult
+from unipar.bench.summary import slowest
 
 
 def throughput(result: BenchResult) -> Chart | Missing:
     """Items a second, all ranks together, with the spread over the repeats."""
-    cells = result.measured
+    # A hand-written loop says nothing of items.
+    cells = [cell for cell in result.measured if not cell.cell.raw]
     if not cells:
         return Missing("no cell was measured.")
     labels = list(dict.fromkeys(cell.cell.label for cell in cells))
@@ -61,7 +63,7 @@ def step_times(result: BenchResult) -> Chart | Missing:
     looks = drawing.looks(result)
     figure = drawing.rows([drawing.name(cell.cell) for cell in cells], x=f"step time ({unit.name})")
     for place, cell in enumerate(cells):
-        times = slowest_rank(cell)
+        times = _times(cell)
         figure.add_trace(
             go.Box(
                 x=[seconds / unit.size for seconds in times],
@@ -79,20 +81,15 @@ def step_times(result: BenchResult) -> Chart | Missing:
     assert most.step_seconds
     return Chart(
         figure,
-        f"Times of {len(slowest_rank(cells[0]))} steps of the slowest rank for each of "
+        f"Times of {len(_times(cells[0]))} steps of the slowest rank for each of "
         f"{len(cells)} shapes: quartiles, whiskers, and what lies beyond them. The least even is "
         f"{drawing.name(most.cell)}, whose 5th and 95th percentiles are "
         f"{most.step_seconds.relative:.0%} of its median apart.",
     )
 
 
-def slowest_rank(cell: CellResult) -> list[float]:
-    """Seconds of each step of all repeats, as the slowest rank had it."""
-    return [
-        max(step)
-        for trial in cell.trials
-        for step in zip(*(rank.seconds for rank in trial.ranks), strict=True)
-    ]
+def _times(cell: CellResult) -> list[float]:
+    return [seconds for trial in cell.trials for seconds in slowest(trial)]
 
 
 def _told(cell: CellResult) -> str:
