@@ -101,8 +101,13 @@ def main() -> None:
         os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
+    num_modules = 0
     while True:
         write_frame(replies, pickle.dumps(perform(tasks.get())))
+        if len(sys.modules) > num_modules:
+            # What imports leave is no garbage, and to look through it takes longer than most tasks.
+            gc.freeze()
+            num_modules = len(sys.modules)
 
 
 if __name__ == "__main__":
