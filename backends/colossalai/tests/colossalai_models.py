@@ -33,10 +33,21 @@ _GPT2 = {
     "initializer_range": 0.1,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
+_BLOOM = {
+    "n_layer": 3,
+    "n_head": 4,
+    "hidden_size": 16,
+    "initializer_range": 0.1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
     "Mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA),
+    "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA | {"sliding_window": 4}),
     "GPT2": ("GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "GPTJ": ("GPTJForCausalLM", "GPTJConfig", _GPT2 | {"rotary_dim": 4}),
+    "Bloom": ("BloomForCausalLM", "BloomConfig", _BLOOM),
 }
 """Classes of transformers, and sizes by which every dimension but the vocabulary divides.
 
@@ -93,7 +104,8 @@ def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     flat = [p for name, p in named if "norm" in name or name.endswith("bias")]
     deep = [p for name, p in named if not ("norm" in name or name.endswith("bias"))]
     groups = [{"params": deep}, {"params": flat, "weight_decay": 0.0, "lr": 5e-3}]
-    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+    # A key's bias has no gradient but rounding's, of which the default's `eps` makes whole steps.
+    return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
 def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 GPT2: dict[str, Any] = {"kind": "GPT2"}
+QWEN2: dict[str, Any] = {"kind": "Qwen2"}
 NO_MASK, NO_LABELS = {"attention_mask"}, {"labels"}
 
 
@@ -31,6 +32,7 @@ NO_MASK, NO_LABELS = {"attention_mask"}, {"labels"}
         ("stages-on-cpu", "tp_size=2", {}, set(), "it runs"),
         ("", "pp_size=2", {}, set(), "it runs"),
         ("gpt2-on-cpu", "pp_size=2", GPT2, set(), "Expected a cuda device"),
+        ("gptj-on-cpu", "pp_size=2", {"kind": "GPTJ"}, set(), "Expected a cuda device"),
         ("gpt2-masks", "pp_size=2", GPT2, NO_MASK, "'NoneType' object has no attribute 'size'"),
         ("gpt2-without-labels", "pp_size=2", GPT2, NO_LABELS, "local variable 'loss'"),
     ],
@@ -98,7 +100,7 @@ def test_each_rank_has_whole_logits(
 
 
 @pytest.mark.parametrize(
-    ("left_out", "same"), [("gpt2-dropout", False), ("", True)], ids=["without", "with"]
+    ("left_out", "same"), [("same-dropout", False), ("", True)], ids=["without", "with"]
 )
 def test_ranks_drop_the_same_of_what_each_has_whole(
     left_out: str, same: bool, world_pool: WorldPools
@@ -116,26 +118,39 @@ def test_ranks_drop_the_same_of_what_each_has_whole(
     assert torch.equal(one, other) == same
 
 
-@pytest.mark.parametrize(("left_out", "ahead"), [("gpt2-masks", True), ("", False)])
-def test_a_stage_does_not_look_ahead(left_out: str, ahead: bool, world_pool: WorldPools) -> None:
-    """Without the change, PyTorch's attention sees the tokens that are to be predicted."""
+@pytest.mark.parametrize(
+    ("left_out", "model", "changed", "read", "sees"),
+    [
+        ("gpt2-masks", GPT2, -1, 0, True),
+        ("", GPT2, -1, 0, False),
+        ("qwen2-masks", QWEN2 | {"num_hidden_layers": 2, "sliding_window": 2}, 0, -1, True),
+        ("", QWEN2 | {"num_hidden_layers": 2, "sliding_window": 2}, 0, -1, False),
+    ],
+)
+def test_a_stage_sees_what_the_model_sees(
+    left_out: str,
+    model: dict[str, Any],
+    changed: int,
+    read: int,
+    sees: bool,
+    world_pool: WorldPools,
+) -> None:
+    """Without the change, PyTorch's attention looks ahead, or further back than its window."""
+
+    def logits(model: Any, batch: Any) -> torch.Tensor:
+        return model(**batch).logits[:, read].sum()
 
     def run(engine: Any) -> list[float]:
         first, second = (batch_of(()).microbatches[0] for _ in range(2))
-        second.data["input_ids"][:, -1] += 1
-        return [engine.eval_step(one, first_logits).total.item() for one in (first, second)]
+        second.data["input_ids"][:, changed] += 1
+        return [engine.eval_step(one, logits).total.item() for one in (first, second)]
 
     def on(placement: Placement) -> list[float]:
-        return engine_without(
-            placement, left_out, "pp_size=2", run, GPT2 | {"attn_implementation": "sdpa"}
-        )
+        settings = model | {"attn_implementation": "sdpa"}
+        return engine_without(placement, left_out, "pp_size=2", run, settings)
 
     for one, other in world_pool(2).run(on):
-        assert (one != other) == ahead
-
-
-def first_logits(model: Any, batch: Any) -> torch.Tensor:
-    return model(**batch).logits[:, 0].sum()
+        assert (one != other) == sees
 
 
 def test_without_the_hosts_generator_a_layer_cannot_be_divided(world_pool: WorldPools) -> None:
@@ -168,15 +183,25 @@ def set_up_and_tear_down(placement: Placement) -> tuple[Any, Any, Any]:
     load()
     import colossalai.pipeline.p2p as p2p  # pyright: ignore[reportMissingImports]
     import colossalai.shardformer.modeling.gpt2 as gpt2  # pyright: ignore[reportMissingImports]
+    import colossalai.shardformer.modeling.qwen2 as qwen2  # pyright: ignore[reportMissingImports]
+    from colossalai.shardformer.layer import (  # pyright: ignore[reportMissingImports]
+        DropoutForParallelInput,
+    )
     from colossalai.shardformer.policies.gpt2 import (  # pyright: ignore[reportMissingImports]
         GPT2LMHeadModelPolicy,
-        GPT2Policy,
+    )
+    from colossalai.shardformer.policies.qwen2 import (  # pyright: ignore[reportMissingImports]
+        Qwen2ForCausalLMPolicy,
     )
 
     def seen() -> tuple[int, ...]:
         found = p2p._check_for_nccl_hccl_backend, gpt2.torch, gpt2._get_attention_mask
         found = *found, gpt2.GPT2PipelineForwards.gpt2_lmhead_model_forward
-        found = *found, GPT2LMHeadModelPolicy.module_policy, GPT2Policy.module_policy
+        found = *found, GPT2LMHeadModelPolicy.module_policy
+        found = *found, DropoutForParallelInput.from_native_module
+        found = *found, Qwen2ForCausalLMPolicy.module_policy
+        found = *found, qwen2.Qwen2PipelineForwards.qwen2_model_forward
+        found = *found, qwen2._prepare_4d_causal_attention_mask
         return tuple(map(id, found))
 
     before = seen()
@@ -192,5 +217,6 @@ def test_a_run_gets_only_what_it_needs() -> None:
     def names(device_type: str) -> set[str]:
         return {patch.name for patch in patches.ALL if patch.needed(device_type, "hybrid")}
 
-    assert names("cpu") - names("cuda") == {"stages-on-cpu", "gpt2-on-cpu"}
-    assert {"gpt2-whole-logits", "gpt2-dropout"} <= names("cuda")
+    on_cpu = {"stages-on-cpu", "gpt2-on-cpu", "gptj-on-cpu"}
+    assert names("cpu") - names("cuda") == on_cpu
+    assert {"gpt2-whole-logits", "same-dropout"} <= names("cuda")

@@ -1,11 +1,15 @@
 """The models that HybridParallelPlugin is proved with, and the sizes that it can divide them by.
 
 Colossal-AI 0.5.0 (colossalai/shardformer/policies/auto_policy.py) has policies for more models.
-They are refused until a run of theirs has been compared with a plain one.
+They are refused until a run of theirs has been compared with a plain one, as are two that cannot
+be: OPT's policy has no class for PyTorch's attention, its default (policies/opt.py, line 55), and
+its later stages fail without a mask (modeling/opt.py, opt_model_forward); Falcon's ignores tp_size
+for multi-query attention, with a warning (policies/falcon.py, line 35).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,17 +19,31 @@ from unipar.errors import ConfigError
 from unipar.world import Placement, World
 from unipar_colossalai.checks import ELEMENTWISE
 
-_GROUPED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
-PROVED: dict[str, tuple[str, ...]] = {
+@dataclass(frozen=True)
+class Proved:
+    """What a class of transformers has to be like.
+
+    Attributes:
+        divided: what of its configuration ``tp_size`` has to divide.
+        attentions: its implementations of attention.
+    """
+
+    divided: tuple[str, ...] = ("num_attention_heads",)
+    attentions: tuple[str, ...] = ("eager", "sdpa")
+
+
+_GROUPED = Proved(("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+
+PROVED: dict[str, Proved] = {
     "LlamaForCausalLM": _GROUPED,
     "MistralForCausalLM": _GROUPED,
-    "GPT2LMHeadModel": ("num_attention_heads", "n_inner"),
+    "Qwen2ForCausalLM": _GROUPED,
+    "GPT2LMHeadModel": Proved(("num_attention_heads", "n_inner")),
+    "GPTJForCausalLM": Proved(("num_attention_heads", "n_inner"), ("eager",)),
+    "BloomForCausalLM": Proved(attentions=("eager",)),
 }
-"""What of its configuration ``tp_size`` has to divide, for each class of transformers.
-
-By name, since importing the classes takes seconds.
-"""
+"""By name, since importing the classes takes seconds."""
 
 
 def check_sizes(tp_size: int, pp_size: int, placement: Placement) -> None:
@@ -73,10 +91,13 @@ def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:
             "Use one of these, or plugin='zero2', which takes any module."
         )
     config: Any = model.config
-    if config._attn_implementation not in ("eager", "sdpa"):
+    proved = PROVED[kind]
+    if config._attn_implementation not in proved.attentions:
+        allowed = " or ".join(f"'{name}'" for name in proved.attentions)
         raise ConfigError(
             f"colossalai: the model has attn_implementation='{config._attn_implementation}', and "
-            "plugin='hybrid' is proved with 'eager' and 'sdpa'. Load it with one of these."
+            f"plugin='hybrid' takes {kind} with {allowed}. Load it with "
+            f"attn_implementation='{proved.attentions[0]}'."
         )
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float32:
@@ -89,9 +110,9 @@ def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:
             "colossalai: the model has add_cross_attention=True, and plugin='hybrid' is proved "
             "with models that attend to themselves. Use plugin='zero2', which takes any module."
         )
-    for attribute in PROVED[kind]:
+    for attribute in proved.divided:
         size = getattr(config, attribute)
-        # GPT-2's n_inner may be left out, and follows from what the heads divide.
+        # n_inner may be left out, and follows from what the heads divide.
         if size is not None and size % tp_size:
             raise ConfigError(
                 f"colossalai: tp_size={tp_size} does not divide the model's {attribute}={size}. "

@@ -10,15 +10,17 @@ from unipar_colossalai.patches import (
     batchnorm,
     chunks,
     device,
-    gpt2_device,
-    gpt2_dropout,
+    dropout,
     gpt2_labels,
     gpt2_logits,
     gpt2_masks,
     monitor,
     optimizers,
     p2p,
+    qwen2_logits,
+    qwen2_masks,
     sanity,
+    set_device,
 )
 from unipar_colossalai.patches.patch import Patch, Undo
 
@@ -31,10 +33,12 @@ ALL: tuple[Patch, ...] = (
     optimizers.PATCH,
     p2p.PATCH,
     gpt2_logits.PATCH,
-    gpt2_dropout.PATCH,
     gpt2_masks.PATCH,
     gpt2_labels.PATCH,
-    gpt2_device.PATCH,
+    dropout.PATCH,
+    *set_device.PATCHES,
+    qwen2_logits.PATCH,
+    qwen2_masks.PATCH,
 )
 
 
