@@ -104,7 +104,7 @@ def bench(
     job = BenchJob(arguments, warmup, steps)
     environments = Environments(pythons, [REFERENCE, *dict.fromkeys(c.strategy for c in cells)])
     cells += _by_hand(cells, raw)
-    root = Path(output_dir or Path("runs", time.strftime("bench-%Y%m%d-%H%M%S"))).absolute()
+    root = Path(output_dir or new_directory()).absolute()
     store = Store.open(root, _identity(job))
     job.write(store.job)
     runner = Runner(
@@ -148,6 +148,11 @@ def bench(
         references |= find_references(runner, cells, _global_batch_size(arguments))
         runner.rounds(cells, repeats, seed)
     return BenchResult.load(root)
+
+
+def new_directory() -> Path:
+    """Where a benchmark goes that nobody has named a place for."""
+    return Path("runs", time.strftime("bench-%Y%m%d-%H%M%S"))
 
 
 @contextlib.contextmanager

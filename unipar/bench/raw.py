@@ -3,7 +3,7 @@
 A loop is a file ``NAME.py`` for the strategy ``NAME`` with a function ``train(job)``; it imports
 nothing of unipar. ``job`` is a mapping with:
 
-- ``model``: a module; ``dataset`` and ``collate``: of its samples;
+- ``model``: a module; ``dataset``; ``collate``: makes a batch of a list of samples;
 - ``batches``: for each step the list of this rank's micro-batches, each a list of indices;
 - ``loss(model, batch)``: a mean; ``optimizer(named_parameters)``; ``lr_scheduler(optimizer)`` or
   ``None``; ``max_grad_norm`` or ``None``; ``precision``: ``"fp32"``, ``"bf16"`` or ``"fp16"``;

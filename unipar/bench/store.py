@@ -15,7 +15,7 @@ from unipar.bench.result import Status, Trial
 from unipar.errors import ConfigError
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, ser_json_inf_nan="constants"):
     """What one trial found, as its processes leave it.
 
     Attributes:

@@ -59,6 +59,7 @@ def summarize(
         scaling=scaling,
         overhead=_overheads(results),
         recommendation=recommend(results, scaling),
+        reference_losses={one.label: one.losses for one in references.values()},
     )
 
 

@@ -1,0 +1,165 @@
+"""``unipar bench``."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+from cyclopts import App, Parameter
+
+from unipar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unipar.bench.result import BenchResult
+
+Format = Literal["table", "markdown", "csv"]
+T = TypeVar("T")
+
+_HELP = "Run the same job under every strategy, and compare speed, memory and losses."
+app = App(name="bench", help=_HELP)
+
+
+@app.default
+def bench(
+    run: Path,
+    *,
+    strategies: str,
+    devices: str = "1",
+    steps: int = 50,
+    warmup: int = 5,
+    repeats: int = 5,
+    output: Path | None = None,
+    precision: str | None = None,
+    micro_batch: str | None = None,
+    raw: Path | None = None,
+    python: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
+    time_limit: float = 600.0,
+    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
+    format: Format = "table",
+    verbose: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Run the same job under every strategy, and compare speed, memory and losses.
+
+    Called again with the same --output, it runs only what is not finished.
+
+    Args:
+        run: the run file, YAML or TOML; what it says of evaluation and checkpoints is left out.
+        strategies: which, such as ddp,fsdp,deepspeed:stage=1|2|3; | sweeps over an option.
+        devices: numbers of processes, such as 1,2,4; the global batch stays the same.
+        steps: timed steps of each repeat.
+        warmup: steps before them, whose times are discarded.
+        repeats: how often each is run, in new processes and in random order.
+        output: directory for report.html, result.json and the trials; left out: one in runs.
+        precision: compute dtypes, such as fp32,bf16; left out: the run file's.
+        micro_batch: samples of one forward pass on one rank, such as 4,8; left out: the run file's.
+        raw: directory of hand-written loops to compare with, NAME.py for the strategy NAME.
+        python: interpreter of another environment with unipar, for frameworks that are not in
+            this one; may be repeated.
+        time_limit: seconds that one repeat of one strategy may take.
+        set_: any key of the run file, as key.sub=value; may be repeated.
+        format: how the table is printed.
+        verbose: show tracebacks of errors.
+    """
+    from rich.console import Console
+
+    from unipar.bench.api import bench as run_bench
+    from unipar.bench.api import new_directory
+    from unipar.bench.cells import split_strategies
+    from unipar.bench.live import Progress
+    from unipar.settings import load_settings
+
+    settings = load_settings(run, sets=set_)
+    arguments = settings.run.arguments(settings.where)
+    # A benchmark has its own: several strategies and numbers of devices, its length, its place.
+    for name in ("strategy", "devices", "steps", "output_dir"):
+        del arguments[name]
+    console, output = Console(stderr=True), output or new_directory()
+    with _saying_where(output, console), Progress(repeats, console) as show:
+        result = run_bench(
+            arguments.pop("model"),
+            arguments.pop("data"),
+            strategies=split_strategies(strategies),
+            devices=_listed("--devices", devices, int),
+            precisions=_listed("--precision", precision, str),  # pyright: ignore[reportArgumentType]
+            micro_batch_sizes=_listed("--micro-batch", micro_batch, int),
+            steps=steps,
+            warmup=warmup,
+            repeats=repeats,
+            output_dir=output,
+            raw=raw,
+            pythons=python,
+            time_limit=time_limit,
+            show=show,
+            command=shlex.join(["unipar", *sys.argv[1:]]),
+            **arguments,
+        )
+    _show(result, format)
+
+
+@app.command
+def compare(
+    before: Path,
+    after: Path,
+    *,
+    fail_on_regression: Annotated[bool, Parameter(negative="")] = False,
+    format: Format = "table",
+    verbose: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Set two benchmarks of the same job beside each other, and mark what became slower.
+
+    Args:
+        before: a directory that unipar bench wrote to, or its result.json.
+        after: another.
+        fail_on_regression: exit with 1 where something is slower beyond the noise.
+        format: how the table is printed.
+        verbose: show tracebacks of errors.
+    """
+    from unipar.bench import compare as comparing
+    from unipar.bench.result import BenchResult
+
+    found = comparing.compare(BenchResult.load(before), BenchResult.load(after))
+    _print(comparing.render(found, format))
+    return 1 if fail_on_regression and found.regressions else 0
+
+
+@contextlib.contextmanager
+def _saying_where(output: Path, console: Console) -> Iterator[None]:
+    """Name the report when there is one, after an interrupt too."""
+    report = output / "report.html"
+    before = report.stat().st_mtime_ns if report.exists() else None
+    try:
+        yield
+    finally:
+        if report.exists() and report.stat().st_mtime_ns != before:
+            console.print(f"Report: {report}", soft_wrap=True, markup=False)
+
+
+def _show(result: BenchResult, format: Format) -> None:
+    from unipar.bench.report import table
+
+    writers = {"table": table.terminal, "markdown": table.markdown, "csv": table.csv}
+    _print(writers[format](result))
+
+
+def _print(shown: object) -> None:
+    from rich.console import Console
+
+    if isinstance(shown, str):
+        print(shown)
+    else:
+        Console().print(shown)
+
+
+def _listed(flag: str, text: str | None, kind: Callable[[str], T]) -> list[T]:
+    if text is None:
+        return []
+    try:
+        return [kind(item.strip()) for item in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text}: write whole numbers with commas, like 1,2,4.") from error
