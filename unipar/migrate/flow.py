@@ -57,6 +57,9 @@ class Flow:
         self._env: dict[Any, Values] = {}
         self._made: dict[tuple[str, int], Origin] = {}
         self._grown = False
+        self._known: dict[int, Values] | None = (
+            None  # What has been asked before, once the sets no longer grow.
+        )
         self._home = {id(node): source for source in sources.values() for node in source.nodes}
         rules = [rule for source in sources.values() for rule in self._rules(source)]
         for _ in range(30):
@@ -65,6 +68,7 @@ class Flow:
                 self._apply(*rule)
             if not self._grown:
                 break
+        self._known = {}
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -84,6 +88,13 @@ class Flow:
 
     def values(self, node: cst.CSTNode | None) -> Values:
         """Where what an expression may hold comes from."""
+        if self._known is None or node is None:
+            return self._values(node)
+        if id(node) not in self._known:
+            self._known[id(node)] = self._values(node)
+        return self._known[id(node)]
+
+    def _values(self, node: cst.CSTNode | None) -> Values:
         if isinstance(node, cst.Name):
             return self._name(node)
         if isinstance(node, cst.Attribute):

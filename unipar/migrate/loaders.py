@@ -32,6 +32,15 @@ def split_loaders(plan: Plan) -> None:
             plan.tell(
                 call, "drop_last leaves up to batch_size - 1 samples out of each epoch, as before."
             )
+    for source in plan.sources:
+        for call in source.all(cst.Call):
+            if split and constant(argument(call, None, "reduction")) == "sum":
+                plan.tell(
+                    call,
+                    "if this is trained on, its gradient on n processes is about 1/n of what it is "
+                    "on one: ranks are averaged, as is right for means.",
+                    "Use a mean, or stay on one process.",
+                )
     if not split and plan.optimizers:
         node = next(iter(plan.optimizers)).node
         if node is not None:

@@ -152,6 +152,7 @@ class TrainingLoop:
             self.plan.replace(one.call, "script.engine(", one.optimizer, ").step()")
         self._drop_zero_grads()
         self._check_gradients()
+        self._check_references()
         return self._clipping()
 
     def _events(self, source: Source, function: Function) -> list[tuple[int, Step | None]]:
@@ -315,6 +316,21 @@ class TrainingLoop:
                     self.plan.refuse(
                         node, "gradients are computed around the engine.",
                         "Port this by hand (docs/how-to/own-loop.md).",
+                    )  # fmt: skip
+
+    def _check_references(self) -> None:
+        """Refuse methods that are handed around instead of being called."""
+        for source in self.plan.sources:
+            for node in source.all(cst.Attribute):
+                parent = source.parent(node)
+                if isinstance(parent, cst.Call) and parent.func is node:
+                    continue
+                values = self.flow.values(node.value)
+                stepping = node.attr.value in ("step", "zero_grad") and optimizers_of(values)
+                if stepping or (node.attr.value == "backward" and not self.flow.values(node)):
+                    self.plan.refuse(
+                        node, "the method is handed on, and it cannot be seen where it is called.",
+                        "Call it here.",
                     )  # fmt: skip
 
     # -- clipping --------------------------------------------------------------------------------

@@ -83,6 +83,12 @@ def _migrate(files: Mapping[str, str], wanted: str) -> dict[str, Migration]:
                 "Write it for an older Python.",
             )  # fmt: skip
             return {name: Migration(text, notes=(note,))}
+        if "\r" in text.replace("\r\n", ""):
+            note = Note(
+                name, 1, "refused", name, "a carriage return ends some of its lines.",
+                "Save it with \\n or \\r\\n at the end of every line.",
+            )  # fmt: skip
+            return {name: Migration(text, notes=(note,))}
     plan = Plan(sources)
     dialect = _dialect(plan, wanted)
     dialect.rewrite(plan)

@@ -16,6 +16,10 @@ SCALER = (
     "torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler",
     "torch.amp.grad_scaler.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
 )  # fmt: skip
+_METHODS = ("scale", "step", "update", "unscale_", "state_dict", "load_state_dict", "get_scale")
+_HANDED_ON = (
+    cst.Arg, cst.AssignTarget, cst.Assign, cst.Return, cst.Element, cst.DictElement, cst.Param
+)  # fmt: skip
 _DTYPES = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}
 
 
@@ -54,6 +58,7 @@ def rewrite_precision(plan: Plan) -> bool:
             "Add torch.amp.GradScaler, or use bfloat16.",
         )
     _drop_scaler_calls(plan)
+    _check_scaler_uses(plan)
     return bool(casts)
 
 
@@ -97,6 +102,25 @@ def _drop_scaler_calls(plan: Plan) -> None:
                     call, "the loss scale belongs to the engine.",
                     "Leave it out; session.save keeps the engine's.",
                 )  # fmt: skip
+
+
+def _check_scaler_uses(plan: Plan) -> None:
+    """Refuse whatever would go another way now that the scaler is None."""
+    for source in plan.sources:
+        for node in (*source.all(cst.Name), *source.all(cst.Attribute)):
+            if not plan.made_by(plan.flow.values(node), *SCALER):
+                continue
+            parent = source.parent(node)
+            if isinstance(parent, cst.Attribute):
+                known = parent.attr is node or parent.attr.value in _METHODS
+            else:
+                known = isinstance(parent, _HANDED_ON)
+            if not known:
+                plan.refuse(
+                    node,
+                    "what is done depends on there being a GradScaler.",
+                    "Use it without asking; unipar.yaml's precision decides.",
+                )
 
 
 def _is_device(one: cst.Arg) -> bool:

@@ -7,7 +7,7 @@ from unipar.migrate.plan import Plan
 _BY_HAND = "Port this by hand (docs/how-to/own-loop.md)."
 REFUSED = {
     "torch.compile": ("the compiled model is another one than the engine's.",
-                      "Leave it out, and pass compile=True to script.prepare afterwards."),
+                      "Leave it out."),
     "torch.jit.script": ("the compiled model is another one than the engine's.", "Leave it out."),
     "torch.jit.trace": ("the compiled model is another one than the engine's.", "Leave it out."),
     "torch.func.functional_call": ("the model is called around the engine.", _BY_HAND),

@@ -304,8 +304,8 @@ def split(loader: DataLoader) -> DataLoader:
     return SharedLoader(loader, ranks, _set_share)
 
 
-def _set_share(samples: int, all_samples: int) -> None:
-    _run.share = samples, all_samples
+def _set_share(share: tuple[int, int] | None) -> None:
+    _run.share = share
 
 
 def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:

@@ -21,10 +21,13 @@ class SharedLoader(DataLoader):
     Args:
         loader: what the script has built; a batch of it is one over all ranks.
         world: the joined processes.
-        tell: called with this rank's and all ranks' number of samples of each batch given out.
+        tell: called with this rank's and all ranks' number of samples of each batch given out,
+            and with nothing at the end.
     """
 
-    def __init__(self, loader: DataLoader, world: World, tell: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, loader: DataLoader, world: World, tell: Callable[[tuple[int, int] | None], None]
+    ) -> None:
         self._world, self._tell = world, tell
         self._shares = _Shares(loader.batch_sampler, world)
         settings: dict[str, Any] = {
@@ -43,8 +46,9 @@ class SharedLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         for index, batch in enumerate(super().__iter__()):
-            self._tell(*self._shares.counts[index])
+            self._tell(self._shares.counts[index])
             yield batch
+        self._tell(None)
 
 
 class _Shares(Sampler[list[int]]):

@@ -9,8 +9,6 @@ import libcst as cst
 from libcst.metadata import (
     ByteSpanPositionProvider,
     MetadataWrapper,
-    ParentNodeProvider,
-    PositionProvider,
     ScopeProvider,
 )
 
@@ -39,18 +37,16 @@ class Source:
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.tree = wrapper.module
         self.edits = Edits(text.encode())
-        found = wrapper.resolve_many(
-            (ByteSpanPositionProvider, ParentNodeProvider, PositionProvider, ScopeProvider)
-        )
+        found = wrapper.resolve_many((ByteSpanPositionProvider, ScopeProvider))
         self._spans: Any = found[ByteSpanPositionProvider]
-        self._parents: Any = found[ParentNodeProvider]
-        self._positions: Any = found[PositionProvider]
         self._scopes: Any = found[ScopeProvider]
-        self.nodes: list[cst.CSTNode] = list(_walk(self.tree))
+        self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self._kinds: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
+        self.nodes = self._walk()
 
     def all(self, kind: type[_T]) -> Iterator[_T]:
-        """Every node of a kind, in the order of the file."""
-        return (node for node in self.nodes if isinstance(node, kind))
+        """Every node of a concrete kind, in the order of the file."""
+        return iter(self._kinds.get(kind, ()))  # pyright: ignore[reportReturnType]
 
     def calls(self) -> Iterator[cst.Call]:
         """Every call, in the order of the file."""
@@ -65,7 +61,7 @@ class Source:
         return self.edits.data[start:stop].decode()
 
     def line(self, node: cst.CSTNode) -> int:
-        return self._positions[node].start.line
+        return self.edits.data.count(b"\n", 0, self.span(node)[0]) + 1
 
     def scope(self, node: cst.CSTNode) -> Any:
         """The scope that a name is looked up in; ``None`` where it is no name."""
@@ -155,10 +151,16 @@ class Source:
         end = self.edits.data.find(b"\n", self.span(line)[1])
         return self.line_start(line), len(self.edits.data) if end < 0 else end + 1
 
-
-def _walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    stack = [node]
-    while stack:
-        one = stack.pop()
-        yield one
-        stack.extend(reversed(one.children))
+    def _walk(self) -> list[cst.CSTNode]:
+        """Every node in the order of the file; notes their parents and kinds."""
+        nodes: list[cst.CSTNode] = []
+        stack: list[cst.CSTNode] = [self.tree]
+        while stack:
+            one = stack.pop()
+            nodes.append(one)
+            self._kinds.setdefault(type(one), []).append(one)
+            children = one.children
+            for child in children:
+                self._parents[child] = one
+            stack.extend(reversed(children))
+        return nodes

@@ -72,6 +72,8 @@ def _text(path: Path) -> str:
             encoding, _ = tokenize.detect_encoding(file.readline)
         except SyntaxError as error:
             raise ConfigError(f"{path}:1: {error}.") from error
+    if text.startswith("\ufeff"):
+        raise ConfigError(f"{path} begins with a byte order mark. Save it in UTF-8 without one.")
     if encoding not in ("utf-8", "utf-8-sig"):
         raise ConfigError(f"{path} says that it is in {encoding}. Save it in UTF-8.")
     return text

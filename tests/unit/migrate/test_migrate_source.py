@@ -194,6 +194,32 @@ for x, y in data:
     assert "scaler = None\n" in migration.code
 
 
+def test_a_scaler_that_is_asked_for_is_refused() -> None:
+    source = (
+        HEAD
+        + """\
+scaler = torch.amp.GradScaler("cuda")
+for x in data:
+    opt.zero_grad()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = model(x).mean()
+    if scaler is not None:
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+"""
+    )
+    assert "what is done depends on there being a GradScaler" in refusal(source)
+
+
+def test_a_step_that_is_handed_on_is_refused() -> None:
+    assert "the method is handed on" in refusal(HEAD + LOOP + "hooks.append(opt.step)\n")
+
+
+def test_training_without_an_optimizer_in_sight_is_refused() -> None:
+    assert "no optimizer is seen" in refusal("import torch\n" + LOOP)
+
+
 def test_one_loss_for_two_optimizers_is_refused() -> None:
     source = HEAD + "head = nn.Linear(1, 1)\nopt2 = torch.optim.SGD(head.parameters(), lr=1)\n"
     loop = LOOP.replace("opt.zero_grad()", "opt.zero_grad(); opt2.zero_grad()")

@@ -45,3 +45,19 @@ class Dialect(ABC):
         """Whether a name belongs to the framework."""
         return any(name == mark or (mark[-1] == "." and name.startswith(mark)) or
                    (mark[-1] == "." and name == mark[:-1]) for mark in self.marks)  # fmt: skip
+
+    def table(self) -> str:
+        """What maps to what, in Markdown."""
+        return _table(("before", "after"), self.rows)
+
+    def refused_table(self) -> str:
+        """What is refused, in Markdown."""
+        return _table(("refused", "why, and what to do"), self.refused, code=False)
+
+
+def _table(head: tuple[str, str], rows: tuple[Row, ...], *, code: bool = True) -> str:
+    lines = [f"| {head[0]} | {head[1]} |", "| --- | --- |"]
+    for before, after in rows:
+        shown = f"`{after}`" if code and "(" in after and ": " not in after else after
+        lines.append(f"| `{before}` | {shown} |")
+    return "\n".join(lines) + "\n"

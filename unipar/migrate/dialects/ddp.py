@@ -8,7 +8,7 @@ import libcst as cst
 
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
-from unipar.migrate.dialects.torch import LOOP_ROWS, rewrite_training
+from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.flow import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import DDP, find_optimizers, holds_ddp
@@ -47,8 +47,22 @@ class Ddp(Dialect):
         *LOOP_ROWS,
     )  # fmt: skip
 
+    refused: ClassVar[tuple[Row, ...]] = (
+        Row("if distributed: init_process_group()",
+            "Call it always: without a launcher unipar runs one process just so."),
+        Row("init_process_group(init_method=\"tcp://...\", rank=args.rank)",
+            "Start the processes with torchrun, srun or mpirun."),
+        Row("dist.new_group, DDP(process_group=g)",
+            "Groups of ranks are for other divisions than data parallelism's."),
+        Row("register_comm_hook, join, require_backward_grad_sync", "These are DDP's own."),
+        Row("a trained model that is not wrapped", "Its replicas drift apart. Wrap it."),
+        Row("multiprocessing.Process(target=train)", "Use torchrun, or mp.spawn."),
+        *LOOP_REFUSED,
+    )  # fmt: skip
+
     def rewrite(self, plan: Plan) -> None:
         find_optimizers(plan)
+        check_trains(plan)
         plan.config["strategy"] = "ddp"
         spawned = self._rewrite_spawn(plan)
         plan.launcher = "python" if spawned else "torchrun"

@@ -11,7 +11,7 @@ from unipar.migrate.loop import TrainingLoop
 from unipar.migrate.models import find_optimizers, rewrite_calls, rewrite_optimizers
 from unipar.migrate.plan import Plan
 from unipar.migrate.precision import rewrite_precision
-from unipar.migrate.refusals import refuse_around
+from unipar.migrate.refusals import REFUSED, refuse_around
 from unipar.migrate.states import rewrite_saves, rewrite_states
 
 LOOP_ROWS = (
@@ -32,6 +32,25 @@ LOOP_ROWS = (
     Row("scheduler.step(), model.train(), optimizer.param_groups", "unchanged"),
 )  # fmt: skip
 
+LOOP_REFUSED = (
+    Row("loss.backward(retain_graph=True)", "An engine's backward takes a loss and nothing else."),
+    Row("optimizer.step(closure)", "A closure runs the model several times in a step."),
+    Row("SGD([*a.parameters(), *b.parameters()])",
+        "One optimizer over several models. Put them into one nn.Module."),
+    Row("loss.backward(); opt1.step(); opt2.step()",
+        "Several optimizers step on the gradients of one backward pass."),
+    Row("model.loss(x), helper(model, x)",
+        "In the training loop it may go around the engine's forward. Call model(...)."),
+    Row("p.grad", "Gradients are read or written; a strategy may scale or divide them."),
+    Row("clip_grad_value_", "Strategies clip by the 2-norm. Use clip_grad_norm_."),
+    Row("zero_grad() at the start of an epoch, step by modulo",
+        "The end of a ragged epoch is thrown away. Step on the rest too: "
+        "(i + 1) % n == 0 or i + 1 == len(loader)."),
+    Row("autocast(enabled=args.amp)", "Leave it out; precision in unipar.yaml decides."),
+    Row("clip before scaler.unscale_()", "It clips to max_norm / 65536. Unscale first."),
+    *(Row(name, f"{why[0].upper()}{why[1:]} {todo}") for name, (why, todo) in REFUSED.items()),
+)  # fmt: skip
+
 
 class Torch(Dialect):
     """A script that trains on one device."""
@@ -45,9 +64,11 @@ class Torch(Dialect):
         Row("torch.save(state, path)", "script.save(state, path), which rank 0 does"),
     )
 
+    refused: ClassVar[tuple[Row, ...]] = LOOP_REFUSED
+
     def rewrite(self, plan: Plan) -> None:
         find_optimizers(plan)
-        if not plan.optimizers or not plan.methods("backward"):
+        if not check_trains(plan):
             return
         plan.config["strategy"] = "auto"
         rewrite_training(plan, wrapped=False)
@@ -69,3 +90,17 @@ def rewrite_training(plan: Plan, *, wrapped: bool) -> None:
     rewrite_optimizers(plan, clipped)
     rewrite_devices(plan)
     rewrite_states(plan)
+
+
+def check_trains(plan: Plan) -> bool:
+    """Whether there is a backward pass, and an optimizer to step on it; only one is refused."""
+    backwards = [
+        call for _, call, func in plan.methods("backward") if not plan.flow.functions(func)
+    ]
+    if backwards and not plan.optimizers:
+        plan.refuse(
+            backwards[0],
+            "no optimizer is seen that steps on these gradients.",
+            "Give migrate the file that builds it too, and build it as torch.optim.SGD(...).",
+        )
+    return bool(backwards and plan.optimizers)

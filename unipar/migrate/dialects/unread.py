@@ -13,9 +13,7 @@ class Unread(Dialect):
 
     def rewrite(self, plan: Plan) -> None:
         for source in plan.sources:
-            for node in source.all(cst.CSTNode):
-                if not isinstance(node, (cst.Import, cst.ImportFrom)):
-                    continue
+            for node in (*source.all(cst.Import), *source.all(cst.ImportFrom)):
                 if any(self.marked(name) for name in imported(node)):
                     plan.refuse(
                         node,

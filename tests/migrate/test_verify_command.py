@@ -1,0 +1,51 @@
+"""``unipar migrate --verify``: two runs that agree, and two that do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from unipar.cli import main
+
+SCRIPT = """\
+import torch
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    opt.zero_grad()
+    loss = model(torch.randn(4, 2)).square().mean()
+    loss.backward()
+    opt.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_verify_runs_both_and_says_whether_they_agree(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["migrate", str(script), "--verify", "--steps", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "largest relative difference 0 (up to 1e-05 is rounding): the runs agree" in said
+    assert said.count("\n   0 ") == 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_verify_tells_runs_apart(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # It learns at another rate where unipar is imported, which only running it can show.
+    script.write_text(
+        SCRIPT.replace("lr=0.1", "lr=0.1 if 'unipar' not in sys.modules else 0.2").replace(
+            "import torch\n", "import sys, torch\n"
+        )
+    )
+    assert main(["migrate", str(script), "--verify", "--steps", "5"]) == 1
+    assert "the runs DIFFER" in capsys.readouterr().out

@@ -1,0 +1,83 @@
+"""What migrated scripts call, without a script around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from unipar.errors import ConfigError
+from unipar.migrate import script
+
+
+@pytest.fixture(autouse=True)
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    file = tmp_path / "unipar.yaml"
+    file.write_text("strategy: single\ndevice: cpu\n")
+    monkeypatch.setattr(script._run, "file", file)
+    yield file
+    script.close()
+
+
+def sgd(named):
+    return torch.optim.SGD([p for _, p in named], lr=0.5)
+
+
+def test_several_losses_of_a_step_add_up_as_in_torch() -> None:
+    torch.manual_seed(0)
+    model, plain = nn.Linear(3, 1), nn.Linear(3, 1)
+    plain.load_state_dict(model.state_dict())
+    parts = torch.randn(3, 4, 3)
+    optimizer = script.prepare(model, optimizer=sgd).optimizer
+    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for _ in range(2):
+        for part in parts:
+            script.backward(script.engine(model)(part).square().mean() / 2, optimizer)
+            (plain(part).square().mean() / 2).backward()
+        script.engine(optimizer).step()
+        other.step()
+        other.zero_grad()
+        assert torch.allclose(model.weight, plain.weight, rtol=1e-6)
+
+
+def test_the_scripts_random_numbers_stay_its_own() -> None:
+    model = nn.Linear(1, 1)
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    script.prepare(model, optimizer=sgd)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_model_without_an_engine_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"this Linear has no engine: call script\.prepare"):
+        script.engine(nn.Linear(1, 1))
+
+
+def test_parameters_that_are_not_the_models_are_refused() -> None:
+    other = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="would never be updated"):
+        script.prepare(
+            nn.Linear(2, 2), optimizer=lambda _: torch.optim.SGD(other.parameters(), lr=1)
+        )
+
+
+def test_wrong_settings_are_told_with_their_place(run: Path) -> None:
+    run.write_text("strategy: single\nprecison: bf16\n")
+    with pytest.raises(ConfigError, match=r"unipar\.yaml, line 2: unknown key .precison"):
+        script.settings()
+
+
+def test_a_variable_overrides_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIPAR_PRECISION", "bf16")
+    assert script.settings().precision == "bf16"
+    assert script.autocast().fast_dtype is torch.bfloat16
+
+
+def test_a_loader_stays_as_it_is_on_one_rank() -> None:
+    loader = DataLoader(TensorDataset(torch.zeros(5)), batch_size=2)
+    assert script.split(loader) is loader
