@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai_engines import GEMINI, adamw, network, square, with_engine
 from torch import nn, optim
 
 from unipar import Session, registry
@@ -21,11 +22,8 @@ from unipar.testing import reference
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported
 from unipar.testing.kit import HALF_PRECISION_FACTOR, ROUNDINGS
-from unipar.testing.models import Network
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
-
-GEMINI = "colossalai:plugin=gemini"
 
 
 def refusal(strategy: str, precision: Any = "bf16", model: nn.Module | None = None) -> str:
@@ -39,42 +37,8 @@ def sgd(named: Any) -> optim.Optimizer:
     return optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
 
 
-def adamw(named: Any) -> optim.Optimizer:
-    return optim.AdamW([p for _, p in named], lr=1e-2)
-
-
-def square(model: Any, x: Any) -> torch.Tensor:
-    return model(x).square().mean()
-
-
-def network(seed: int = 3) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Network(4, 2)
-
-
 def rows(index: int) -> torch.Tensor:
     return torch.linspace(-1, 1, 24 * (index + 1))[-8:].reshape(2, 4)
-
-
-def with_engine(
-    placement: Placement, strategy: str, fn: Any, model: nn.Module, **asked: Any
-) -> Any:
-    """``fn(engine, world)``, or what was refused."""
-    used = registry.resolve(strategy)
-    world = used.setup(placement)
-    try:
-        spec = EngineSpec(model, **{"optimizer": adamw, "precision": "bf16", **asked})
-        engine = used.prepare(spec, world)
-        try:
-            return fn(engine, world)
-        finally:
-            engine.close()
-    except ConfigError as error:
-        return str(error)
-    finally:
-        used.teardown()
-        world.leave()
 
 
 def train(
@@ -194,15 +158,6 @@ def test_automatic_placement_evaluates_before_it_has_seen_a_step(world_pool: Wor
     plain = world_pool(2).run(with_engine, GEMINI, run, network())
     assert results == plain
     assert results[0][0] != results[0][1]
-
-
-def test_rank_0s_weights_are_everyones(world_pool: WorldPools) -> None:
-    def run(placement: Placement) -> Any:
-        return with_engine(placement, GEMINI, train, network(3 + placement.rank))
-
-    apart = [state for state, _ in world_pool(2).run(run)]
-    alike = [state for state, _ in world_pool(2).run(with_engine, GEMINI, train, network())]
-    assert_equal_weights(assemble_weights(apart), assemble_weights(alike), 0.0)
 
 
 class Rates(nn.Module):
@@ -343,63 +298,6 @@ def test_options_that_have_no_effect_are_refused(options: str, said: str) -> Non
 
 def test_weights_that_are_rounded_already_are_refused() -> None:
     assert "'weight' is torch.bfloat16" in refusal(GEMINI, model=nn.Linear(2, 2).bfloat16())
-
-
-def test_an_optimizer_that_may_need_whole_tensors_is_refused(world_pool: WorldPools) -> None:
-    def run(placement: Placement) -> Any:
-        def adafactor(named: Any) -> optim.Optimizer:
-            return optim.Adafactor([p for _, p in named])
-
-        return with_engine(placement, GEMINI, train, network(), optimizer=adafactor)
-
-    assert "elementwise_optimizer=true" in world_pool(1).run(run)[0]
-
-
-class Spare(nn.Module):
-    """The loss does not depend on one of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = nn.Linear(4, 1), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
-
-
-@pytest.mark.parametrize("options", ["", ",chunk_size_m=0"])
-def test_a_weight_without_gradient_is_named(options: str, world_pool: WorldPools) -> None:
-    for said in world_pool(2).run(with_engine, GEMINI + options, train, Spare()):
-        assert "does not depend on 2 of the parameters to train: spare.weight, spare.bias" in said
-
-
-def test_weights_that_are_not_there_are_not_read(world_pool: WorldPools) -> None:
-    def penalized(model: Any, x: Any) -> torch.Tensor:
-        return square(model, x) + sum(p.square().sum() for p in model.parameters())
-
-    def run(engine: Any, world: Any) -> Any:
-        return train(engine, world, loss=penalized)
-
-    said = world_pool(1).run(with_engine, GEMINI, run, network())[0]
-    assert "which are divided among ranks" in said
-
-    def around(engine: Any, world: Any) -> Any:
-        return engine.module(rows(0))
-
-    said = world_pool(1).run(with_engine, GEMINI, around, network())[0]
-    assert "engine.module was called" in said
-
-
-def test_a_second_model_is_refused(world_pool: WorldPools) -> None:
-    def run(placement: Placement) -> str:
-        with Session(GEMINI, precision="bf16", device="cpu", placement=placement) as session:
-            session.prepare(network(), optimizer=adamw)
-            try:
-                session.prepare(network(), optimizer=adamw, name="other")
-            except ConfigError as error:
-                return str(error)
-        return "it was taken"
-
-    assert "taken" not in world_pool(1).run(run)[0]
 
 
 def test_norms_are_those_of_the_whole_gradient(world_pool: WorldPools) -> None:

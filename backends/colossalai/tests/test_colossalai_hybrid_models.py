@@ -109,16 +109,22 @@ def own_loss(model: Any, batch: Any) -> LossSum:
     return LossSum(*entropy(model, batch))
 
 
+ATTENTIONS = {"GPT2": "sdpa", "Qwen2": "sdpa", "GPTJ": "eager", "Bloom": "eager"}
+"""PyTorch's, of the models that have it."""
+
+
 @pytest.mark.parametrize("strategy", [TP, PP])
-@pytest.mark.parametrize("kind", ["GPT2", "Qwen2"])
-def test_pytorchs_attention_and_a_loss_of_the_users_own_change_nothing(
+@pytest.mark.parametrize("kind", NEW)
+def test_a_loss_of_the_users_own_is_honored_with_any_attention(
     kind: str, strategy: str, world_pool: WorldPools
 ) -> None:
+    attention = ATTENTIONS[kind]
+
     def run(placement: Placement) -> list[Step]:
-        return train(placement, strategy, kind, loss=own_loss, attn_implementation="sdpa")[0]
+        return train(placement, strategy, kind, loss=own_loss, attn_implementation=attention)[0]
 
     for done in world_pool(2).run(run):
-        assert_same(done, expected(kind, "sdpa")[0])
+        assert_same(done, expected(kind, attention)[0])
 
 
 def no_mask(model: Any, batch: Any) -> torch.Tensor:
