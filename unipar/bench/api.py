@@ -102,7 +102,7 @@ def bench(
     )
     _check(arguments, cells, steps=steps, warmup=warmup, repeats=repeats, time_limit=time_limit)
     job = BenchJob(arguments, warmup, steps)
-    environments = Environments(pythons, [REFERENCE, *dict.fromkeys(c.strategy for c in cells)])
+    environments = Environments(pythons, list(dict.fromkeys(cell.strategy for cell in cells)))
     cells += _by_hand(cells, raw)
     root = Path(output_dir or new_directory()).absolute()
     store = Store.open(root, _identity(job))

@@ -17,6 +17,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from unipar import registry
+from unipar.bench.cells import REFERENCE
 from unipar.errors import ConfigError, did_you_mean
 
 _PATIENCE = 300.0
@@ -42,15 +43,16 @@ class Environments:
 
     Args:
         pythons: further interpreters, each of an environment with unipar.
-        strategies: what is to be run.
+        strategies: what is to be compared.
 
     Raises:
         ConfigError: an interpreter does not work, or nobody knows a strategy or one of its options.
     """
 
     def __init__(self, pythons: Sequence[str | Path], strategies: Sequence[str]) -> None:
+        asked = list(dict.fromkeys([REFERENCE, *strategies]))
         self.offers = {
-            python: ask(python, strategies) for python in (sys.executable, *map(str, pythons))
+            python: ask(python, asked) for python in (sys.executable, *map(str, pythons))
         }
         self._check(strategies)
 

@@ -1,0 +1,113 @@
+"""What cannot be benchmarked is refused before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unipar import ConfigError
+from unipar.bench.api import bench
+
+DATA = (torch.randn(32, 4), torch.randn(32, 1))
+
+
+def refused(tmp_path: Path, **given: Any) -> str:
+    output = tmp_path / "out"
+    arguments: dict[str, Any] = {
+        "strategies": ["ddp"],
+        "steps": 5,
+        "warmup": 2,
+        "global_batch_size": 8,
+        "output_dir": output,
+        "loss": lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+    }
+    with pytest.raises(ConfigError) as error:
+        bench(nn.Linear(4, 1), DATA, **{**arguments, **given})
+    assert not (output / "trials").exists()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 1}, "steps=1 are timed after warmup=2"),
+        ({"warmup": 0}, "warmup=0; give 1 or more"),
+        ({"repeats": 0}, "repeats=0; give 1 or more"),
+        ({"time_limit": 0}, "time_limit=0"),
+        ({"strategies": []}, "strategies is empty"),
+        ({"strategies": ["deepspeed:stage=1||2"]}, "Write a sweep like"),
+        ({"global_batch_size": None}, "global_batch_size is not set"),
+        ({"optimiser": "sgd"}, "no argument 'optimiser'. Did you mean 'optimizer'"),
+        ({"max_grad_norm": -1}, "max_grad_norm"),
+    ],
+)
+def test_settings(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+    assert message in refused(tmp_path, **given)
+
+
+def test_a_strategy_that_nobody_has(tmp_path: Path) -> None:
+    said = refused(tmp_path, strategies=["ddp", "fdsp"])
+    assert "there is no strategy 'fdsp'" in said
+    assert "Did you mean 'fsdp'" in said
+
+
+def test_none_that_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site"
+    info = site / "absent-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: absent\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[unipar.strategies]\nabsent = absent_strategy:Absent\n")
+    (site / "absent_strategy.py").write_text(
+        "from unipar.strategy import Availability\n"
+        "from unipar_torch.ddp import DDPStrategy\n"
+        "class Absent(DDPStrategy):\n"
+        "    name = 'absent'\n"
+        "    @classmethod\n"
+        "    def availability(cls):\n"
+        "        return Availability(False, 'its engine is not installed.', 'Run: get engine.')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    said = refused(tmp_path, strategies=["absent"])
+    assert "none of the strategies can run here" in said
+    assert "absent: its engine is not installed. Run: get engine." in said
+
+
+def test_a_directory_with_something_else_in_it(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    assert "holds files that are no benchmark's" in refused(tmp_path)
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = refused(tmp_path, output_dir=tmp_path / "file" / "out")
+    assert "cannot be used" in said
+    assert "--output" in said
+
+
+def test_a_python_that_does_not_work(tmp_path: Path) -> None:
+    said = refused(tmp_path, pythons=[tmp_path / "no-python"])
+    assert "no-python cannot take part in the benchmark" in said
+
+
+def test_loops_that_are_not_there(tmp_path: Path) -> None:
+    said = refused(tmp_path, raw=tmp_path)
+    assert f"a loop for 'ddp' would be {tmp_path / 'ddp.py'}" in said
+
+
+def test_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "none",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert "without torchrun" in refused(tmp_path)

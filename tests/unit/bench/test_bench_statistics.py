@@ -1,0 +1,50 @@
+"""Spreads, intervals, and fits, against values worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from unipar.bench.probe import fit_line
+from unipar.bench.reference import largest_difference
+from unipar.bench.scaling import amdahl
+from unipar.bench.statistics import Estimate, Spread
+
+
+def test_a_spread_holds_percentiles() -> None:
+    spread = Spread.of([float(value) for value in range(101)])
+    assert (spread.median, spread.p5, spread.p95, spread.count) == (50.0, 5.0, 95.0, 101)
+    assert Spread.of([2.0]) == Spread(median=2.0, p5=2.0, p95=2.0, count=1)
+    with pytest.raises(ValueError, match="at least one"):
+        Spread.of([])
+
+
+def test_a_ratio_differs_only_beyond_its_noise() -> None:
+    slower = Estimate.of([1.20, 1.22, 1.19, 1.21, 1.20], [1.0, 1.0, 1.0, 1.0, 1.0])
+    assert slower.differs
+    assert slower.low <= slower.median == 1.20 <= slower.high
+    noisy = Estimate.of([0.8, 1.3, 1.1, 0.9, 1.0], [1.0, 1.0, 1.0, 1.0, 1.0])
+    assert not noisy.differs
+    # One pair says nothing of noise, however far apart the two are.
+    assert not Estimate.of([2.0], [1.0]).differs
+
+
+def test_amdahl_finds_the_serial_fraction_again() -> None:
+    serial = 0.2
+    seconds = [serial + (1 - serial) / count for count in (1, 2, 4, 8)]
+    assert amdahl([1, 2, 4, 8], seconds) == pytest.approx(serial)
+    assert amdahl([1, 2], [1.0, 0.5]) == 0.0
+    assert amdahl([1, 2], [1.0, 2.0]) == pytest.approx(3.0)
+    assert amdahl([1], [1.0]) is None
+
+
+def test_latency_and_bandwidth_are_found_again() -> None:
+    alpha, beta = 5e-5, 2e-10
+    points = [(4**power, alpha + beta * 4**power) for power in range(5, 13)]
+    assert fit_line(points) == pytest.approx((alpha, beta))
+
+
+def test_a_loss_that_is_no_number_is_as_far_off_as_can_be() -> None:
+    assert largest_difference([1.0, 2.0], [1.0, 2.5]) == pytest.approx(0.2)
+    assert largest_difference([1.0, float("nan")], [1.0, 2.0]) == float("inf")
+    assert largest_difference([1.0], [1.0, 2.0]) == float("inf")
+    assert largest_difference([0.0], [0.0]) == 0.0
