@@ -272,16 +272,18 @@ class TrainingLoop:
         ]  # fmt: skip
         block = source.block(call)
         if any(source.block(step) is block for step in steps):
-            # The block steps each time; a backward pass before it must not have gone unstepped.
-            own = [one for one in backwards if source.block(one) is block]
-            outside = [one for one in backwards if block not in source.blocks(one)]
-            after_step = any(source.span(s)[0] < source.span(call)[0] for s in steps
-                             if source.block(s) is block)  # fmt: skip
-            return bool(own) or (bool(outside) and after_step)
+            return self._after_step(source, call)
         if not backwards:
             return False
-        if all(any(source.block(s) is source.block(one) for s in steps) for one in backwards):
-            return True
+        if all(
+            any(
+                source.block(step) is source.block(one)
+                and source.span(step)[0] > source.span(one)[0]
+                for step in steps
+            )
+            for one in backwards
+        ):
+            return self._after_step(source, call)
         loops = set(source.loops(call))
         if any(loops >= set(source.loops(one)) for one in backwards):
             return False
@@ -289,7 +291,16 @@ class TrainingLoop:
             return True
         depth = min(len(source.loops(one)) for one in backwards)
         whole = isinstance(function, cst.Module) or depth > 1
-        return whole and not loops
+        first = min(source.span(one)[0] for one in backwards)
+        return whole and not loops and source.span(call)[0] < first
+
+    def _after_step(self, source: Source, call: cst.Call) -> bool:
+        """Whether what comes before a ``zero_grad()``, the loop's end included, is a step."""
+        events = self._events(source, source.function(call))
+        before = [event for event in events if event[0] < source.span(call)[0]]
+        inside = bool(source.loops(call)) or not before
+        previous = before[-1:] or (events[-1:] if inside else [])
+        return all(step is not None for _, step in previous)
 
     def _flushed(self, source: Source, steps: list[cst.Call]) -> bool:
         """Whether steps are taken at the end of the data too: ``or i + 1 == len(loader)``."""

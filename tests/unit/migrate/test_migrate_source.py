@@ -145,6 +145,8 @@ def test_other_frameworks_are_refused_by_name(line: str, title: str) -> None:
         ("model(x)", "model.forward(x)", "goes around the engine's forward"),
         ("model(x)", "helper(model, x)", "code that is not seen"),
         ("opt.step()", "if n % 4 == 0: opt.step()", "thrown away here"),
+        ("opt.step()", "opt.zero_grad()\n    opt.step()", "thrown away here"),
+        ("opt.step()\n", "if n % 4 == 0: opt.step()\nopt.zero_grad()\n", "thrown away here"),
     ],
 )
 def test_what_is_not_safe_is_refused(old: str, new: str, said: str) -> None:
