@@ -54,7 +54,7 @@ suites: $(VENV)/.backends $(ALONE)/.backends
 	  "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
 	  "$(BIN)/python -m pytest $(ONLY) $(BY_COMMAND)" \
 	  "$(BIN)/python -m pytest $(ONLY) tests/integration $(BY_COMMAND:%=--ignore %) \
-	    backends/torch tests/survey" \
+	    tests/migrate backends/torch tests/survey" \
 	  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%") \
 	  "$(BIN)/python survey/matrix.py --cover"
 
