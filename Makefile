@@ -9,8 +9,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Backends whose frameworks live in one environment, and the one that needs its own.
 TOGETHER := deepspeed horovod accelerate
 ALONE := .venv-colossalai
-# Tests that start whole programs; the others of tests/integration share ranks that run already.
-BY_COMMAND := $(addprefix tests/integration/,cli docs examples install)
+# Tests that start whole programs; most others share ranks that run already.
+PROGRAMS := tests/migrate $(addprefix tests/integration/,bench bench_report cli docs examples install)
 # Suites of tests that run at once; each has processes of its own.
 LANES ?= 2
 PINS := pyproject.toml constraints.txt
@@ -52,9 +52,8 @@ test-all: $(VENV)/.dev
 suites: $(VENV)/.backends $(ALONE)/.backends
 	$(BIN)/python tests/side_by_side.py --lanes $(LANES) \
 	  "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
-	  "$(BIN)/python -m pytest $(ONLY) $(BY_COMMAND)" \
-	  "$(BIN)/python -m pytest $(ONLY) tests/integration $(BY_COMMAND:%=--ignore %) \
-	    tests/migrate backends/torch tests/survey" \
+	  "$(BIN)/python -m pytest $(ONLY) backends/torch tests --ignore tests/unit $(PROGRAMS:%=--ignore %)" \
+	  "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
 	  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%") \
 	  "$(BIN)/python survey/matrix.py --cover"
 
