@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from unipar.migrate.clipping import drop_clipping
 from unipar.migrate.devices import rewrite_devices
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.loaders import split_loaders
@@ -13,6 +14,7 @@ from unipar.migrate.plan import Plan
 from unipar.migrate.precision import rewrite_precision
 from unipar.migrate.refusals import REFUSED, refuse_around
 from unipar.migrate.states import rewrite_saves, rewrite_states
+from unipar.migrate.zeroing import drop_zero_grads
 
 LOOP_ROWS = (
     Row("optim.SGD(model.parameters(), lr=0.1)",
@@ -85,7 +87,10 @@ def rewrite_training(plan: Plan, *, wrapped: bool) -> None:
     """
     refuse_around(plan)
     mixed = rewrite_precision(plan)
-    clipped = TrainingLoop(plan).rewrite()
+    loop = TrainingLoop(plan)
+    loop.rewrite()
+    drop_zero_grads(loop)
+    clipped = drop_clipping(loop)
     rewrite_calls(plan, wrapped=wrapped, in_autocast=mixed)
     rewrite_optimizers(plan, clipped)
     rewrite_devices(plan)

@@ -1,0 +1,114 @@
+"""Gradient clipping: the strategy does it, with the norm that the script gives."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unipar.migrate.flow import Origin, argument, constant
+from unipar.migrate.loop import TrainingLoop, is_plain
+from unipar.migrate.models import optimizers_of
+from unipar.migrate.source import Source
+
+_CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
+_CLIP_VALUE = ("torch.nn.utils.clip_grad_value_", "torch.nn.utils.clip_grad.clip_grad_value_")
+
+
+def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
+    """Take out clipping by norm, which the strategy does.
+
+    Returns:
+        For each optimizer whose gradients are clipped, the norm that they are clipped to.
+    """
+    found: dict[Origin, cst.BaseExpression] = {}
+    for _, call in loop.plan.calls(*_CLIP_VALUE):
+        loop.plan.refuse(
+            call, "gradients are clipped by value; strategies clip by norm.",
+            "Use clip_grad_norm_.",
+        )  # fmt: skip
+    for source, call in loop.plan.calls(*_CLIP):
+        step = next(
+            (
+                one for one in loop.steps
+                if one.source is source and source.block(one.call) is source.block(call)
+                and source.span(one.call)[0] > source.span(call)[0]
+            ),
+            None,
+        )  # fmt: skip
+        norm = argument(call, 1, "max_norm")
+        kind = argument(call, 2, "norm_type")
+        if step is None or norm is None or source.statement(call) is None:
+            loop.plan.refuse(
+                call,
+                "it does not stand alone in front of the step, in the same block.",
+                "Put it there; the norm is StepResult.grad_norm.",
+            )
+            continue
+        if kind is not None and constant(kind) != 2:
+            loop.plan.refuse(call, "strategies clip by the 2-norm.", "Use norm_type=2.")
+        if step.scaled and not _unscaled_before(loop, source, call):
+            loop.plan.refuse(
+                call,
+                "clips before scaler.unscale_(), so gradients are clipped while they are "
+                "multiplied by the loss scale (65536 at first): to max_norm / 65536, which "
+                "all but stops training.",
+                "Call scaler.unscale_(optimizer) before it.",
+            )
+        for origin in optimizers_of(loop.flow.values(step.optimizer)):
+            _check_covered(loop, origin, call)
+            if not _known_at(loop, origin, norm):
+                loop.plan.refuse(
+                    call,
+                    f"the norm `{source.code(norm)}` is not known where the optimizer is "
+                    "built, as clipping belongs to the strategy.",
+                    "Use a number, or a name that is bound there.",
+                )
+            found[origin] = norm
+        loop.plan.drop(call)
+    return found
+
+
+def _check_covered(loop: TrainingLoop, origin: Origin, call: cst.Call) -> None:
+    given = argument(call, 0, "parameters")
+    model = loop.plan.optimizers.get(origin)
+    if (
+        not isinstance(given, cst.Call)
+        or not isinstance(given.func, cst.Attribute)
+        or given.func.attr.value != "parameters"
+        or model is None
+        or not loop.flow.values(given.func.value) & loop.flow.values(model) & loop.plan.models
+    ):
+        loop.plan.refuse(
+            call, "strategies clip all gradients of a model together.",
+            "Clip model.parameters().",
+        )  # fmt: skip
+
+
+def _known_at(loop: TrainingLoop, origin: Origin, norm: cst.BaseExpression) -> bool:
+    if constant(norm) is not None:
+        return True
+    if not is_plain(norm) or origin.node is None:
+        return False
+    root = norm
+    while isinstance(root, cst.Attribute):
+        root = root.value
+    here, there = loop.flow.source(norm), loop.flow.source(origin.node)
+    if here is not there or not isinstance(root, cst.Name):
+        return False
+    function = there.function(origin.node)
+    own = here.scope(root)
+    scopes = [one.scope for one in own[root.value] if hasattr(one, "scope")] if own else []
+    top = here.scope(here.tree)
+    inside = here.function(norm) is function
+    bound = min((here.span(one.node)[0] for one in own[root.value] if hasattr(one, "node")),
+                default=0) if own else 0  # fmt: skip
+    late = inside and bound > there.span(origin.node)[0]
+    return bool(scopes) and not late and all(scope is top or inside for scope in scopes)
+
+
+def _unscaled_before(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:
+    return any(
+        place is source
+        and source.block(one) is source.block(call)
+        and source.span(one)[0] < source.span(call)[0]
+        for place, one, _ in loop.plan.methods("unscale_")
+    )
