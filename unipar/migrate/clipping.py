@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unipar.migrate.flow import Origin, argument, constant
+from unipar.migrate.expressions import Origin
+from unipar.migrate.literals import argument, constant
 from unipar.migrate.loop import TrainingLoop, is_plain
 from unipar.migrate.models import optimizers_of
 from unipar.migrate.source import Source

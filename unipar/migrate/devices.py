@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unipar.migrate.flow import argument, constant
+from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
 

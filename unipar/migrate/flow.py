@@ -1,66 +1,30 @@
 """What the names of a program may hold, followed through assignments, functions and classes.
 
-Each expression stands for a set of origins: the calls that made what it may hold. The order of
-statements is not looked at, so a set is what a name may hold anywhere in its scope.
+The order of statements is not looked at, so a set is what a name may hold anywhere in its scope.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import libcst as cst
 from libcst.metadata import ImportAssignment
 
+from unipar.migrate.expressions import NOTHING, Expressions, Origin, Values
+from unipar.migrate.literals import argument, constant
 from unipar.migrate.source import Source
 
-# Methods of modules and tensors that give back what they are called on, as far as flow goes.
-TRANSPARENT = {
-    "to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "requires_grad_",
-    "module", "share_memory", "apply",
-}  # fmt: skip
-# Functions that give back their first argument, or its elements.
-_PASSING = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm", "iter", "reversed", "list", "tuple"}
 
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a value comes from.
-
-    Attributes:
-        kind: ``call``, ``external`` (a name of another package), ``function``, ``class``,
-            ``self``, ``tuple``, or ``parameter`` (of a function that nobody is seen to call).
-        node: the node that makes it; ``None`` for an external name.
-        name: what was called, or the external name.
-    """
-
-    kind: str
-    node: cst.CSTNode | None = field(compare=False)
-    name: str = ""
-    number: int = 0
-
-
-Values = frozenset[Origin]
-NOTHING: Values = frozenset()
-
-
-class Flow:
-    """The values of all expressions of a program.
+class Flow(Expressions):
+    """The values of all expressions of a program, grown until they stay.
 
     Args:
         sources: its files, by the names of their modules.
     """
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
-        self.sources = sources
-        self._env: dict[Any, Values] = {}
-        self._made: dict[tuple[str, int], Origin] = {}
-        self._grown = False
-        self._known: dict[int, Values] | None = (
-            None  # What has been asked before, once the sets no longer grow.
-        )
-        self._home = {id(node): source for source in sources.values() for node in source.nodes}
+        super().__init__(sources)
         rules = [rule for source in sources.values() for rule in self._rules(source)]
         for _ in range(30):
             self._grown = False
@@ -69,193 +33,6 @@ class Flow:
             if not self._grown:
                 break
         self._known = {}
-
-    # -- asking ----------------------------------------------------------------------------------
-
-    def source(self, node: cst.CSTNode) -> Source:
-        return self._home[id(node)]
-
-    def names(self, expression: cst.CSTNode) -> set[str]:
-        """The names of other packages that an expression may stand for: ``torch.optim.SGD``."""
-        return {one.name for one in self.values(expression) if one.kind == "external"}
-
-    def functions(self, expression: cst.CSTNode) -> list[cst.FunctionDef]:
-        """The functions of the program that an expression may stand for."""
-        return [
-            one.node for one in self.values(expression) if isinstance(one.node, cst.FunctionDef)
-            and one.kind == "function"
-        ]  # fmt: skip
-
-    def values(self, node: cst.CSTNode | None) -> Values:
-        """Where what an expression may hold comes from."""
-        if self._known is None or node is None:
-            return self._values(node)
-        if id(node) not in self._known:
-            self._known[id(node)] = self._values(node)
-        return self._known[id(node)]
-
-    def _values(self, node: cst.CSTNode | None) -> Values:
-        if isinstance(node, cst.Name):
-            return self._name(node)
-        if isinstance(node, cst.Attribute):
-            return self._attribute(node)
-        if isinstance(node, cst.Call):
-            return self._call(node)
-        if isinstance(node, (cst.Tuple, cst.List)):
-            return self._sequence(node)
-        if isinstance(node, cst.Dict):
-            return self._dict(node)
-        if isinstance(node, cst.Subscript):
-            return self._subscript(node)
-        if isinstance(node, cst.IfExp):
-            return self.values(node.body) | self.values(node.orelse)
-        if isinstance(node, cst.BooleanOperation):
-            return self.values(node.left) | self.values(node.right)
-        if isinstance(node, (cst.NamedExpr, cst.Await)):
-            return self.values(node.value if isinstance(node, cst.NamedExpr) else node.expression)
-        return NOTHING
-
-    def is_module(self, origin: Origin) -> bool:
-        """Whether a call may build a torch module: unless it is a class that is seen to be none."""
-        made = self._env.get(("class of", origin), NOTHING)
-        return not made or any(self._derived(id(one.node), set()) for one in made)
-
-    def _derived(self, class_: int, seen: set[int]) -> bool:
-        if class_ in seen:
-            return False
-        seen.add(class_)
-        for base in self._env.get(("bases", class_), NOTHING):
-            if base.kind == "external" and base.name != "object":
-                return True
-            if base.kind == "class" and self._derived(id(base.node), seen):
-                return True
-        return False
-
-    # -- expressions -----------------------------------------------------------------------------
-
-    def _name(self, node: cst.Name) -> Values:
-        scope = self.source(node).scope(node)
-        if scope is None:
-            return NOTHING
-        found: set[Origin] = set()
-        for one in scope[node.value]:
-            if isinstance(one, ImportAssignment):
-                for name in one.get_qualified_names_for(node.value):
-                    found |= self._imported(self.source(node), name.name)
-            elif type(one).__name__ == "BuiltinAssignment":
-                found.add(Origin("external", None, node.value))
-            else:
-                found |= self._env.get(("name", id(one.scope), node.value), NOTHING)
-        return frozenset(found)
-
-    def _imported(self, source: Source, name: str) -> Values:
-        name = _absolute(name, source.module)
-        for module in (name, name.rpartition(".")[0]):
-            if module in self.sources:
-                if module == name:
-                    return frozenset({Origin("external", None, name)})
-                scope = self.sources[module].scope(self.sources[module].tree)
-                key = ("name", id(scope), name.rpartition(".")[2])
-                return self._env.get(key, NOTHING)
-        return frozenset({Origin("external", None, name)})
-
-    def _attribute(self, node: cst.Attribute) -> Values:
-        base, attribute = self.values(node.value), node.attr.value
-        found: set[Origin] = set()
-        for one in base:
-            if one.kind == "external":
-                found |= self._imported(self.source(node), f"{one.name}.{attribute}")
-                continue
-            owner = self._owner(one)
-            stored = self._env.get(("field", owner, attribute), NOTHING)
-            found |= stored
-            if not stored and isinstance(owner, int):
-                found |= self._inherited(owner, attribute, set())
-        if attribute == "module":
-            found |= {
-                one for one in base
-                if one.kind == "call" and not one.name.endswith("DistributedDataParallel")
-            }  # fmt: skip
-        return frozenset(found)
-
-    def _owner(self, one: Origin) -> Any:
-        """What the fields of a value are kept under: its class, or itself."""
-        node = one.node
-        if one.kind == "self":
-            return id(node)
-        if one.kind == "call" and isinstance(node, cst.Call):
-            for made in self._env.get(("class of", one), NOTHING):
-                return id(made.node)
-        return id(node) if one.kind == "class" else one
-
-    def _inherited(self, owner: int, attribute: str, seen: set[int]) -> Values:
-        found = self._env.get(("field", owner, attribute), NOTHING)
-        if found or owner in seen:
-            return found
-        seen.add(owner)
-        for base in self._env.get(("bases", owner), NOTHING):
-            found |= self._inherited(id(base.node), attribute, seen)
-        return found
-
-    def _call(self, node: cst.Call) -> Values:
-        found: set[Origin] = set()
-        called = self.values(node.func)
-        for one in called:
-            if one.kind == "function":
-                found |= self._env.get(("return", id(one.node)), NOTHING)
-            elif one.kind == "class":
-                origin = self._origin("call", node, _class_name(one.node))
-                self._grow(("class of", origin), frozenset({one}))
-                found.add(origin)
-            elif one.kind == "external":
-                if one.name in _PASSING and node.args:
-                    found |= self.values(node.args[0].value)
-                else:
-                    found.add(self._origin("call", node, one.name))
-                if one.name.endswith("DistributedDataParallel"):
-                    found |= self.values(argument(node, 0, "module"))
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value in TRANSPARENT:
-            found |= self.values(node.func.value)
-        return frozenset(found or {self._origin("call", node, "")})
-
-    def _sequence(self, node: cst.Tuple | cst.List) -> Values:
-        origin = self._origin("tuple", node)
-        for index, element in enumerate(node.elements):
-            self._grow(("field", origin, index), self.values(element.value))
-        return frozenset({origin})
-
-    def _dict(self, node: cst.Dict) -> Values:
-        origin = self._origin("tuple", node)
-        for element in node.elements:
-            if isinstance(element, cst.DictElement):
-                key = constant(element.key)
-                if isinstance(key, (str, int)):
-                    self._grow(("field", origin, key), self.values(element.value))
-        return frozenset({origin})
-
-    def _subscript(self, node: cst.Subscript) -> Values:
-        index = node.slice[0].slice if len(node.slice) == 1 else None
-        key = constant(index.value) if isinstance(index, cst.Index) else None
-        if not isinstance(key, (str, int)):
-            return NOTHING
-        found: Values = NOTHING
-        for one in self.values(node.value):
-            found |= self._env.get(("field", self._owner(one), key), NOTHING)
-        return found
-
-    def _origin(self, kind: str, node: cst.CSTNode, name: str = "") -> Origin:
-        key = (kind + name, id(node))
-        if key not in self._made:
-            self._made[key] = Origin(kind, node, name, len(self._made))
-        return self._made[key]
-
-    # -- growing the sets until they stay --------------------------------------------------------
-
-    def _grow(self, key: Any, values: Values) -> None:
-        old = self._env.get(key, NOTHING)
-        if not values <= old:
-            self._env[key] = old | values
-            self._grown = True
 
     def _rules(self, source: Source) -> Iterable[tuple[Any, cst.CSTNode, Any]]:
         """(what to do, node, with what) for each statement that moves values."""
@@ -393,29 +170,6 @@ class Flow:
                 self._bind_parameter(self.source(function), function, name, key)
 
 
-def argument(call: cst.Call, index: int | None, name: str) -> cst.BaseExpression | None:
-    """An argument of a call, by position or by keyword."""
-    for position, one in enumerate(call.args):
-        if one.star:
-            return None
-        if one.keyword is not None and one.keyword.value == name:
-            return one.value
-        if one.keyword is None and position == index:
-            return one.value
-    return None
-
-
-def constant(node: cst.CSTNode | None) -> Any:
-    """The value of a literal; ``None`` where it is none."""
-    if isinstance(node, (cst.Integer, cst.Float)):
-        return node.evaluated_value
-    if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
-        return node.evaluated_value
-    if isinstance(node, cst.Name) and node.value in ("True", "False"):
-        return node.value == "True"
-    return None
-
-
 def _parameters(function: cst.FunctionDef) -> list[str]:
     params = function.params
     every = [*params.posonly_params, *params.params, *params.kwonly_params]
@@ -425,15 +179,3 @@ def _parameters(function: cst.FunctionDef) -> list[str]:
 def _params_nodes(function: cst.FunctionDef) -> Iterable[cst.CSTNode]:
     params = function.params
     return [one.name for one in (*params.posonly_params, *params.params, *params.kwonly_params)]
-
-
-def _class_name(node: cst.CSTNode | None) -> str:
-    return node.name.value if isinstance(node, cst.ClassDef) else ""
-
-
-def _absolute(name: str, module: str) -> str:
-    if not name.startswith("."):
-        return name
-    level = len(name) - len(name.lstrip("."))
-    package = module.split(".")[:-level] if level <= module.count(".") + 1 else []
-    return ".".join([*package, name.lstrip(".")])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from unipar.migrate.flow import argument, constant
+from unipar.migrate.literals import argument, constant
 from unipar.migrate.models import optimizers_of
 from unipar.migrate.plan import Plan
 from unipar.migrate.precision import SCALER

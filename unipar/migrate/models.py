@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unipar.migrate.flow import Flow, Origin, Values, argument
+from unipar.migrate.expressions import Origin, Values
+from unipar.migrate.flow import Flow
+from unipar.migrate.literals import argument
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unipar.migrate.flow import argument
+from unipar.migrate.literals import argument
 from unipar.migrate.models import is_optimizer
 from unipar.migrate.plan import Plan
 

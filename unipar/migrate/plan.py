@@ -8,7 +8,8 @@ from typing import Any, Literal
 import libcst as cst
 
 from unipar.migrate.edits import Span
-from unipar.migrate.flow import Flow, Origin, Values
+from unipar.migrate.expressions import Origin, Values
+from unipar.migrate.flow import Flow
 from unipar.migrate.notes import Kind, Note
 from unipar.migrate.source import Source
 

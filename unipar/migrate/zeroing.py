@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unipar.migrate.flow import Origin
+from unipar.migrate.expressions import Origin
 from unipar.migrate.loop import Step, TrainingLoop
 from unipar.migrate.models import optimizers_of
 from unipar.migrate.source import Source

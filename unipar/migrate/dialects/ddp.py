@@ -9,7 +9,7 @@ import libcst as cst
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
-from unipar.migrate.flow import argument, constant
+from unipar.migrate.literals import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import DDP, find_optimizers, holds_ddp
 from unipar.migrate.numerics import warn_of_ranks
