@@ -189,10 +189,11 @@ def _items(lines: Iterable[str]) -> str:
 
 
 def _failures(found: Rows) -> str:
-    return _words(
-        ("shape", "what became of it", "why"),
-        [(one.name, one.status, one.reason) for one in found.failures],
+    items = "".join(
+        f"<dt>{_cut(one.name)}: {escape(one.status)}</dt><dd>{escape(one.reason)}</dd>"
+        for one in found.failures
     )
+    return f"<dl>{items}</dl>" if items else ""
 
 
 def _environment(result: BenchResult) -> str:
@@ -212,7 +213,7 @@ def _environment(result: BenchResult) -> str:
         ("seed", str(job.seed)),
         ("begun", machine.date),
     ]
-    return _words(("what", "which"), [line for line in lines if line[1]])
+    return _words([line for line in lines if line[1]])
 
 
 def _matmul(result: BenchResult) -> str:
@@ -223,14 +224,9 @@ def _matmul(result: BenchResult) -> str:
     )
 
 
-def _words(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    if not lines:
-        return ""
-    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+def _words(lines: Iterable[tuple[str, str]]) -> str:
     body = "".join(
-        f'<tr><th scope="row">{_cut(first)}</th>'
-        + "".join(f"<td>{escape(word)}</td>" for word in others)
-        + "</tr>"
-        for first, *others in lines
+        f'<tr><th scope="row">{escape(what)}</th><td>{escape(which)}</td></tr>'
+        for what, which in lines
     )
-    return f'<table class="words"><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<table class="words"><tbody>{body}</tbody></table>'
