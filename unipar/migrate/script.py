@@ -21,45 +21,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, Field
 from torch import nn
 from torch.utils.data import DataLoader
 
-from unipar.config import validate
-from unipar.devices import DeviceChoice, resolve_device_type
-from unipar.documents import Document, read_document
+from unipar.devices import resolve_device_type
 from unipar.errors import ConfigError
 from unipar.loss import LossSum
-from unipar.merging import merge
+from unipar.migrate.runconfig import ScriptConfig, read_config
 from unipar.session import Session, find_placement
-from unipar.settings import read_environment
-from unipar.strategy import Engine, OnNaN, OptimizerFactory, Precision
+from unipar.strategy import Engine, OptimizerFactory
 from unipar.world import Placement, World, join
 
 FILE = "unipar.yaml"
-
-
-class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What ``unipar.yaml`` holds for a migrated script."""
-
-    strategy: str | dict[str, Any] = "auto"
-    """Which framework runs it: a name, `name:option=value,…`, a mapping with `name`, or `auto`."""
-    precision: Precision = "fp32"
-    """Compute dtype; weights and reductions stay fp32."""
-    device: DeviceChoice = "auto"
-    """What to train on; auto takes the accelerator if there is one."""
-    timeout: float = Field(default=1800.0, gt=0)
-    """Seconds that a collective waits for a missing rank."""
-    on_nan: OnNaN = "raise"
-    """What a step with a non-finite loss does."""
 
 
 class _Prepared(NamedTuple):
@@ -74,6 +54,7 @@ class _Run:
 
     def __init__(self) -> None:
         self.session: Session | None = None
+        self.config: ScriptConfig | None = None
         self.world: World | None = None
         self.file: Path | None = None
         self.placement: Placement | None = None
@@ -110,7 +91,7 @@ def open() -> Session:
         with _own_randomness():
             session.__enter__()
             _run.world = join(session.world.placement)
-        _run.session = session
+        _run.session, _run.config = session, config
         atexit.register(close)
     return _run.session
 
@@ -125,7 +106,7 @@ def close() -> None:
     if _run.session is None:
         return
     session, world = _run.session, _run.world
-    _run.session = _run.world = None
+    _run.session = _run.world = _run.config = None
     _run.engines, _run.begun = [], {}
     session.__exit__(None, None, None)
     if world is not None:
@@ -138,18 +119,7 @@ def settings() -> ScriptConfig:
     Raises:
         ConfigError: every wrong key and value, with file and line.
     """
-    file = _run.file or _beside_script()
-    found = file.is_file()
-    document = read_document(file) if found else Document(file, {}, {})
-    layer = read_environment({
-        key: value for key, value in os.environ.items()
-        if key.split("__")[0].removeprefix("UNIPAR_").lower() in ScriptConfig.model_fields
-    })  # fmt: skip
-    return validate(
-        ScriptConfig,
-        merge(document.data, layer.values),
-        where=lambda key: layer.where(key) or document.where(key),
-    )
+    return _run.config or read_config(_run.file or _beside_script())
 
 
 def placement() -> Placement:
@@ -220,11 +190,10 @@ def prepare(
     with _own_randomness():
         engine = run.prepare(
             model,
-            optimizer=optimizer,
+            optimizer=_checked(optimizer),
             max_grad_norm=max_grad_norm,
             name="model" if number == 0 else f"model{number + 1}",
         )
-    _check_own(engine)
     _run.engines.append(_Prepared(engine, (model, engine.module, engine.optimizer)))
     return engine
 
@@ -341,22 +310,28 @@ def _beside_script() -> Path:
     return (Path(main).resolve().parent if main else Path.cwd()) / FILE
 
 
-def _check_own(engine: Engine) -> None:
+def _checked(optimizer: OptimizerFactory) -> OptimizerFactory:
     """Refuse an optimizer that would go on updating what the strategy has replaced."""
-    if engine.optimizer is None:
-        return
-    own = {id(parameter) for parameter in engine.module.parameters()}
-    held = [p for group in engine.optimizer.param_groups for p in group["params"]]
-    if any(id(parameter) not in own for parameter in held):
-        raise ConfigError(
-            "the optimizer was given parameters that the strategy has replaced, which would never "
-            "be updated. Build its groups inside the function that script.prepare calls."
-        )
+
+    def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        final = list(named)
+        built = optimizer(iter(final))
+        own = {id(parameter) for _, parameter in final}
+        if any(id(p) not in own for group in built.param_groups for p in group["params"]):
+            raise ConfigError(
+                "the optimizer was given parameters that are not the model's final ones, which "
+                "would never be updated. Build its groups inside the function that "
+                "script.prepare calls."
+            )
+        return built
+
+    return build
 
 
 @contextlib.contextmanager
 def _own_randomness() -> Iterator[None]:
-    with torch.random.fork_rng():
+    place = device()
+    with torch.random.fork_rng([place] if place.type == "cuda" else []):
         yield
 
 

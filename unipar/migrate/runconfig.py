@@ -1,0 +1,47 @@
+"""``unipar.yaml``: how a migrated script runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from unipar.config import validate
+from unipar.devices import DeviceChoice
+from unipar.documents import Document, read_document
+from unipar.merging import merge
+from unipar.settings import ENV_PREFIX, read_environment
+from unipar.strategy import OnNaN, Precision
+
+
+class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """What ``unipar.yaml`` holds for a migrated script."""
+
+    strategy: str | dict[str, Any] = "auto"
+    """Which framework runs it: a name, `name:option=value,…`, a mapping with `name`, or `auto`."""
+    precision: Precision = "fp32"
+    """Compute dtype; weights and reductions stay fp32."""
+    device: DeviceChoice = "auto"
+    """What to train on; auto takes the accelerator if there is one."""
+    timeout: float = Field(default=1800.0, gt=0)
+    """Seconds that a collective waits for a missing rank."""
+    on_nan: OnNaN = "raise"
+    """What a step with a non-finite loss does."""
+
+
+def read_config(file: Path) -> ScriptConfig:
+    """What the file and the environment say; defaults where there is no such file.
+
+    Raises:
+        ConfigError: every wrong key and value, with file and line.
+    """
+    document = read_document(file) if file.is_file() else Document(file, {}, {})
+    own = {f"{ENV_PREFIX}{name.upper()}" for name in ScriptConfig.model_fields}
+    layer = read_environment({k: v for k, v in os.environ.items() if k.split("__")[0] in own})
+    return validate(
+        ScriptConfig,
+        merge(document.data, layer.values),
+        where=lambda key: layer.where(key) or document.where(key),
+    )
