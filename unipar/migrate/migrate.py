@@ -127,7 +127,7 @@ def _used(plan: Plan, node: cst.CSTNode) -> set[str]:
     """The names of other packages that a statement imports, or a call is of."""
     import libcst as cst
 
-    from unipar.migrate.dialects.unread import imported
+    from unipar.migrate.imports import imported
 
     if isinstance(node, (cst.Import, cst.ImportFrom)):
         return set(imported(node))

@@ -135,13 +135,15 @@ def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) ->
             plan.refuse(call, "this cannot stand in a function.", "Compute it beforehand.")
         calls = _parameter_calls(call.args[0].value)
         single = calls[0] if len(calls) == 1 else None
-        name = "_"
+        used = {one.value for one in _inside(call) if isinstance(one, cst.Name)}
+        name = next(one for one in ("_", "__", "_unused", "_parameters") if one not in used)
+        given = "named" if "named" not in used else "named_parameters_"
         if single is not None and isinstance(single.func, cst.Attribute):
             whole = source.code(single.func.value) == source.code(model)
             plain = single.func.attr.value == "parameters" and not single.args
             if whole and plain:
-                plan.replace(single, "[p for _, p in named]")
-                name = "named"
+                plan.replace(single, f"[p for _, p in {given}]")
+                name = given
         clip: list[str | cst.CSTNode] = []
         if origin in clipped:
             clip = [", max_grad_norm=", plan.flow.source(clipped[origin]).code(clipped[origin])]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import libcst as cst
+
+from unipar.migrate.imports import imported
 from unipar.migrate.plan import Plan
 
 _BY_HAND = "Port this by hand (docs/how-to/own-loop.md)."
@@ -30,12 +33,34 @@ REFUSED = {
 }  # fmt: skip
 
 
+# Packages that do parts of the training themselves.
+_TRAINERS = ("apex", "bmtrain", "fairscale", "ignite", "lightning", "megatron", "pytorch_lightning",
+             "ray", "torch_xla", "torch.distributed.pipelining", "torch.distributed.rpc",
+             "torch.distributed.tensor")  # fmt: skip
+
+
 def refuse_around(plan: Plan) -> None:
     """Note everything in a program that goes around the engine."""
     for name, (why, todo) in REFUSED.items():
         for _, call in plan.calls(name):
             plan.refuse(call, why, todo)
+    _refuse_imports(plan)
     _refuse_methods(plan)
+
+
+def _refuse_imports(plan: Plan) -> None:
+    for source in plan.sources:
+        for node in source.all(cst.ImportFrom):
+            if isinstance(node.names, cst.ImportStar):
+                plan.refuse(node, "it hides what names mean.", "Import the names that are used.")
+        for node in (*source.all(cst.Import), *source.all(cst.ImportFrom)):
+            for name in imported(node):
+                if any(f"{name}.".startswith(f"{package}.") for package in _TRAINERS):
+                    plan.refuse(
+                        node,
+                        "it takes part in training in ways that are not followed.",
+                        _BY_HAND,
+                    )
 
 
 def _refuse_methods(plan: Plan) -> None:

@@ -222,6 +222,23 @@ def test_training_without_an_optimizer_in_sight_is_refused() -> None:
     assert "no optimizer is seen" in refusal("import torch\n" + LOOP)
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("from helpers import *", "it hides what names mean"),
+        ("from apex import amp", "takes part in training in ways that are not followed"),
+    ],
+)
+def test_imports_that_hide_what_happens_are_refused(line: str, said: str) -> None:
+    assert said in refusal(f"{HEAD}{line}\n{LOOP}")
+
+
+def test_names_of_the_script_are_not_hidden() -> None:
+    source = HEAD.replace("lr=0.1", "lr=named[_]").replace("model =", "named, _ = [1], 0\nmodel =")
+    code = migrate_source(source + LOOP).code
+    assert "lambda named_parameters_: torch.optim.SGD([p for _, p in named_parameters_]" in code
+
+
 def test_one_loss_for_two_optimizers_is_refused() -> None:
     source = HEAD + "head = nn.Linear(1, 1)\nopt2 = torch.optim.SGD(head.parameters(), lr=1)\n"
     loop = LOOP.replace("opt.zero_grad()", "opt.zero_grad(); opt2.zero_grad()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from unipar.migrate.dialects.base import Dialect
+from unipar.migrate.imports import imported
 from unipar.migrate.plan import Plan
 
 
@@ -20,24 +21,6 @@ class Unread(Dialect):
                         f"this is a script for {self.title}, which migrate does not rewrite.",
                         "Port it by hand to unipar.Session (docs/how-to/own-loop.md).",
                     )
-
-
-def imported(node: cst.Import | cst.ImportFrom) -> list[str]:
-    """The names that an import brings in, from the package down."""
-    if isinstance(node, cst.Import):
-        return [_dotted(alias.name) for alias in node.names]
-    if node.module is None or node.relative:
-        return []
-    module = _dotted(node.module)
-    if isinstance(node.names, cst.ImportStar):
-        return [module]
-    return [f"{module}.{_dotted(alias.name)}" for alias in node.names]
-
-
-def _dotted(node: cst.BaseExpression) -> str:
-    if isinstance(node, cst.Attribute):
-        return f"{_dotted(node.value)}.{node.attr.value}"
-    return node.value if isinstance(node, cst.Name) else ""
 
 
 class Fsdp(Unread):
