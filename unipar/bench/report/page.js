@@ -79,7 +79,6 @@ function drawLegend(list, chart, traces, hidden) {
     groups.set(key, [...(groups.get(key) || []), index]);
   });
   list.replaceChildren();
-  if (groups.size < 2) return;
   for (const [key, indices] of groups) {
     const button = document.createElement("button");
     button.type = "button";

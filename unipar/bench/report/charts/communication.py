@@ -40,11 +40,11 @@ def volumes(result: BenchResult) -> Chart | Missing:
         lambda one: one.bytes / unit.size,
     )
     most, least = max(totals), min(totals)
+    told = f"{drawing.name(cells[totals.index(most)].cell)} moves most, {text.size(most)}"
+    if least < most:
+        told += f"; {drawing.name(cells[totals.index(least)].cell)} least, {text.size(least)}"
     return Chart(
-        figure,
-        "Bytes of the tensors that collectives work on in a step, by kind. "
-        f"{drawing.name(cells[totals.index(least)].cell)} moves least, {text.size(least)}; "
-        f"{drawing.name(cells[totals.index(most)].cell)} most, {text.size(most)}.",
+        figure, f"Bytes of the tensors that collectives work on in a step, by kind. {told}."
     )
 
 

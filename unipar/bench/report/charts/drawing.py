@@ -34,7 +34,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _PATTERNS = ("", "/", "x", ".", "-", "\\", "|", "+")
 _ROW = 22
 _CUT_ROW = 30
-_FRAME = 80
+_FRAME = 100
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def frame(*, x: str, y: str, height: int = 380) -> go.Figure:
         # Dragging would keep a finger from scrolling the page.
         dragmode=False,
         margin={"l": 8, "r": 12, "t": 12, "b": 8},
-        xaxis={"title": {"text": x}, "automargin": True},
-        yaxis={"title": {"text": y}, "automargin": True},
+        xaxis={"title": {"text": x, "standoff": 10}, "automargin": True},
+        yaxis={"title": {"text": y, "standoff": 10}, "automargin": True},
     )
     return figure
 
@@ -141,3 +141,8 @@ def device_axis(figure: go.Figure, counts: Sequence[int]) -> None:
 def on(devices: int) -> str:
     """``on 4 devices``."""
     return f"on {text.devices(devices)}"
+
+
+def shapes(count: int) -> str:
+    """``1 shape``, ``16 shapes``."""
+    return f"{count} shape" if count == 1 else f"{count} shapes"

@@ -22,7 +22,7 @@ def curves(result: BenchResult) -> Chart | Missing:
     ends = [cell.trials[0].losses[-1] for cell in cells]
     return Chart(
         figure,
-        f"Loss by step of {len(cells)} shapes, laid over each other. The last is between "
+        f"Loss by step of {drawing.shapes(len(cells))}, laid over each other. The last is between "
         f"{min(ends):.5g} and {max(ends):.5g}.",
     )
 

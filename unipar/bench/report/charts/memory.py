@@ -27,14 +27,15 @@ def by_kind(result: BenchResult) -> Chart | Missing:
         lines.append((drawing.name(cell.cell), memory, True))
         if cell.predicted:
             lines.append(("by formula", cell.predicted, False))
-    least, least_memory = min(fullest, key=lambda pair: pair[1].tensors)
-    most, most_memory = max(fullest, key=lambda pair: pair[1].tensors)
+    most, held = max(fullest, key=lambda pair: pair[1].tensors)
+    least, little = min(fullest, key=lambda pair: pair[1].tensors)
+    told = f"{drawing.name(most.cell)} holds most, {text.size(held.tensors)} in tensors"
+    if little.tensors < held.tensors:
+        told += f"; {drawing.name(least.cell)} least, {text.size(little.tensors)}"
     return _draw(
         lines,
-        f"Bytes of the fullest rank by kind, and below each what the formulas give. "
-        f"{drawing.name(least.cell)} holds least, {text.size(least_memory.tensors)} in tensors; "
-        f"{drawing.name(most.cell)} most, {text.size(most_memory.tensors)}. A diamond is the most "
-        f"that the rank held beyond what it held before there was a model.",
+        f"Bytes of the fullest rank by kind, and below each what the formulas give. {told}. "
+        "A diamond is the most that the rank held beyond what it held before there was a model.",
     )
 
 

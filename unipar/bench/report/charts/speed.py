@@ -46,11 +46,13 @@ def throughput(result: BenchResult) -> Chart | Missing:
             hovertemplate=f"%{{customdata}} on {count}: %{{x:,.4s}} items/s<extra></extra>",
         )
     figure.update_layout(barmode="group", bargap=0.25)
-    first, last = cells[0], cells[-1]
+    told = f"The fastest is {_told(cells[0])}"
+    if len(cells) > 1:
+        told += f", the slowest {_told(cells[-1])}"
     return Chart(
         figure,
-        f"Throughput of {len(labels)} strategies. The fastest is {_told(first)}, the slowest "
-        f"{_told(last)}. Error bars go from the 5th to the 95th percentile of the repeats.",
+        f"Throughput by strategy and number of devices. {told}. Error bars go from the 5th to the "
+        "95th percentile of the repeats.",
     )
 
 
@@ -82,8 +84,8 @@ def step_times(result: BenchResult) -> Chart | Missing:
     return Chart(
         figure,
         f"Times of {len(_times(cells[0]))} steps of the slowest rank for each of "
-        f"{len(cells)} shapes: quartiles, whiskers, and what lies beyond them. The least even is "
-        f"{drawing.name(most.cell)}, whose 5th and 95th percentiles are "
+        f"{drawing.shapes(len(cells))}: quartiles, whiskers, and what lies beyond them. The least "
+        f"even is {drawing.name(most.cell)}, whose 5th and 95th percentiles are "
         f"{most.step_seconds.relative:.0%} of its median apart.",
     )
 
