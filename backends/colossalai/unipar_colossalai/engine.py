@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from unipar.engine import ModuleEngine
@@ -15,6 +17,35 @@ from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_colossalai.boosted import Boosted
 from unipar_colossalai.framework import quiet
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an engine is made from.
+
+    Attributes:
+        spec: what the run asks for.
+        world: the joined processes.
+        module: the user's, on the device.
+        booster: Colossal-AI's Booster, with the plugin.
+        undo: what takes back the changes to the module.
+        promised: whether the user says that any optimizer is elementwise.
+    """
+
+    spec: EngineSpec
+    world: World
+    module: nn.Module
+    booster: Any
+    undo: list[Callable[[], None]]
+    promised: bool
+
+    def send_weights(self) -> None:
+        """Give every rank the weights and buffers of rank 0.
+
+        Colossal-AI takes each rank's part from that rank's own weights.
+        """
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
 
 
 class BoosterEngine(ModuleEngine):
@@ -26,20 +57,13 @@ class BoosterEngine(ModuleEngine):
         framework_optimizer: what it made of the optimizer.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        booster: Any,
-        undo: list[Callable[[], None]],
-    ) -> None:
-        self.booster = booster
+    def __init__(self, start: Start) -> None:
+        self.booster, self._promised = start.booster, start.promised
         self.framework_optimizer: Any = None
-        super().__init__(spec, world, module, undo=undo)
+        super().__init__(start.spec, start.world, start.module, undo=start.undo)
         if self.optimizer is None:
             self._boost(None)
-        self._model = Boosted(module, self.wrapper)
+        self._model = Boosted(start.module, self.wrapper)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super()._build_optimizer()

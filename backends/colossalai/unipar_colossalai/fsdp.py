@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
@@ -18,11 +17,9 @@ from unipar.engine import modules_of_classes, repeated_blocks
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn
 from unipar.state import EngineState, LocalState, StateSource, named_weights
-from unipar.strategy import EngineSpec
-from unipar.world import World
 from unipar_colossalai import parts
 from unipar_colossalai.checks import check_no_scalar, check_optimizer, check_parameters
-from unipar_colossalai.engine import BoosterEngine
+from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.framework import quiet
 from unipar_colossalai.parts import Part
 from unipar_colossalai.scaling import PartScaler, clip_parts
@@ -74,25 +71,16 @@ class FSDPEngine(BoosterEngine):
     parts, and clipping takes the norm of the whole gradient.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        booster: Any,
-        undo: list[Callable[[], None]],
-        promised: bool,
-    ) -> None:
-        self._promised = promised
+    def __init__(self, start: Start) -> None:
+        module = start.module
         self._groups: list[tuple[str, ...]] = []
         check_parameters(module)
         check_no_scalar(module)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        start.send_weights()
         self._shapes = {name: (p, tuple(p.shape)) for name, p in module.named_parameters()}
         named, self._aliases = named_weights(module)
         self._buffers = named.keys() - self._shapes.keys()
-        super().__init__(spec, world, module, booster, undo)
+        super().__init__(start)
         self._model = Divided(module, self.wrapper)
         self._undo.append(self._guard())
         self._trained = {id(p): n for n, (p, _) in self._shapes.items() if p.requires_grad}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from unipar.batch import MicroBatch
@@ -15,11 +13,9 @@ from unipar.engine import ModuleEngine, group_names
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.state import EngineState, StateSource
-from unipar.strategy import EngineSpec
-from unipar.world import World
 from unipar_colossalai import parts
 from unipar_colossalai.checks import check_optimizer, check_parameters
-from unipar_colossalai.engine import BoosterEngine
+from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.gemini_state import Held, floating
 from unipar_colossalai.scaling import PartScaler, clip_parts
 from unipar_colossalai.working import Working, guard_forward
@@ -33,23 +29,13 @@ class GeminiEngine(BoosterEngine):
     sum over micro-batches, the norm, and the user's own optimizer.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        booster: Any,
-        undo: list[Callable[[], None]],
-        promised: bool,
-    ) -> None:
-        self._promised = promised
+    def __init__(self, start: Start) -> None:
+        module = start.module
         self._groups: list[tuple[str, ...]] = []
         self._sums: dict[Any, torch.Tensor] = {}
         check_parameters(module)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            # Colossal-AI takes each rank's part from that rank's own weights.
-            dist.broadcast(tensor.detach(), src=0)
-        super().__init__(spec, world, module, booster, undo)
+        start.send_weights()
+        super().__init__(start)
         self._undo.append(guard_forward(module))
         self._undo.append(self._forget)
         # The weights compute in half precision themselves; autocast has nothing to add.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +15,8 @@ from unipar.engine import checkpoint_activations
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.state import EngineState, StateSource
-from unipar.strategy import EngineSpec
-from unipar.world import World
 from unipar_colossalai import hybrid_state, parts
-from unipar_colossalai.engine import BoosterEngine
+from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.hybrid_models import check_model, check_training
 
 
@@ -31,25 +27,16 @@ class HybridEngine(BoosterEngine):
         logical: the model as it was before it was divided.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        booster: Any,
-        undo: list[Callable[[], None]],
-        promised: bool,
-    ) -> None:
-        plugin = booster.plugin
-        self._plugin, self._promised = plugin, promised
+    def __init__(self, start: Start) -> None:
+        module = start.module
+        plugin = start.booster.plugin
+        self._plugin = plugin
         self._tp_rank: int = dist.get_rank(plugin.tp_group)
         check_model(module, plugin.tp_size, plugin.pp_size)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            # Colossal-AI takes each rank's part from that rank's own weights.
-            dist.broadcast(tensor.detach(), src=0)
-        super().__init__(spec, world, module, booster, undo)
+        start.send_weights()
+        super().__init__(start)
         # Only now: Colossal-AI replaces the methods of the modules that it divides.
-        self._undo.append(checkpoint_activations(module, spec.activation_checkpointing))
+        self._undo.append(checkpoint_activations(module, start.spec.activation_checkpointing))
 
     def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:

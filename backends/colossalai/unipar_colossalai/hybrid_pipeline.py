@@ -10,13 +10,12 @@ import torch.distributed as dist
 from colossalai.pipeline.schedule import (  # pyright: ignore[reportMissingImports]
     OneForwardOneBackwardSchedule,
 )
-from torch import nn
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data import move_to
 from unipar.loss import LossFn, LossSum, check_loss
-from unipar.strategy import Engine, EngineSpec, StepResult
-from unipar.world import World
+from unipar.strategy import Engine, StepResult
+from unipar_colossalai.engine import Start
 from unipar_colossalai.hybrid import HybridEngine
 from unipar_colossalai.hybrid_calls import arguments_of, loss_of
 
@@ -58,23 +57,15 @@ class PipelineEngine(HybridEngine):
     backward = Engine.backward
     step = Engine.step
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        booster: Any,
-        undo: list[Callable[[], None]],
-        promised: bool,
-    ) -> None:
-        plugin = booster.plugin
+    def __init__(self, start: Start) -> None:
+        plugin = start.booster.plugin
         # Without a cache of shapes, so that micro-batches may be of different lengths.
         plugin.scheduler = Schedule(
             plugin.stage_manager, num_microbatches=1, enable_metadata_cache=False
         )
         self._is_last: bool = plugin.stage_manager.is_last_stage()
         self._last_rank = dist.get_global_rank(plugin.pp_group, plugin.pp_size - 1)
-        super().__init__(spec, world, module, booster, undo, promised)
+        super().__init__(start)
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         self._require_optimizer()

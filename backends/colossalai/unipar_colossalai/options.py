@@ -11,8 +11,6 @@ from unipar.strategy import StrategyOptions
 
 Plugin = Literal["ddp", "zero1", "zero2", "gemini", "fsdp", "hybrid"]
 ZERO: frozenset[str] = frozenset({"zero1", "zero2"})
-DIVIDED: frozenset[str] = ZERO | {"gemini", "fsdp"}
-"""The plugins that give the optimizer flat parts of parameters."""
 
 _NOT_OFFERED = {
     "moe": "its expert parallelism is not proved. Use plugin='zero2'",

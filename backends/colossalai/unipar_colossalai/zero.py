@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,11 +15,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from unipar.engine import group_names
 from unipar.errors import ConfigError
 from unipar.state import EngineState, LocalState, StateSource, named_weights
-from unipar.strategy import EngineSpec
-from unipar.world import World
 from unipar_colossalai import parts
 from unipar_colossalai.checks import check_optimizer, check_parameters
-from unipar_colossalai.engine import BoosterEngine
+from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.parts import Part
 
 
@@ -30,26 +28,16 @@ class ZeROEngine(BoosterEngine):
     fp32 originals out of its checkpoints.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        booster: Any,
-        undo: list[Callable[[], None]],
-        promised: bool,
-    ) -> None:
-        self._promised = promised
-        self._partial = booster.plugin.stage == 2
+    def __init__(self, start: Start) -> None:
+        module = start.module
+        self._partial = start.booster.plugin.stage == 2
         self._reduces_now = True
         self._without: set[nn.Parameter] = set()
         check_parameters(module)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            # Colossal-AI takes each rank's part from that rank's own weights.
-            dist.broadcast(tensor.detach(), src=0)
-            if isinstance(tensor, nn.Parameter):
-                tensor.data = tensor.data.contiguous()
-        super().__init__(spec, world, module, booster, undo)
+        start.send_weights()
+        for parameter in module.parameters():
+            parameter.data = parameter.data.contiguous()
+        super().__init__(start)
         zero = self.framework_optimizer
         if zero is None:
             return
