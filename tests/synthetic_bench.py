@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from unipar.bench.cells import Cell
-from unipar.bench.recommend import recommend
-from unipar.bench.result import (
+from unipar.benchmark.cells import Cell
+from unipar.benchmark.recommend import recommend
+from unipar.benchmark.result import (
     BenchResult,
     CellResult,
     Interconnect,
@@ -22,7 +22,7 @@ from unipar.bench.result import (
     Traffic,
     Trial,
 )
-from unipar.bench.statistics import Estimate, Spread
+from unipar.benchmark.statistics import Estimate, Spread
 
 MIB = 1 << 20
 STEPS, WARMUP = 20, 5

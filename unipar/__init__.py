@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unipar.api import fit
     from unipar.batch import Batch, MicroBatch
+    from unipar.benchmark.api import bench
     from unipar.callbacks import Callback, Logger, RunInfo, StepRecord
     from unipar.checkpoint import load_model
     from unipar.config import CheckpointConfig, RunConfig
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "fit": "api",
+    "bench": "benchmark.api",
     "spawn": "spawning",
     "Batch": "batch",
     "MicroBatch": "batch",
@@ -100,6 +102,7 @@ __all__ = [
     "UniparError",
     "WorkerError",
     "World",
+    "bench",
     "fit",
     "load_model",
     "spawn",

@@ -31,7 +31,7 @@ def imported(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(CORE)))
 def test_no_file_of_the_core_imports_a_backend_or_a_framework(path: Path) -> None:
     names = set(imported(path))
-    if path.is_relative_to(CORE / "bench" / "report"):
+    if path.is_relative_to(CORE / "benchmark" / "report"):
         names.discard("plotly")  # The charts of a report are drawn when one is asked for.
     # What reads scripts is a tool of its own, which no run imports.
     own = {"libcst"} if path.is_relative_to(CORE / "migrate") else set()
@@ -69,7 +69,7 @@ def test_importing_unipar_imports_no_framework() -> None:
 
 
 def test_plotly_waits_for_a_report_to_be_drawn() -> None:
-    loaded = loaded_after("import unipar.bench.report.table, unipar.bench.report.html")
+    loaded = loaded_after("import unipar.benchmark.report.table, unipar.benchmark.report.html")
     assert "unipar" in loaded
     assert loaded.isdisjoint({"plotly", "pandas"})
 

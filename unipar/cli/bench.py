@@ -16,7 +16,7 @@ from unipar.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unipar.bench.result import BenchResult
+    from unipar.benchmark.result import BenchResult
 
 Format = Literal["table", "markdown", "csv"]
 T = TypeVar("T")
@@ -68,10 +68,10 @@ def bench(
     """
     from rich.console import Console
 
-    from unipar.bench.api import bench as run_bench
-    from unipar.bench.api import new_directory
-    from unipar.bench.cells import split_strategies
-    from unipar.bench.live import Progress
+    from unipar.benchmark.api import bench as run_bench
+    from unipar.benchmark.api import new_directory
+    from unipar.benchmark.cells import split_strategies
+    from unipar.benchmark.live import Progress
     from unipar.settings import load_settings
 
     settings = load_settings(run, sets=set_)
@@ -120,8 +120,8 @@ def compare(
         format: how the table is printed.
         verbose: show tracebacks of errors.
     """
-    from unipar.bench import compare as comparing
-    from unipar.bench.result import BenchResult
+    from unipar.benchmark import compare as comparing
+    from unipar.benchmark.result import BenchResult
 
     found = comparing.compare(BenchResult.load(before), BenchResult.load(after))
     _print(comparing.render(found, format))
@@ -141,7 +141,7 @@ def _saying_where(output: Path, console: Console) -> Iterator[None]:
 
 
 def _show(result: BenchResult, format: Format) -> None:
-    from unipar.bench.report import table
+    from unipar.benchmark.report import table
 
     writers = {"table": table.terminal, "markdown": table.markdown, "csv": table.csv}
     _print(writers[format](result))

@@ -9,7 +9,7 @@ import pytest
 import report_browser
 from synthetic_bench import bench_result
 
-from unipar.bench.report import html
+from unipar.benchmark.report import html
 
 
 @pytest.fixture(scope="module")

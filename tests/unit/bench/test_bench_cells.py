@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unipar import ConfigError
-from unipar.bench.cells import Cell, make_cells, split_strategies, sweep
+from unipar.benchmark.cells import Cell, make_cells, split_strategies, sweep
 
 
 def test_strategies_are_cut_where_a_new_one_begins() -> None:

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from synthetic_bench import bench_result, failed, measured
 
-from unipar.bench.cells import Cell
-from unipar.bench.compare import Ratio, compare, render
-from unipar.bench.result import BenchResult, CellResult, Parity
+from unipar.benchmark.cells import Cell
+from unipar.benchmark.compare import Ratio, compare, render
+from unipar.benchmark.result import BenchResult, CellResult, Parity
 from unipar.errors import ConfigError
 
 DDP = Cell(strategy="ddp", devices=2)

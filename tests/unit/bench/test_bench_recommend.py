@@ -6,9 +6,9 @@ import random
 
 from synthetic_bench import MIB, bench_result, failed, measured
 
-from unipar.bench.cells import Cell
-from unipar.bench.recommend import recommend
-from unipar.bench.result import CellResult, Memory, Parity, Scaling
+from unipar.benchmark.cells import Cell
+from unipar.benchmark.recommend import recommend
+from unipar.benchmark.result import CellResult, Memory, Parity, Scaling
 
 PARITY = Parity(reference="single", difference=1e-7, allowed=1e-5, drifts=False)
 DRIFTS = Parity(reference="single", difference=0.25, allowed=1e-5, drifts=True)

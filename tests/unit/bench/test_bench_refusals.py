@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unipar import ConfigError
-from unipar.bench.api import bench
+from unipar.benchmark.api import bench
 
 DATA = (torch.randn(32, 4), torch.randn(32, 1))
 

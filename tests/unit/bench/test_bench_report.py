@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from synthetic_bench import bench_result, failed, measured
 
-from unipar.bench.cells import Cell
-from unipar.bench.report import html
-from unipar.bench.report.charts import CHARTS
-from unipar.bench.report.charts.drawing import Chart, Missing
-from unipar.bench.result import BenchResult, Parity
+from unipar.benchmark.cells import Cell
+from unipar.benchmark.report import html
+from unipar.benchmark.report.charts import CHARTS
+from unipar.benchmark.report.charts.drawing import Chart, Missing
+from unipar.benchmark.result import BenchResult, Parity
 from unipar.errors import ConfigError
 
 

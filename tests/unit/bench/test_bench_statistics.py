@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from unipar.bench.probe import fit_line
-from unipar.bench.reference import largest_difference
-from unipar.bench.scaling import amdahl
-from unipar.bench.statistics import Estimate, Spread
+from unipar.benchmark.probe import fit_line
+from unipar.benchmark.reference import largest_difference
+from unipar.benchmark.scaling import amdahl
+from unipar.benchmark.statistics import Estimate, Spread
 
 
 def test_a_spread_holds_percentiles() -> None:

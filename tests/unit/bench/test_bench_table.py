@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from synthetic_bench import bench_result, failed, measured
 
-from unipar.bench.cells import Cell
-from unipar.bench.report import rows, table, text
-from unipar.bench.result import BenchResult
+from unipar.benchmark.cells import Cell
+from unipar.benchmark.report import rows, table, text
+from unipar.benchmark.result import BenchResult
 
 
 def shown(result: BenchResult, width: int) -> str:

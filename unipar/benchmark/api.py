@@ -1,0 +1,268 @@
+"""``bench``: the same job under every strategy, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from torch import nn
+
+from unipar import launch
+from unipar.api import fit
+from unipar.benchmark import machine
+from unipar.benchmark.cells import REFERENCE, Cell, make_cells
+from unipar.benchmark.environments import Environments
+from unipar.benchmark.flops import Flops
+from unipar.benchmark.job import LEFT_OUT, BenchJob
+from unipar.benchmark.raw import loop_for
+from unipar.benchmark.reference import Reference, find_references
+from unipar.benchmark.report import html
+from unipar.benchmark.result import BenchResult, Interconnect, Job
+from unipar.benchmark.runner import Runner
+from unipar.benchmark.store import Failure, Store
+from unipar.benchmark.summary import summarize
+from unipar.config import RunConfig
+from unipar.data import batch_size_of, num_samples_of
+from unipar.errors import ConfigError, did_you_mean
+from unipar.strategy import ModelFactory, Precision
+
+Show = Callable[[Cell, str], None]
+
+
+def bench(
+    model: nn.Module | ModelFactory,
+    data: Any,
+    *,
+    strategies: Sequence[str],
+    devices: Sequence[int] = (1,),
+    precisions: Sequence[Precision] = (),
+    micro_batch_sizes: Sequence[int] = (),
+    steps: int = 50,
+    warmup: int = 5,
+    repeats: int = 5,
+    seed: int = 0,
+    output_dir: str | Path | None = None,
+    raw: str | Path | None = None,
+    pythons: Sequence[str | Path] = (),
+    time_limit: float = 600.0,
+    show: Show | None = None,
+    command: str = "",
+    **arguments: Any,
+) -> BenchResult:
+    """Train the same job under every strategy, and compare speed, memory, traffic and losses.
+
+    Every combination of strategy, number of devices, precision and micro-batch is a cell. Each
+    repeat of a cell has new processes; the cells take turns, in a new random order each round. A
+    cell that cannot run, fails, or takes too long has a reason for a result, and the others go
+    on. Called again with the same ``output_dir`` it runs only what is not finished.
+
+    Args:
+        model: a module, or a function without arguments that builds one.
+        data: what :func:`unipar.fit` takes.
+        strategies: ``"ddp"``, ``"deepspeed:stage=3"``, or with several values of an option,
+            ``"deepspeed:stage=1|2|3"``.
+        devices: numbers of processes; the global batch is the same for all.
+        precisions: compute dtypes; left out: ``precision``, or fp32.
+        micro_batch_sizes: samples of one forward pass on one rank; left out:
+            ``micro_batch_size``, or the rank's share of the global batch.
+        steps: timed steps of each repeat.
+        warmup: steps before them, whose times are discarded.
+        repeats: of each cell.
+        seed: of the order of the cells, and of the job.
+        output_dir: where ``result.json``, ``report.html`` and all trials go; left out: a new
+            directory in ``runs``.
+        raw: a directory of hand-written loops, ``NAME.py`` for the strategy ``NAME``; see
+            :mod:`unipar.benchmark.raw`.
+        pythons: interpreters of further environments, for frameworks that are not in this one.
+        time_limit: seconds that one repeat of one cell may take.
+        show: called with a cell and what is being done with it.
+        command: what runs this again, for the report.
+        **arguments: further arguments of :func:`unipar.fit`, but for those about evaluation,
+            checkpoints and logging.
+
+    Returns:
+        Everything that was measured; it is in ``output_dir`` as well.
+
+    Raises:
+        ConfigError: nothing can be run as it is asked for; raised before anything is started.
+        KeyboardInterrupt: the benchmark was interrupted; the report has what there was by then.
+    """
+    arguments = {**arguments, "model": model, "data": data, "seed": seed}
+    precisions = precisions or [arguments.get("precision", "fp32")]
+    cells = make_cells(
+        strategies, devices, precisions, micro_batch_sizes or [arguments.get("micro_batch_size")]
+    )
+    _check(arguments, cells, steps=steps, warmup=warmup, repeats=repeats, time_limit=time_limit)
+    job = BenchJob(arguments, warmup, steps)
+    environments = Environments(pythons, list(dict.fromkeys(cell.strategy for cell in cells)))
+    cells += _by_hand(cells, raw)
+    root = Path(output_dir or new_directory()).absolute()
+    store = Store.open(root, _identity(job))
+    job.write(store.job)
+    runner = Runner(
+        store, environments, time_limit, Path(raw) if raw else None, show or (lambda *_: None)
+    )
+    here = machine.describe(environments.versions)
+    references: dict[Precision, Reference] = {}
+    interconnects: list[Interconnect] = []
+    known: dict[str, Any] = {"flops": None}
+
+    def summary() -> BenchResult:
+        size = _global_batch_size(arguments)
+        found = [one for cell in cells for one in store.findings(cell)]
+        described = Job(
+            model=_name(model),
+            parameters=max((one.parameters for one in found), default=0),
+            global_batch_size=size,
+            items=max((one.items for one in found), default=0.0),
+            steps=steps,
+            warmup=warmup,
+            repeats=repeats,
+            seed=seed,
+            flops=known["flops"],
+            command=command or shlex.join(["python", *sys.argv]),
+        )
+        return summarize(here, described, cells, store, references, interconnects)
+
+    with _reported(root, summary):
+        for count in sorted({cell.devices for cell in cells}):
+            answer = runner.ask(
+                {"kind": "probe", "devices": count, "precisions": list(precisions)},
+                store.probe(f"{count}-{'-'.join(precisions)}"),
+                devices=count,
+            )
+            if not isinstance(answer, Failure):
+                interconnects.append(Interconnect.model_validate(answer))
+        answer = runner.ask({"kind": "flops"}, store.probe("flops"))
+        if not isinstance(answer, Failure):
+            counted = Flops.model_validate(answer)
+            known["flops"] = counted.per_sample * _global_batch_size(arguments)
+        references |= find_references(runner, cells, _global_batch_size(arguments))
+        runner.rounds(cells, repeats, seed)
+    return BenchResult.load(root)
+
+
+def new_directory() -> Path:
+    """Where a benchmark goes that nobody has named a place for."""
+    return Path("runs", time.strftime("bench-%Y%m%d-%H%M%S"))
+
+
+@contextlib.contextmanager
+def _reported(root: Path, summary: Callable[[], BenchResult]) -> Iterator[None]:
+    """Whatever happens, leave a report of what there is."""
+    try:
+        yield
+    finally:
+        result = summary()
+        result.save(root / "result.json")
+        html.write(result, root / "report.html")
+
+
+def _check(
+    arguments: dict[str, Any],
+    cells: Sequence[Cell],
+    *,
+    steps: int,
+    warmup: int,
+    repeats: int,
+    time_limit: float,
+) -> None:
+    for name, value, least in (("warmup", warmup, 1), ("repeats", repeats, 1)):
+        if value < least:
+            raise ConfigError(f"{name}={value}; give {least} or more.")
+    if steps < warmup:
+        raise ConfigError(
+            f"steps={steps} are timed after warmup={warmup} that are discarded: time at least as "
+            "many as are discarded."
+        )
+    if time_limit <= 0:
+        raise ConfigError(f"time_limit={time_limit:g}; give a number of seconds above 0.")
+    if launch.detect() is not None:
+        raise ConfigError(
+            "a benchmark starts its own processes, and a launcher has started this one: run it "
+            "without torchrun, srun or mpirun."
+        )
+    known = set(inspect.signature(fit).parameters)
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"bench takes no argument '{name}'.{did_you_mean(name, known)}")
+    _global_batch_size(arguments)
+    for cell in cells:
+        _config(arguments, cell)
+
+
+def _config(arguments: dict[str, Any], cell: Cell) -> RunConfig:
+    """The run of a cell as its config says it; refuses fields that no run could have."""
+    given = BenchJob(arguments, 1, 1).of(cell, 1)
+    objects = ("model", "data", "loss")
+    plain = {
+        key: value for key, value in given.items() if key not in objects and not callable(value)
+    }
+    # Which options a strategy has is known to the environment that has the strategy.
+    return RunConfig.build(**{**plain, "strategy": REFERENCE})
+
+
+def _by_hand(cells: Sequence[Cell], raw: str | Path | None) -> list[Cell]:
+    if raw is None:
+        return []
+    found = [
+        cell.model_copy(update={"raw": True})
+        for cell in cells
+        if loop_for(cell.strategy, Path(raw)) is not None
+    ]
+    if not found:
+        raise ConfigError(
+            f"{raw} has no hand-written loop for any of the strategies: a loop for 'ddp' would be "
+            f"{Path(raw, 'ddp.py')}."
+        )
+    return found
+
+
+def _global_batch_size(arguments: dict[str, Any]) -> int:
+    size = arguments.get("global_batch_size") or batch_size_of(arguments["data"])
+    if size is None:
+        raise ConfigError(
+            "global_batch_size is not set, and the data has no batch size of its own. "
+            "Set global_batch_size, the samples of one step over all devices."
+        )
+    return size
+
+
+def _identity(job: BenchJob) -> dict[str, Any]:
+    """What tells one job from another: results of different ones are not comparable."""
+    arguments = job.arguments
+    config = _config(arguments, Cell(strategy=REFERENCE)).model_dump(
+        mode="json",
+        by_alias=True,
+        exclude={"strategy", "devices", "precision", "micro_batch_size", *LEFT_OUT},
+    )
+    objects = {
+        name: _described(arguments[name])
+        for name in ("model", "data", "loss", "optimizer", "lr_scheduler")
+        if name in arguments and arguments[name] is not None
+    }
+    samples = num_samples_of(arguments["data"])
+    return {**config, **objects, "samples": samples, "steps": job.steps, "warmup": job.warmup}
+
+
+def _name(thing: Any) -> str:
+    """What people call it: a class, a function, or an object's class."""
+    thing = getattr(thing, "func", thing)
+    return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
+def _described(thing: Any) -> str:
+    """Its name, and what else tells it from others of that name."""
+    if isinstance(thing, nn.Module):
+        return f"{_name(thing)} of {sum(p.numel() for p in thing.parameters())} parameters"
+    if isinstance(thing, functools.partial):
+        return f"{_name(thing)}({', '.join(f'{k}={v!r}' for k, v in thing.keywords.items())})"
+    return repr(thing) if isinstance(thing, (str, BaseModel, Mapping)) else _name(thing)

@@ -1,0 +1,100 @@
+"""The job that all cells share, and how it reaches the processes that run it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from unipar.benchmark.cells import Cell
+from unipar.errors import ConfigError
+
+LEFT_OUT = ("eval_data", "metrics", "predict", "callbacks", "loggers", "config", "num_nodes")
+"""Arguments of ``fit`` that say nothing of a training step, or that a benchmark sets itself."""
+
+
+@dataclass
+class BenchJob:
+    """What is trained, and for how long.
+
+    Attributes:
+        arguments: of :func:`unipar.fit`, ``model`` and ``data`` included.
+        warmup: steps whose times are discarded.
+        steps: steps that are timed.
+        path: where its modules are imported from, besides an environment's own packages.
+    """
+
+    arguments: dict[str, Any]
+    warmup: int
+    steps: int
+    path: list[str] = field(default_factory=lambda: own_path())
+
+    def of(self, cell: Cell, steps: int, **more: Any) -> dict[str, Any]:
+        """The arguments of :func:`unipar.fit` for one cell."""
+        kept = {key: value for key, value in self.arguments.items() if key not in LEFT_OUT}
+        return {
+            **kept,
+            "strategy": cell.strategy,
+            "devices": cell.devices,
+            "precision": cell.precision,
+            "micro_batch_size": cell.micro_batch_size,
+            "steps": steps,
+            "epochs": None,
+            "eval_every": None,
+            "checkpoint": False,
+            "resume": None,
+            "max_restarts": 0,
+            "progress": False,
+            "log_level": "warning",
+            **more,
+        }
+
+    def write(self, file: Path) -> None:
+        """Store it for processes of any environment with this Python and torch.
+
+        Raises:
+            ConfigError: something in it cannot be sent to another process.
+        """
+        try:
+            content = cloudpickle.dumps((self.path, cloudpickle.dumps(self)))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"the benchmark's processes cannot be sent the job: {error}. The model, the data "
+                "and all functions are copied to them: create open files, locks and connections "
+                "inside of those functions."
+            ) from error
+        file.write_bytes(content)
+
+    @staticmethod
+    def read(file: Path) -> BenchJob:
+        """Read what :meth:`write` has stored; makes its modules importable.
+
+        Raises:
+            ConfigError: a module of the job is not importable here.
+        """
+        path, content = pickle.loads(file.read_bytes())
+        sys.path.extend(entry for entry in path if entry not in sys.path)
+        try:
+            return pickle.loads(content)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"{sys.executable} cannot load the job: {error}. What the model and the data "
+                "import must be installed in every environment that takes part."
+            ) from error
+
+
+def own_path() -> list[str]:
+    """The directories of ``sys.path`` that belong to the user, and to no environment."""
+    roots = [os.path.realpath(root) for root in {sys.prefix, sys.base_prefix}]
+
+    def inside(entry: str) -> bool:
+        return any(os.path.realpath(entry).startswith(root + os.sep) for root in roots)
+
+    entries = [entry or os.getcwd() for entry in sys.path]
+    # A virtual environment in the project's directory is no reason to leave the project out.
+    return [entry for entry in entries if os.path.isdir(entry) and not inside(entry)]

@@ -1,0 +1,122 @@
+"""What watches a benchmarked run from inside of each of its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from unipar.benchmark.memory import Held, counting_saved, held
+from unipar.benchmark.result import Memory, Rank
+from unipar.benchmark.traffic import Collectives
+from unipar.callbacks import Callback, RunInfo, StepRecord
+from unipar.devices import peak_memory
+from unipar.result import RunResult
+
+WATCHED = 2
+"""Steps after the timed ones: one whose collectives are seen, one whose memory is."""
+
+
+class Meter(Callback):
+    """Times steps, then looks closely at two more, and leaves what it found in a file.
+
+    Nothing but the clock is read during the timed steps.
+
+    Args:
+        directory: where each rank leaves its findings, as :func:`rank_file` names them.
+        warmup: steps whose times are discarded.
+        steps: steps that are timed.
+        data: what is trained on, so that it can be told from what training holds.
+        began: when the processes were started, in seconds since the epoch.
+    """
+
+    every_rank = True
+
+    def __init__(
+        self, directory: Path, *, warmup: int, steps: int, data: Any, began: float
+    ) -> None:
+        self.directory, self.data, self.began = directory, data, began
+        self._timed = range(warmup + 1, warmup + steps + 1)
+        self._records: list[StepRecord] = []
+        self._ready = self._first = 0.0
+        self._resident = 0
+        self._held: Held | None = None
+
+    def on_run_start(self, run: RunInfo) -> None:
+        assert run.engine is not None
+        self._engine, self._cleanup = run.engine, contextlib.ExitStack()
+        self._collectives, self._saved = Collectives(), [0]
+        if run.device == "cpu":
+            self._resident = psutil.Process().memory_info().rss - sum(
+                held(self._engine.module, self.data)
+            )
+        self._ready = time.time()
+
+    def on_step_end(self, run: RunInfo, record: StepRecord) -> None:
+        if not self._records:
+            self._first = time.time()
+        self._records.append(record)
+        self._cleanup.close()
+        if record.step == self._timed.stop - 1:
+            self._peak = peak_memory(run.device)
+            self._watch_collectives()
+        elif record.step == self._timed.stop:
+            self._watch_memory()
+
+    def _watch_collectives(self) -> None:
+        self._cleanup.enter_context(self._engine.tell_collectives(self._collectives.add))
+        self._cleanup.enter_context(self._collectives)
+
+    def _watch_memory(self) -> None:
+        def look(*_: Any) -> None:
+            now = held(self._engine.module, self.data)
+            if self._held is None or sum(now) > sum(self._held):
+                self._held = now
+
+        self._cleanup.callback(register_optimizer_step_pre_hook(look).remove)
+        self._saved = self._cleanup.enter_context(counting_saved(self._engine.module))
+
+    def on_run_end(self, run: RunInfo, result: RunResult | None) -> None:
+        self._cleanup.close()
+        if result is None:
+            return
+        timed = [record for record in self._records if record.step in self._timed]
+        found = {
+            "rank": self._rank(run, timed).model_dump(),
+            "losses": [record.loss for record in self._records if record.step < self._timed.stop],
+            "items": sum(record.num_items for record in timed) / len(timed),
+            "samples": sum(record.num_samples for record in timed) / len(timed),
+            "setup_seconds": self._ready - self.began,
+            "first_step_seconds": self._first - self.began,
+            "parameters": run.num_parameters,
+            "optimizer": type(self._engine.optimizer).__name__,
+        }
+        rank_file(self.directory, run.rank).write_text(json.dumps(found))
+
+    def _rank(self, run: RunInfo, timed: list[StepRecord]) -> Rank:
+        memory = None
+        if self._held is not None:
+            memory = Memory(
+                **self._held._asdict(),
+                activations=self._saved[0],
+                peak=self._peak,
+                resident=self._resident,
+            )
+        return Rank(
+            rank=run.rank,
+            seconds=[record.seconds for record in timed],
+            threads=torch.get_num_threads(),
+            memory=memory,
+            traffic=self._collectives.traffic,
+        )
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Where a rank leaves what it found."""
+    return directory / f"rank{rank}.json"

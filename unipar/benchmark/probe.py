@@ -1,0 +1,106 @@
+"""What the machine itself can do: its interconnect, and its matrix products."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unipar import launch
+from unipar.benchmark.job import BenchJob
+from unipar.benchmark.result import Interconnect
+from unipar.devices import resolve_device_type
+from unipar.strategy import Precision
+from unipar.world import Placement, joined
+
+_SIZES = tuple(4**power for power in range(5, 13))
+"""Bytes of the tensors that are reduced: 1 KiB to 16 MiB."""
+_REPEATS = 7
+_SIDE = {"cpu": 1024, "cuda": 8192}
+_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def answer(job: BenchJob, directory: Path, request: dict[str, Any]) -> Interconnect:
+    """Measure all-reduces and matrix products between as many processes as a cell has."""
+    device = resolve_device_type(job.arguments.get("device", "auto"))
+    return launch.run(
+        functools.partial(measure, precisions=request["precisions"]),
+        devices=request["devices"],
+        device_type=device,
+        timeout=300,
+    )
+
+
+def measure(placement: Placement, precisions: Sequence[Precision]) -> Interconnect:
+    """On every rank; the same on all of them."""
+    with joined(placement) as world:
+        points = []
+        if world.size > 1:
+            points = [(size, _slowest(world, _reduction(size, placement))) for size in _SIZES]
+        alpha, beta = fit_line(points) if points else (0.0, 0.0)
+        side = _SIDE[placement.device_type]
+        flops = {
+            precision: 2
+            * side**3
+            * world.size
+            / _slowest(world, _product(side, precision, placement))
+            for precision in precisions
+        }
+    return Interconnect(
+        devices=world.size, points=points, alpha=alpha, beta=beta, matmul_flops=flops
+    )
+
+
+def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """``alpha`` and ``beta`` of ``seconds = alpha + beta * bytes``.
+
+    Least squares of the relative error, since the times differ by orders of magnitude; neither is
+    below 0.
+    """
+    weighted = [(size, seconds, 1 / seconds**2) for size, seconds in points]
+    total = sum(weight for _, _, weight in weighted)
+    mean_x = sum(size * weight for size, _, weight in weighted) / total
+    mean_y = sum(seconds * weight for _, seconds, weight in weighted) / total
+    spread = sum(weight * (size - mean_x) ** 2 for size, _, weight in weighted)
+    common = sum(weight * (size - mean_x) * (y - mean_y) for size, y, weight in weighted)
+    beta = max(common / spread, 0.0)
+    return max(mean_y - beta * mean_x, 0.0), beta
+
+
+def _reduction(size: int, placement: Placement) -> Callable[[], object]:
+    tensor = torch.zeros(size // 4, device=placement.device)
+    return lambda: dist.all_reduce(tensor)
+
+
+def _product(side: int, precision: Precision, placement: Placement) -> Callable[[], object]:
+    factor = torch.randn(side, side, device=placement.device).to(_DTYPES[precision])
+    return lambda: torch.mm(factor, factor)
+
+
+def _slowest(world: Any, work: Callable[[], object]) -> float:
+    """The median over repeats of the slowest rank's seconds; every rank works at once."""
+    times = []
+    for repeat in range(_REPEATS + 2):
+        world.barrier()
+        began = time.perf_counter()
+        work()
+        _synchronize(world.device)
+        if repeat >= 2:
+            times.append(time.perf_counter() - began)
+    by_rank = world.gather(times)
+    return statistics.median(max(ranks) for ranks in zip(*by_rank, strict=True))
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()

@@ -1,0 +1,168 @@
+"""From what trials have found to what a benchmark says."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from unipar.benchmark.cells import Cell
+from unipar.benchmark.recommend import recommend
+from unipar.benchmark.reference import Reference
+from unipar.benchmark.result import (
+    BenchResult,
+    CellResult,
+    Interconnect,
+    Job,
+    Machine,
+    Memory,
+    Overhead,
+    Trial,
+)
+from unipar.benchmark.scaling import scalings
+from unipar.benchmark.statistics import Estimate, Spread
+from unipar.benchmark.store import Failure, Finding, Store
+from unipar.strategy import Precision
+
+_FP32 = 4
+_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2}
+"""Tensors like a parameter that an optimizer keeps of it."""
+
+
+def summarize(
+    machine: Machine,
+    job: Job,
+    cells: Sequence[Cell],
+    store: Store,
+    references: Mapping[Precision, Reference],
+    interconnects: Sequence[Interconnect],
+) -> BenchResult:
+    """Put everything together that the trials in a directory have found so far."""
+    links = {link.devices: link for link in interconnects}
+    results = [
+        _cell(
+            cell,
+            store.findings(cell),
+            store.failure(cell),
+            job.flops,
+            references.get(cell.precision),
+            links.get(cell.devices),
+        )
+        for cell in cells
+    ]
+    results = [one.model_copy(update={"ties": _ties(one, results)}) for one in results]
+    scaling = scalings(results, interconnects)
+    return BenchResult(
+        machine=machine,
+        job=job,
+        cells=results,
+        interconnect=list(interconnects),
+        scaling=scaling,
+        overhead=_overheads(results),
+        recommendation=recommend(results, scaling),
+        reference_losses={one.label: one.losses for one in references.values()},
+    )
+
+
+def _cell(
+    cell: Cell,
+    found: Sequence[Finding],
+    failure: Failure | None,
+    flops: float | None,
+    reference: Reference | None,
+    link: Interconnect | None,
+) -> CellResult:
+    if failure is not None:
+        return CellResult(
+            cell=cell,
+            status=failure.status,
+            reason=failure.reason,
+            environment=failure.environment,
+        )
+    if not found:
+        return CellResult(cell=cell, status="not run", reason="the benchmark ended before it.")
+    trials = [one.trial for one in found]
+    steps = [seconds for trial in trials for seconds in slowest(trial)]
+    medians = [statistics.median(slowest(trial)) for trial in trials]
+    step = Spread.of(steps)
+    peak = link.matmul_flops.get(cell.precision) if link else None
+    # A hand-written loop says nothing of items, and its losses are its own affair.
+    first = found[0]
+    return CellResult(
+        cell=cell,
+        status="measured",
+        environment=first.environment,
+        trials=trials,
+        step_seconds=step,
+        repeat_seconds=Spread.of(medians),
+        items_per_second=Spread.of([first.items / one for one in medians]),
+        samples_per_second=Spread.of([first.samples / one for one in medians]),
+        setup_seconds=Spread.of([trial.setup_seconds for trial in trials]),
+        first_step_seconds=Spread.of([trial.first_step_seconds for trial in trials]),
+        mfu=flops / (step.median * peak) if flops and peak else None,
+        predicted=predicted(first, cell.devices),
+        parity=reference.parity(trials[0].losses) if reference else None,
+    )
+
+
+def slowest(trial: Trial) -> list[float]:
+    """Seconds of each timed step on the rank that took longest."""
+    return [max(step) for step in zip(*(rank.seconds for rank in trial.ranks), strict=True)]
+
+
+def predicted(found: Finding, devices: int) -> Memory | None:
+    """Bytes of one rank by the formulas of Rajbhandari et al., "ZeRO" (2020), in fp32.
+
+    Parameters and gradients take 4 bytes an element, and each moment of the optimizer 4 more; what
+    a strategy divides, by the number of devices. ``None`` where the optimizer has no formula here.
+    """
+    moments = _MOMENTS.get(found.optimizer)
+    if moments is None:
+        return None
+
+    def share(kind: str, copies: int) -> int:
+        size = _FP32 * copies * found.parameters
+        return -(-size // devices) if kind in found.sharded else size
+
+    return Memory(
+        parameters=share("parameters", 1),
+        gradients=share("gradients", 1),
+        optimizer=share("optimizer", moments),
+        activations=0,
+        other=0,
+        peak=0,
+    )
+
+
+def _ties(one: CellResult, results: Sequence[CellResult]) -> list[str]:
+    """The cells on as many devices that are neither faster nor slower beyond the noise."""
+    return [
+        other.cell.label
+        for other in results
+        if other.cell != one.cell
+        and other.cell.devices == one.cell.devices
+        and (ratio := paired(one, other)) is not None
+        and ratio.pairs > 1
+        and not ratio.differs
+    ]
+
+
+def paired(one: CellResult, other: CellResult) -> Estimate | None:
+    """The ratio of two cells' median steps in the rounds in which both have run."""
+    ours = {trial.repeat: statistics.median(slowest(trial)) for trial in one.trials}
+    theirs = {trial.repeat: statistics.median(slowest(trial)) for trial in other.trials}
+    rounds = sorted(ours.keys() & theirs.keys())
+    if not rounds:
+        return None
+    return Estimate.of([ours[n] for n in rounds], [theirs[n] for n in rounds])
+
+
+def _overheads(results: Sequence[CellResult]) -> list[Overhead]:
+    by_cell = {one.cell: one for one in results}
+    found = []
+    for one in results:
+        by_hand = by_cell.get(one.cell.model_copy(update={"raw": True}))
+        if one.cell.raw or by_hand is None:
+            continue
+        if (ratio := paired(one, by_hand)) is not None:
+            found.append(Overhead(label=one.cell.label, devices=one.cell.devices, ratio=ratio))
+    return found

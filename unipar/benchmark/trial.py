@@ -1,0 +1,123 @@
+"""One trial, in a process of its own: ``python -m unipar.benchmark.trial JOB DIRECTORY``.
+
+``request.json`` in the directory says what to do; ``answer.json`` or ``failure.json`` says what
+came of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unipar import registry
+from unipar.benchmark import flops, probe, raw
+from unipar.benchmark.cells import Cell
+from unipar.benchmark.job import BenchJob
+from unipar.benchmark.meter import WATCHED, Meter, rank_file
+from unipar.benchmark.result import Trial
+from unipar.benchmark.store import Failure, Finding
+from unipar.errors import ConfigError, UniparError, WorkerError
+
+_NO_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
+
+
+def measure(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
+    """Train one cell, and gather what its ranks have left."""
+    import unipar
+
+    cell = Cell.model_validate(request["cell"])
+    meter = Meter(
+        directory,
+        warmup=job.warmup,
+        steps=job.steps,
+        data=job.arguments["data"],
+        began=request["began"],
+    )
+    arguments = job.of(
+        cell, job.warmup + job.steps + WATCHED, callbacks=[meter], output_dir=directory / "run"
+    )
+    unipar.fit(**arguments)
+    return gather(directory, request)
+
+
+def by_hand(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
+    """Train one cell by a loop that knows nothing of unipar."""
+    cell = Cell.model_validate(request["cell"])
+    raw.run(job, cell, Path(request["loop"]), directory, began=request["began"])
+    return gather(directory, request)
+
+
+def gather(directory: Path, request: dict[str, Any]) -> Finding:
+    """Put together what the ranks have found."""
+    cell = Cell.model_validate(request["cell"])
+    ranks = [json.loads(rank_file(directory, rank).read_text()) for rank in range(cell.devices)]
+    first = ranks[0]
+    trial = Trial(
+        repeat=request["repeat"],
+        losses=first["losses"],
+        setup_seconds=max(rank["setup_seconds"] for rank in ranks),
+        first_step_seconds=max(rank["first_step_seconds"] for rank in ranks),
+        ranks=[rank["rank"] for rank in ranks],
+    )
+    return Finding(
+        trial=trial,
+        items=first["items"],
+        samples=first["samples"],
+        parameters=first["parameters"],
+        optimizer=first.get("optimizer", ""),
+        sharded=registry.resolve(cell.strategy).capabilities().sharded,
+        environment=sys.executable,
+    )
+
+
+def explain(error: BaseException) -> Failure:
+    """What became of a trial that raised."""
+    told = f"{type(error).__name__}: {error}"
+    if isinstance(error, WorkerError):
+        told += error.worker_traceback
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+        sign in told for sign in _NO_MEMORY
+    ):
+        status = "out of memory"
+    else:
+        status = "refused" if isinstance(error, ConfigError) else "failed"
+    text = str(error) if isinstance(error, UniparError) else told
+    return Failure(status=status, reason=text.strip(), environment=sys.executable)
+
+
+KINDS: dict[str, Callable[[BenchJob, Path, dict[str, Any]], Any]] = {
+    "measure": measure,
+    "by hand": by_hand,
+    "probe": probe.answer,
+    "flops": flops.answer,
+}
+
+
+def main() -> None:
+    job, directory = (Path(argument) for argument in sys.argv[1:])
+    request = json.loads((directory / "request.json").read_text())
+    try:
+        answer = KINDS[request["kind"]](BenchJob.read(job), directory, request)
+    except Exception as error:
+        traceback.print_exc()
+        write(directory / "failure.json", explain(error))
+        sys.exit(1)
+    write(directory / "answer.json", answer)
+
+
+def write(file: Path, answer: Any) -> None:
+    """Whole or not at all, for a trial may be ended at any moment."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(answer.model_dump_json(indent=1))
+    os.replace(partial, file)
+
+
+if __name__ == "__main__":
+    main()
