@@ -1,4 +1,4 @@
-"""Ending what a command has started."""
+"""Ending what a command has started, whichever of the two ends first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 _GRACE = 5.0
+_PARENT_POLL = 1.0
 
 
 def end_group(process: subprocess.Popen[Any], grace: float = _GRACE) -> None:
@@ -25,6 +29,23 @@ def end_group(process: subprocess.Popen[Any], grace: float = _GRACE) -> None:
             process.wait(grace)
             if number is signal.SIGTERM and not _group_alive(process.pid):
                 return
+
+
+def end_with(parent: int, last: Callable[[], object] = lambda: None) -> None:
+    """End this process and its group when the process that has started it is gone.
+
+    Args:
+        parent: its number.
+        last: what is still to be done then.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL)
+        last()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _group_alive(group: int) -> bool:

@@ -17,4 +17,4 @@ def train(job: Mapping[str, Any]) -> None:
     model = DistributedDataParallel(job["model"].to(job["device"]), **job["options"])
     optimizer = job["optimizer"](model.module.named_parameters())
     parts.train(job, model, optimizer, model.no_sync)
-    dist.destroy_process_group()
+    parts.leave()

@@ -34,4 +34,4 @@ def train(job: Mapping[str, Any]) -> None:
         sharded.set_requires_gradient_sync(True)
 
     parts.train(job, sharded, optimizer, no_sync)
-    dist.destroy_process_group()
+    parts.leave()

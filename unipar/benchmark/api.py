@@ -20,8 +20,8 @@ from unipar.api import fit
 from unipar.benchmark import machine
 from unipar.benchmark.cells import REFERENCE, Cell, make_cells
 from unipar.benchmark.environments import Environments
-from unipar.benchmark.flops import Flops
 from unipar.benchmark.job import LEFT_OUT, BenchJob
+from unipar.benchmark.modelling import Model
 from unipar.benchmark.raw import loop_for
 from unipar.benchmark.reference import Reference, find_references
 from unipar.benchmark.report import html
@@ -113,21 +113,22 @@ def bench(
     here = machine.describe(environments.versions)
     references: dict[Precision, Reference] = {}
     interconnects: list[Interconnect] = []
-    known: dict[str, Any] = {"flops": None}
+    # What can be known of it without running it.
+    size = _global_batch_size(arguments)
+    known = Model(name=_name(model), parameters=0, flops_per_sample=0.0)
 
     def summary() -> BenchResult:
-        size = _global_batch_size(arguments)
         found = [one for cell in cells for one in store.findings(cell)]
         described = Job(
-            model=_name(model),
-            parameters=max((one.parameters for one in found), default=0),
+            model=known.name,
+            parameters=known.parameters or max((one.parameters for one in found), default=0),
             global_batch_size=size,
             items=max((one.items for one in found), default=0.0),
             steps=steps,
             warmup=warmup,
             repeats=repeats,
             seed=seed,
-            flops=known["flops"],
+            flops=size * known.flops_per_sample or None,
             command=command or shlex.join(["python", *sys.argv]),
         )
         return summarize(here, described, cells, store, references, interconnects)
@@ -141,11 +142,10 @@ def bench(
             )
             if not isinstance(answer, Failure):
                 interconnects.append(Interconnect.model_validate(answer))
-        answer = runner.ask({"kind": "flops"}, store.probe("flops"))
+        answer = runner.ask({"kind": "model"}, store.probe("model"))
         if not isinstance(answer, Failure):
-            counted = Flops.model_validate(answer)
-            known["flops"] = counted.per_sample * _global_batch_size(arguments)
-        references |= find_references(runner, cells, _global_batch_size(arguments))
+            known = Model.model_validate(answer)
+        references |= find_references(runner, cells, size)
         runner.rounds(cells, repeats, seed)
     return BenchResult.load(root)
 

@@ -17,11 +17,11 @@ from unipar.benchmark.job import BenchJob
 from unipar.benchmark.result import Interconnect
 from unipar.devices import resolve_device_type
 from unipar.strategy import Precision
-from unipar.world import Placement, joined
+from unipar.world import Placement, World, joined
 
 _SIZES = tuple(4**power for power in range(5, 13))
 """Bytes of the tensors that are reduced: 1 KiB to 16 MiB."""
-_REPEATS = 7
+_REPEATS, _WARMUP = 25, 5
 _SIDE = {"cpu": 1024, "cuda": 8192}
 _DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -46,14 +46,18 @@ def measure(placement: Placement, precisions: Sequence[Precision]) -> Interconne
     with joined(placement) as world:
         points = []
         if world.size > 1:
-            points = [(size, _slowest(world, _reduction(size, placement))) for size in _SIZES]
+            points = [
+                (size, statistics.median(_slowest(world, _reduction(size, placement))))
+                for size in _SIZES
+            ]
         alpha, beta = fit_line(points) if points else (0.0, 0.0)
         side = _SIDE[placement.device_type]
+        # What the devices can do at their best, whatever else the machine did meanwhile.
         flops = {
             precision: 2
             * side**3
             * world.size
-            / _slowest(world, _product(side, precision, placement))
+            / min(_slowest(world, _product(side, precision, placement)))
             for precision in precisions
         }
     return Interconnect(
@@ -87,18 +91,17 @@ def _product(side: int, precision: Precision, placement: Placement) -> Callable[
     return lambda: torch.mm(factor, factor)
 
 
-def _slowest(world: Any, work: Callable[[], object]) -> float:
-    """The median over repeats of the slowest rank's seconds; every rank works at once."""
+def _slowest(world: World, work: Callable[[], object]) -> list[float]:
+    """The slowest rank's seconds in each repeat; every rank works at once."""
     times = []
-    for repeat in range(_REPEATS + 2):
+    for repeat in range(_WARMUP + _REPEATS):
         world.barrier()
         began = time.perf_counter()
         work()
         _synchronize(world.device)
-        if repeat >= 2:
+        if repeat >= _WARMUP:
             times.append(time.perf_counter() - began)
-    by_rank = world.gather(times)
-    return statistics.median(max(ranks) for ranks in zip(*by_rank, strict=True))
+    return [max(ranks) for ranks in zip(*world.gather(times), strict=True)]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -95,7 +95,9 @@ class Runner:
         if file.exists():
             return json.loads(file.read_text())
         fresh(directory)
-        (directory / "request.json").write_text(json.dumps({**request, "began": time.time()}))
+        (directory / "request.json").write_text(
+            json.dumps({**request, "began": time.time(), "parent": os.getpid()})
+        )
         log = directory / "log.txt"
         with log.open("wb") as output:
             # The ranks get as many by the launcher; a single process would take what it inherits.

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from unipar import registry
-from unipar.benchmark import flops, probe, raw
+from unipar.benchmark import modelling, probe, raw
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.meter import WATCHED, Meter, rank_file
 from unipar.benchmark.result import Trial
 from unipar.benchmark.store import Failure, Finding
 from unipar.errors import ConfigError, UniparError, WorkerError
+from unipar.subprocesses import end_with
 
 _NO_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
 
@@ -96,13 +97,14 @@ KINDS: dict[str, Callable[[BenchJob, Path, dict[str, Any]], Any]] = {
     "measure": measure,
     "by hand": by_hand,
     "probe": probe.answer,
-    "flops": flops.answer,
+    "model": modelling.answer,
 }
 
 
 def main() -> None:
     job, directory = (Path(argument) for argument in sys.argv[1:])
     request = json.loads((directory / "request.json").read_text())
+    end_with(request["parent"])
     try:
         answer = KINDS[request["kind"]](BenchJob.read(job), directory, request)
     except Exception as error:

@@ -8,7 +8,6 @@ import pickle
 import shutil
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,9 +21,9 @@ from unipar.errors import ConfigError
 from unipar.launch.failure import Kind, write_failure
 from unipar.launch.progress import open_marks
 from unipar.launch.rundir import RunDir
+from unipar.subprocesses import end_with
 from unipar.world import Placement
 
-_PARENT_POLL = 1.0
 # Longer than the launching process takes to tell who is missing and end this process.
 _LINGER = 15.0
 
@@ -39,7 +38,7 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     process.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
     stack = attempt.stack(placement.rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-    threading.Thread(target=_end_with, args=(start["parent"], run.root), daemon=True).start()
+    end_with(start["parent"], lambda: shutil.rmtree(run.root, ignore_errors=True))
     try:
         fn = _load(run.payload)
         value = None
@@ -89,14 +88,6 @@ def _save(value: Any, path: Path) -> None:
     partial = path.with_suffix(".partial")
     partial.write_bytes(data)
     partial.rename(path)
-
-
-def _end_with(parent: int, directory: Path) -> None:
-    """End this process and its children when the launching process is gone."""
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL)
-    shutil.rmtree(directory, ignore_errors=True)
-    os.killpg(0, signal.SIGKILL)
 
 
 def _placement(start: dict[str, Any]) -> Placement:
