@@ -6,10 +6,10 @@ import gc
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import unipar
 from examples.gpt import GPT, loss
+from unipar.benchmark.memory import storages
 from unipar.strategy import Precision
 
 BATCH, LENGTH = 2, 32
@@ -41,13 +41,3 @@ def held(
         own = sum(size for place, size in storages().items() if place not in before)
         engine.step()
         return parameters, max(session.world.gather(own))
-
-
-def storages() -> dict[int, int]:
-    """The memory behind all tensors of this process, by address: its size in bytes."""
-    # By their types: some modules' objects run code when they are asked for their class.
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-    # A gradient need not be known to Python as long as nobody has looked at it.
-    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    own = [tensor for tensor in tensors if not isinstance(tensor, DTensor) and not tensor.is_meta]
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own}

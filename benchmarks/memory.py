@@ -7,8 +7,8 @@ from typing import Any
 import unipar
 from benchmarks.held import held
 from benchmarks.report import Row, mebibytes
-from benchmarks.timing import Ratio
 from unipar import launch
+from unipar.benchmark.statistics import Estimate
 
 LAYERS, WIDTH = 4, 256
 FP32 = 4
@@ -40,7 +40,7 @@ def measure(*, quick: bool) -> list[Row]:
                     f"{_formula(whole, divided, ranks)}",
                     mebibytes(most),
                     mebibytes(formula),
-                    Ratio(ratio, ratio, ratio, 1),
+                    Estimate(median=ratio, low=ratio, high=ratio, pairs=1),
                     aim=1.05,
                     lowest=0.95,
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,8 @@ from statistics import median
 
 import psutil
 
-from benchmarks.timing import Ratio
+from unipar.benchmark import machine
+from unipar.benchmark.statistics import Estimate
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
@@ -35,7 +35,7 @@ class Row:
     what: str
     ours: str
     baseline: str
-    ratio: Ratio
+    ratio: Estimate
     aim: float | None = None
     lowest: float | None = None
 
@@ -49,7 +49,7 @@ class Row:
         aim: float | None = None,
     ) -> Row:
         """A row of paired measurements, whose medians are shown."""
-        ratio = Ratio.of(ours, baseline)
+        ratio = Estimate.of(ours, baseline)
         return cls(what, unit(median(ours)), unit(median(baseline)), ratio, aim)
 
     @property
@@ -106,21 +106,13 @@ def table(rows: Iterable[Row]) -> str:
 def circumstances(command: str, seconds: float, others: Iterable[str]) -> str:
     """The machine, date and command of a run, and the versions of torch and other packages."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", *others))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{datetime.now(timezone.utc):%Y-%m-%d}, `{command}`, {seconds / 60:.0f} minutes. "
-        f"{_processor()}, {cores} cores, {memory:.0f} GiB, {platform.system()}; "
+        f"{machine.processor()}, {machine.cores()} cores, {memory:.0f} GiB, {platform.system()}; "
         f"Python {platform.python_version()}, unipar {version('unipar')}, {packages}. "
         "One thread a process."
     )
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def write_markdown(path: Path, text: str) -> None:
@@ -139,5 +131,7 @@ def write_markdown(path: Path, text: str) -> None:
 
 def write_json(path: Path, rows: Iterable[Row], about: str) -> None:
     """The same rows for programs."""
-    entries = [{**asdict(row), "verdict": row.verdict} for row in rows]
+    entries = [
+        {**asdict(row), "ratio": row.ratio.model_dump(), "verdict": row.verdict} for row in rows
+    ]
     path.write_text(json.dumps({"about": about, "rows": entries}, indent=1), encoding="utf-8")

@@ -3,39 +3,10 @@
 from __future__ import annotations
 
 import random
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from time import perf_counter
 
 BASELINE = "baseline"
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """The median of paired ratios, with the 95 % bootstrap interval of that median.
-
-    Attributes:
-        median: of the ratios.
-        low: lower end of the interval.
-        high: upper end of the interval.
-        pairs: number of ratios.
-    """
-
-    median: float
-    low: float
-    high: float
-    pairs: int
-
-    @classmethod
-    def of(cls, ours: Sequence[float], baseline: Sequence[float]) -> Ratio:
-        ratios = [a / b for a, b in zip(ours, baseline, strict=True)]
-        draw = random.Random(0)
-        medians = sorted(
-            statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000)
-        )
-        low, high = medians[49], medians[1949]
-        return cls(statistics.median(ratios), low, high, len(ratios))
 
 
 def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:

@@ -190,6 +190,7 @@ def _check(
             "a benchmark starts its own processes, and a launcher has started this one: run it "
             "without torchrun, srun or mpirun."
         )
+    html.require()
     known = set(inspect.signature(fit).parameters)
     for name in arguments:
         if name not in known:

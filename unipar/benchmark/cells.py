@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pydantic import BaseModel
 
@@ -135,8 +135,3 @@ def sweep(strategy: str) -> list[str]:
             )
         choices.append([f"{key.strip()}={value}" for value in variants])
     return [f"{name}:{','.join(combined)}" for combined in itertools.product(*choices)]
-
-
-def names(strategies: Iterable[str]) -> list[str]:
-    """The registered names among them, each once."""
-    return list(dict.fromkeys(registry.as_mapping(strategy)["name"] for strategy in strategies))

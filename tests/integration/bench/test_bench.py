@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.report import BEGIN, END, Row, table, write_markdown  # noqa: E402
-from benchmarks.timing import Ratio, in_turns  # noqa: E402
+from benchmarks.timing import in_turns  # noqa: E402
+from unipar.benchmark.statistics import Estimate  # noqa: E402
 
 
 def test_every_part_measures_what_it_names(tmp_path: Path) -> None:
@@ -49,7 +50,9 @@ def test_every_part_measures_what_it_names(tmp_path: Path) -> None:
 def test_a_missed_aim_is_said_to_be_missed() -> None:
     slow = Row.timed("steps", [1.2, 1.3, 1.25], [1.0, 1.0, 1.0], "{:.2f} s".format, aim=1.1)
     unsure = Row.timed("loads", [1.2, 1.0, 1.15], [1.0, 1.0, 1.0], "{:.2f} s".format, aim=1.1)
-    small = Row("bytes", "1", "2", Ratio(0.5, 0.5, 0.5, 1), aim=1.05, lowest=0.95)
+    small = Row(
+        "bytes", "1", "2", Estimate(median=0.5, low=0.5, high=0.5, pairs=1), aim=1.05, lowest=0.95
+    )
     lines = table([slow, unsure, small]).splitlines()[2:]
     assert lines[0].endswith("| 1.250 (1.200 to 1.300) | 3 | at most 1.1 | **missed** |")
     assert lines[1].endswith("| at most 1.1 | **missed**, within the spread |")

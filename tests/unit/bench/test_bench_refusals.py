@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,11 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     said = refused(tmp_path, output_dir=tmp_path / "file" / "out")
     assert "cannot be used" in said
     assert "--output" in said
+
+
+def test_a_report_that_could_not_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert "pip install 'unipar[bench]'" in refused(tmp_path)
 
 
 def test_a_python_that_does_not_work(tmp_path: Path) -> None:

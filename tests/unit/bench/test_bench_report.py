@@ -235,7 +235,7 @@ def test_a_page_without_a_measurement_has_reasons_and_no_chart() -> None:
 def test_without_plotly_the_command_that_mends_it_is_named(
     result: BenchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'unipar[bench]'")):
         html.render(result)
 

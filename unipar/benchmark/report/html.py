@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -41,21 +42,31 @@ def write(result: BenchResult, path: str | Path) -> None:
         raise ConfigError(f"the report cannot be written to {path}: {error}.") from error
 
 
+def require() -> None:
+    """Find out, without importing it, whether there is what draws the charts.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    if find_spec("plotly") is None:
+        raise ConfigError(
+            "a benchmark's report needs plotly, which is not installed. "
+            "Run: pip install 'unipar[bench]'"
+        )
+
+
 def render(result: BenchResult) -> str:
     """The page.
 
     Raises:
         ConfigError: plotly is not installed.
     """
-    try:
-        from plotly.offline import get_plotlyjs
+    require()
+    from plotly.offline import get_plotlyjs
 
-        from unipar.benchmark.report.charts import CHARTS
-        from unipar.benchmark.report.charts.drawing import DARK_PALETTE, PALETTE, Chart
-    except ImportError as error:
-        raise ConfigError(
-            f"the report's charts need plotly ({error}). pip install 'unipar[bench]'"
-        ) from error
+    from unipar.benchmark.report.charts import CHARTS
+    from unipar.benchmark.report.charts.drawing import DARK_PALETTE, PALETTE, Chart
+
     drawn = [(entry, entry.draw(result)) for entry in CHARTS]
     charts = [(entry, chart) for entry, chart in drawn if isinstance(chart, Chart)]
     missing = [(entry, lack) for entry, lack in drawn if not isinstance(lack, Chart)]

@@ -43,7 +43,7 @@ class Ddp(Dialect):
             "DistributedSampler(data, num_replicas=script.world().data_size, "
             "rank=script.world().data_rank)"),
         Row("mp.spawn(main, args=(n,), nprocs=n)", "script.spawn(main, args=(n,), nprocs=n)"),
-        Row("dist.barrier(), dist.all_reduce(t), dist.get_rank(), `if rank == 0:`", "unchanged"),
+        Row("dist.barrier(), dist.all_reduce(t), dist.get_rank(), if rank == 0:", "unchanged"),
         *LOOP_ROWS,
     )  # fmt: skip
 
