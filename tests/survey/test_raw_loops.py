@@ -42,6 +42,7 @@ def test_they_know_nothing_of_unipar(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_they_have_the_same_losses_and_a_ratio_beside_them(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="this environment lends its frameworks, and reports none")

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from unipar.testing import portability
 from unipar.testing.pool import WorldPools
 from unipar.testing.portability import BATCH, HALF, RELATIVE, STEPS, Language
 from unipar.world import Placement, join
-from unipar_deepspeed import framework, saved
+from unipar_deepspeed import files, framework, saved
 
 pytestmark = pytest.mark.slow
 
@@ -204,6 +205,35 @@ def test_nothing_in_a_file_is_run(copy: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(CheckpointError, match=r"objects that are not unpickled.*print"):
         saved.read(copy)
     assert "this ran" not in capsys.readouterr().out
+
+
+class Member:
+    """Stored as Python 3.11 to 3.11.3 stores a member of an enumeration."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
+
+
+def test_an_enumeration_of_an_older_python_is_read_and_no_other_attribute(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type("ZeroStageEnum", (), {"__module__": "deepspeed.runtime.zero.config"})
+    config = types.ModuleType("deepspeed.runtime.zero.config")
+    config.ZeroStageEnum = kind  # pyright: ignore[reportAttributeAccessIssue]
+    file = copy / "mp_rank_00_model_states.pt"
+    contents = torch.load(file, weights_only=True)
+    with monkeypatch.context() as patch:
+        for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero"):
+            patch.setitem(sys.modules, name, types.ModuleType(name))
+        patch.setitem(sys.modules, config.__name__, config)
+        torch.save({**contents, "stage": Member(kind, "gradients")}, file)
+    assert files.load(file)["stage"].args == ("gradients",)
+    torch.save({**contents, "mine": Member(torch.Tensor, "numpy")}, file)
+    with pytest.raises(CheckpointError, match=r"objects that are not unpickled.*getattr"):
+        saved.read(copy)
 
 
 def test_model_parallel_checkpoints_are_refused(copy: Path) -> None:

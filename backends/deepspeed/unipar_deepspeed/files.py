@@ -85,6 +85,8 @@ def load(file: Path) -> dict[str, Any]:
     stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (_stand_in(name), name) for name in _STAND_INS
     ]
+    # How Python 3.11 to 3.11.3 stores a member of an enumeration.
+    stand_ins.append((_member, "builtins.getattr"))
     try:
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -98,6 +100,13 @@ def load(file: Path) -> dict[str, Any]:
         ) from error
     except (OSError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{file} is damaged: {str(error).splitlines()[0]}.") from error
+
+
+def _member(kind: Any, name: str) -> _Opaque:
+    """What ``getattr`` gives in a file: a member of one of the stand-ins, and nothing else."""
+    if not (isinstance(kind, type) and issubclass(kind, _Opaque)):
+        raise pickle.UnpicklingError(f"an attribute '{name}' of an object")
+    return kind(name)
 
 
 def _stand_in(name: str) -> type[_Opaque]:
