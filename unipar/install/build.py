@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from unipar.errors import InstallError
 from unipar.install.cache import wheel_directory
@@ -113,7 +114,9 @@ def _check_sources(sdist: Path, build: Build) -> None:
 def _unpack(sdist: Path, directory: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=directory.parent) as unpacked:
         with tarfile.open(sdist) as archive:
-            archive.extractall(unpacked, filter="data")
+            # What is in it is known by its hash; Pythons before 3.10.12 and 3.11.4 have no filters.
+            guard: Any = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            archive.extractall(unpacked, **guard)
         (root,) = Path(unpacked).iterdir()
         os.replace(root, directory)
     return directory
