@@ -15,7 +15,7 @@ from unipar.benchmark.cells import Cell
 from unipar.benchmark.report import comparison as comparison_report
 from unipar.benchmark.report import text
 from unipar.benchmark.result import BenchResult, CellResult, Job, Machine
-from unipar.benchmark.summary import slowest
+from unipar.benchmark.summary import step_time
 from unipar.errors import ConfigError
 
 LEAST = 0.03
@@ -211,7 +211,7 @@ def _ratio(after: Sequence[float], before: Sequence[float]) -> Ratio | None:
 
 
 def _step_times(result: CellResult) -> list[float]:
-    return [statistics.median(slowest(trial)) for trial in result.trials]
+    return [step_time(trial) for trial in result.trials]
 
 
 def _peaks(result: CellResult) -> list[float]:

@@ -31,7 +31,8 @@ from unipar.benchmark.job import BenchJob
 from unipar.benchmark.meter import rank_file
 from unipar.benchmark.result import Rank
 from unipar.config import RunConfig
-from unipar.data.order import Slicing, epoch_order
+from unipar.data.checks import shuffles, slicing_of
+from unipar.data.order import epoch_order
 from unipar.data.sources import open_source
 from unipar.devices import resolve_device_type
 from unipar.errors import ConfigError
@@ -145,14 +146,13 @@ def _batches(config: RunConfig, steps: int, source: Any, placement: Placement) -
     size = config.global_batch_size
     if size is None or source.num_samples is None:
         raise ConfigError("--raw needs global_batch_size, and data that knows its length.")
-    share = -(-size // placement.size)
-    micro = config.micro_batch_size if isinstance(config.micro_batch_size, int) else share
-    slicing = Slicing(size, micro, placement.rank, placement.size)
+    micro = config.micro_batch_size if isinstance(config.micro_batch_size, int) else None
+    slicing = slicing_of(size, micro, placement.rank, placement.size)
     batches: list[Any] = []
-    shuffle = source.shuffle if config.shuffle is None else config.shuffle
+    shuffle = shuffles(config.shuffle, source)
     for epoch in range(steps):
         order = epoch_order(
-            source.num_samples, seed=config.seed, epoch=epoch, shuffle=shuffle is not False
+            source.num_samples, seed=config.seed, epoch=epoch, shuffle=shuffle
         ).tolist()
         for first in range(0, len(order), size):
             whole = order[first : first + size]

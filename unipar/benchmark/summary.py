@@ -82,7 +82,7 @@ def _cell(
         return CellResult(cell=cell, status="not run", reason="the benchmark ended before it.")
     trials = [one.trial for one in found]
     steps = [seconds for trial in trials for seconds in slowest(trial)]
-    medians = [statistics.median(slowest(trial)) for trial in trials]
+    medians = [step_time(trial) for trial in trials]
     step = Spread.of(steps)
     peak = link.matmul_flops.get(cell.precision) if link else None
     # A hand-written loop says nothing of items, and its losses are its own affair.
@@ -107,6 +107,11 @@ def _cell(
 def slowest(trial: Trial) -> list[float]:
     """Seconds of each timed step on the rank that took longest."""
     return [max(step) for step in zip(*(rank.seconds for rank in trial.ranks), strict=True)]
+
+
+def step_time(trial: Trial) -> float:
+    """The median of :func:`slowest`, in seconds."""
+    return statistics.median(slowest(trial))
 
 
 def predicted(found: Finding, devices: int) -> Memory | None:
@@ -148,8 +153,8 @@ def _ties(one: CellResult, results: Sequence[CellResult]) -> list[str]:
 
 def paired(one: CellResult, other: CellResult) -> Estimate | None:
     """The ratio of two cells' median steps in the rounds in which both have run."""
-    ours = {trial.repeat: statistics.median(slowest(trial)) for trial in one.trials}
-    theirs = {trial.repeat: statistics.median(slowest(trial)) for trial in other.trials}
+    ours = {trial.repeat: step_time(trial) for trial in one.trials}
+    theirs = {trial.repeat: step_time(trial) for trial in other.trials}
     rounds = sorted(ours.keys() & theirs.keys())
     if not rounds:
         return None
