@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from unipar.cli import main
+from unipar.errors import ConfigError
+from unipar.migrate.verify import verify
 
 SCRIPT = """\
 import torch
@@ -49,3 +51,18 @@ def test_verify_tells_runs_apart(script: Path, capsys: pytest.CaptureFixture[str
     )
     assert main(["migrate", str(script), "--verify", "--steps", "5"]) == 1
     assert "the runs DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_words_of_a_script_that_fails_come_without_its_launchers(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "raise SystemExit('there is no data here')\n"
+    )
+    with pytest.raises(ConfigError, match=r"the original script failed .* gave 1\)") as caught:
+        verify(tmp_path, "train.py", {}, "", launcher="torchrun", timeout=120)
+    told = str(caught.value)
+    assert "there is no data here" in told
+    assert "ChildFailedError" not in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -207,7 +208,15 @@ def _run(
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if process.returncode:
-        tail = "\n".join(output.splitlines()[-30:])
         raise ConfigError(
-            f"the {name} script failed ({' '.join(command)} gave {process.returncode}):\n{tail}"
+            f"the {name} script failed ({' '.join(command)} gave {process.returncode}):\n"
+            + _last_words(output)
         )
+
+
+def _last_words(output: str) -> str:
+    """The end of what a script wrote, without the launcher's own report below it."""
+    lines = itertools.takewhile(
+        lambda line: "torch/distributed/elastic/" not in line, output.splitlines()
+    )
+    return "\n".join([*lines][-30:])

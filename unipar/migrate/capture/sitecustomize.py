@@ -5,11 +5,13 @@ generators, and notes the value of every tensor on which ``backward()`` is calle
 them is reached and the process ends. Only the standard library is used before torch is there.
 """
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import json
 import os
 import sys
+import time
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -49,6 +51,10 @@ def _record(torch):
         return backward(self, *args, **kwargs)
 
     torch.Tensor.backward = recording
+    # Seen with torch 2.13: a gloo thread that lets go of a tensor while the interpreter ends aborts
+    # the process. Scripts whose last act is a collective end so now and then; with a moment
+    # without the GIL the thread is done before.
+    atexit.register(time.sleep, 0.2)
 
 
 def _write(torch, losses):
