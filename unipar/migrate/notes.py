@@ -46,7 +46,7 @@ class Migration:
         notes: in the order of their lines.
         dialect: what the script was written for; empty where there is nothing to migrate.
         changed: whether ``code`` is other than what was given.
-        launcher: what starts the original: ``python`` or ``torchrun``.
+        launcher: what starts it: a name among :data:`unipar.migrate.launchers.LAUNCHERS`.
     """
 
     code: str
@@ -54,7 +54,7 @@ class Migration:
     notes: tuple[Note, ...] = ()
     dialect: str = ""
     changed: bool = False
-    launcher: Literal["python", "torchrun"] = "python"
+    launcher: str = "python"
 
     @property
     def refused(self) -> bool:

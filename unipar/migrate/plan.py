@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import libcst as cst
 
@@ -25,6 +25,7 @@ class Plan:
         notes: what there is to say.
         models: origins of the modules that some optimizer updates.
         optimizers: the calls that build optimizers, each with the model that it updates.
+        launcher: what starts the script: a name among ``unipar.migrate.launchers.LAUNCHERS``.
     """
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
@@ -34,7 +35,7 @@ class Plan:
         self.notes: list[Note] = []
         self.models: set[Origin] = set()
         self.optimizers: dict[Origin, cst.BaseExpression] = {}
-        self.launcher: Literal["python", "torchrun"] = "python"
+        self.launcher = "python"
         self._imports: set[tuple[str, str]] = set()
 
     # -- looking ---------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
 from unipar.errors import ConfigError
+from unipar.migrate.launchers import command
 
 TOLERANCE = 1e-5
 """Relative difference up to which losses agree: what summing in another order makes in fp32."""
@@ -62,7 +61,7 @@ def verify(
     migrated: Mapping[str, str],
     config: str,
     *,
-    launcher: Literal["python", "torchrun"],
+    launcher: str,
     arguments: Sequence[str] = (),
     steps: int = 20,
     processes: int = 2,
@@ -79,10 +78,10 @@ def verify(
         script: its path from there.
         migrated: the rewritten files, by their paths from there.
         config: the text of ``unipar.yaml``.
-        launcher: what starts the script.
+        launcher: what starts the script: a name among :data:`unipar.migrate.launchers.LAUNCHERS`.
         arguments: its command line.
         steps: backward passes to compare.
-        processes: how many, where ``torchrun`` starts them.
+        processes: how many, where the launcher starts several.
         seed: of the generators, in both.
         timeout: seconds for each run.
         environ: more variables for the migrated run.
@@ -91,11 +90,12 @@ def verify(
         ConfigError: a run fails, or computes no loss.
     """
     where = {"arguments": arguments, "steps": steps, "seed": seed, "timeout": timeout}
-    original = losses_of(root, script, {}, _launch(launcher, processes), name="original", **where)
+    start = command(launcher, processes)
+    original = losses_of(root, script, {}, start, name="original", **where)
     files = {**migrated, (PurePosixPath(script).parent / "unipar.yaml").as_posix(): config}
     return Proof(
         original,
-        losses_of(root, script, files, _launch(launcher, processes), environ=environ, **where),
+        losses_of(root, script, files, start, environ=environ, **where),
     )
 
 
@@ -152,15 +152,6 @@ def losses_of(
             "compare. Give it the arguments that it trains with: --args '...'."
         )
     return dict(sorted(found.items()))
-
-
-def _launch(launcher: Literal["python", "torchrun"], processes: int) -> list[str]:
-    if launcher == "python":
-        return [sys.executable]
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={processes}",
-    ]  # fmt: skip
 
 
 def _copy(root: Path, to: Path) -> None:

@@ -58,7 +58,7 @@ def _record(torch):
 
 
 def _write(torch, losses):
-    rank = 0
+    rank = os.environ.get("HOROVOD_RANK", "0")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
     path = os.path.join(os.environ["UNIPAR_CAPTURE_DIR"], f"{rank}.json")

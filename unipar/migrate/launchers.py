@@ -1,0 +1,25 @@
+"""What starts a script for the proof, by the name that its dialect gives."""
+
+from __future__ import annotations
+
+import sys
+
+_PYTHON = (sys.executable,)
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "python": _PYTHON,
+    "torchrun": (*_PYTHON, "-m", "torch.distributed.run", "--standalone",
+                 "--nproc-per-node={processes}"),
+    "horovodrun": (*_PYTHON, "-m", "horovod.runner.launch", "--gloo", "-np", "{processes}",
+                   *_PYTHON),
+}  # fmt: skip
+"""The words in front of the script's path; ``{processes}`` is their number."""
+
+
+def command(launcher: str, processes: int) -> list[str]:
+    """The command that a script's path and arguments are put behind.
+
+    Args:
+        launcher: a name among :data:`LAUNCHERS`.
+        processes: how many, where the launcher starts several.
+    """
+    return [word.replace("{processes}", str(processes)) for word in LAUNCHERS[launcher]]
