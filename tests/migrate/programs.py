@@ -12,8 +12,17 @@ PROGRAMS = sorted(
 
 def files_of(program: str) -> dict[str, str]:
     """The text of a program's files, by their paths in it."""
+    return _texts(program, "*.py")
+
+
+def settings_of(program: str) -> dict[str, str]:
+    """The text of the settings beside them, likewise."""
+    return _texts(program, "*.json") | _texts(program, "*.yaml")
+
+
+def _texts(program: str, pattern: str) -> dict[str, str]:
     root = CORPUS / program
     return {
         path.relative_to(root).as_posix(): path.read_bytes().decode()
-        for path in sorted(root.rglob("*.py"))
+        for path in sorted(root.rglob(pattern))
     }

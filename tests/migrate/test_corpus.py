@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from programs import CORPUS, PROGRAMS, files_of
+from programs import CORPUS, PROGRAMS, files_of, settings_of
 
 from unipar.migrate import migrate_files
 from unipar.migrate.report import diff
@@ -29,7 +29,7 @@ QUICK = ("ddp/functions", "ddp/spawned_trainer", "torch/amp", "torch/gan")
     ],
 )
 def test_losses_are_equal_before_and_after(program: str) -> None:
-    migrations = migrate_files(files_of(program))
+    migrations = migrate_files(files_of(program), settings=settings_of(program))
     main = migrations["train.py"]
     proof = verify(
         CORPUS / program,
@@ -55,7 +55,7 @@ def test_losses_are_equal_before_and_after(program: str) -> None:
     ],
 )
 def test_a_script_for_one_device_trains_the_same_on_two(program: str) -> None:
-    migrations = migrate_files(files_of(program))
+    migrations = migrate_files(files_of(program), settings=settings_of(program))
     files = {name: one.code for name, one in migrations.items()}
     files["unipar.yaml"] = yaml.safe_dump({**migrations["train.py"].config, "strategy": "ddp"})
     alone = losses_of(CORPUS / program, "train.py", {}, [sys.executable], timeout=180)
@@ -70,7 +70,7 @@ def test_a_script_for_one_device_trains_the_same_on_two(program: str) -> None:
 @pytest.mark.timeout(400)
 def test_one_field_changes_what_runs_a_migrated_script() -> None:
     program = "ddp/functions"
-    migrations = migrate_files(files_of(program))
+    migrations = migrate_files(files_of(program), settings=settings_of(program))
     main = migrations["train.py"]
     proof = verify(
         CORPUS / program,
@@ -87,7 +87,7 @@ def test_one_field_changes_what_runs_a_migrated_script() -> None:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_changes_are_those_that_were_reviewed(program: str) -> None:
     files = files_of(program)
-    migrations = migrate_files(files)
+    migrations = migrate_files(files, settings=settings_of(program))
     notes = sorted(str(note) for one in migrations.values() for note in one.notes)
     told = "".join(f"{note}\n" for note in notes)
     config = yaml.safe_dump(dict(migrations["train.py"].config), sort_keys=False)
@@ -97,7 +97,7 @@ def test_the_changes_are_those_that_were_reviewed(program: str) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_migrating_twice_changes_nothing(program: str) -> None:
-    migrations = migrate_files(files_of(program))
+    migrations = migrate_files(files_of(program), settings=settings_of(program))
     once = {name: one.code for name, one in migrations.items()}
     again = migrate_files(once)
     assert {name: one.code for name, one in again.items()} == once

@@ -72,7 +72,7 @@ def migrate(
     from unipar.migrate.writing import read, write
 
     program = read(paths)
-    migrations = migrate_files(program.files, dialect=from_)
+    migrations = migrate_files(program.files, dialect=from_, settings=program.settings)
     for note in all_notes(migrations):
         print(note)
     refused = any(one.refused for one in migrations.values())

@@ -18,21 +18,33 @@ if TYPE_CHECKING:
     from unipar.migrate.plan import Plan
 
 
-def migrate_source(source: str, *, dialect: str = "auto", file: str = "script.py") -> Migration:
+def migrate_source(
+    source: str,
+    *,
+    dialect: str = "auto",
+    file: str = "script.py",
+    settings: Mapping[str, str] | None = None,
+) -> Migration:
     """Rewrite one training script, without running it.
 
     Args:
         source: the script.
         dialect: what it is written for; ``auto`` finds out.
         file: its name, for messages.
+        settings: see :func:`migrate_files`.
 
     Raises:
         ConfigError: it has a syntax error, or there is no such dialect.
     """
-    return migrate_files({file: source}, dialect=dialect)[file]
+    return migrate_files({file: source}, dialect=dialect, settings=settings)[file]
 
 
-def migrate_files(files: Mapping[str, str], *, dialect: str = "auto") -> dict[str, Migration]:
+def migrate_files(
+    files: Mapping[str, str],
+    *,
+    dialect: str = "auto",
+    settings: Mapping[str, str] | None = None,
+) -> dict[str, Migration]:
     """Rewrite a script of several files together, without running any.
 
     Where something in one file is refused, all are left alone.
@@ -40,6 +52,8 @@ def migrate_files(files: Mapping[str, str], *, dialect: str = "auto") -> dict[st
     Args:
         files: their text, by paths relative to where they import each other from.
         dialect: what they are written for; ``auto`` finds out.
+        settings: the text of JSON and YAML files beside them, by paths likewise, for the
+            frameworks whose settings stand in such.
 
     Raises:
         ConfigError: one has a syntax error, or there is no such dialect.
@@ -51,7 +65,7 @@ def migrate_files(files: Mapping[str, str], *, dialect: str = "auto") -> dict[st
     if not any(_mentions(trees[name]) for name in read):
         return alone
     try:
-        return {**alone, **_migrate(read, dialect)}
+        return {**alone, **_migrate(read, dialect, settings or {})}
     except RecursionError:
         name = max(read, key=lambda one: len(read[one]))
         note = Note(name, 1, "refused", name, "it nests too deeply to be read.", "Split it up.")
@@ -66,7 +80,9 @@ def _check_dialect(name: str) -> None:
         raise ConfigError(f"there is no dialect '{name}'. Choose one of {', '.join(allowed)}.")
 
 
-def _migrate(files: Mapping[str, str], wanted: str) -> dict[str, Migration]:
+def _migrate(
+    files: Mapping[str, str], wanted: str, settings: Mapping[str, str]
+) -> dict[str, Migration]:
     import libcst as cst
 
     from unipar.migrate.plan import Plan
@@ -89,7 +105,7 @@ def _migrate(files: Mapping[str, str], wanted: str) -> dict[str, Migration]:
                 "Save it with \\n or \\r\\n at the end of every line.",
             )  # fmt: skip
             return {name: Migration(text, notes=(note,))}
-    plan = Plan(sources)
+    plan = Plan(sources, settings)
     dialect = _dialect(plan, wanted)
     dialect.rewrite(plan)
     if any(source.edits for source in plan.sources):

@@ -21,6 +21,7 @@ class Plan:
 
     Attributes:
         flow: the program.
+        settings: the text of the JSON and YAML files beside it, by their paths.
         config: what goes into ``unipar.yaml``.
         notes: what there is to say.
         models: origins of the modules that some optimizer updates.
@@ -28,8 +29,11 @@ class Plan:
         launcher: what starts the script: a name among ``unipar.migrate.launchers.LAUNCHERS``.
     """
 
-    def __init__(self, sources: Mapping[str, Source]) -> None:
+    def __init__(
+        self, sources: Mapping[str, Source], settings: Mapping[str, str] | None = None
+    ) -> None:
         self.sources = list(sources.values())
+        self.settings = settings or {}
         self.flow = Flow(sources)
         self.config: dict[str, Any] = {}
         self.notes: list[Note] = []

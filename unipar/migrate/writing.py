@@ -14,6 +14,9 @@ from unipar.errors import ConfigError
 from unipar.migrate.notes import Migration
 
 CONFIG = "unipar.yaml"
+_SETTINGS = (".json", ".yaml", ".yml")
+_LARGEST_SETTINGS = 2**18
+"""Bytes up to which a file is read as settings; larger ones are data."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,14 @@ class Program:
         root: the directory that the paths start from.
         files: the text of each file, by its path from there.
         whole: whether a directory was named, so that all of it is written.
+        settings: the text of JSON and YAML files, likewise: those in a directory that was named,
+            and in the directories of scripts that were.
     """
 
     root: Path
     files: Mapping[str, str]
     whole: bool
+    settings: Mapping[str, str]
 
 
 def read(paths: Sequence[Path]) -> Program:
@@ -55,7 +61,20 @@ def read(paths: Sequence[Path]) -> Program:
     root = top or Path(os.path.commonpath([p.resolve().parent for p in found]))
     root = root.resolve()
     files = {p.resolve().relative_to(root).as_posix(): _text(p) for p in found}
-    return Program(root, files, whole)
+    return Program(root, files, whole, _settings(root, {p.resolve().parent for p in found}, top))
+
+
+def _settings(root: Path, beside: set[Path], top: Path | None) -> dict[str, str]:
+    if top is None:
+        paths = [path for one in sorted(beside) for path in sorted(one.iterdir())]
+    else:
+        paths = [path for path in sorted(root.rglob("*")) if not _hidden(path.relative_to(root))]
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes().decode(errors="replace")
+        for path in paths
+        if path.suffix in _SETTINGS and path.is_file()
+        and path.stat().st_size <= _LARGEST_SETTINGS
+    }  # fmt: skip
 
 
 def _hidden(path: Path) -> bool:
