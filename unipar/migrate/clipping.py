@@ -97,11 +97,11 @@ def _known_at(loop: TrainingLoop, origin: Origin, norm: cst.BaseExpression) -> b
         return False
     function = there.function(origin.node)
     own = here.scope(root)
-    scopes = [one.scope for one in own[root.value] if hasattr(one, "scope")] if own else []
+    bindings = own[root.value] if own else []
+    scopes = [one.scope for one in bindings if one.scope is not None]
     top = here.scope(here.tree)
     inside = here.function(norm) is function
-    bound = min((here.span(one.node)[0] for one in own[root.value] if hasattr(one, "node")),
-                default=0) if own else 0  # fmt: skip
+    bound = min((here.span(one.node)[0] for one in bindings if one.node is not None), default=0)
     late = inside and bound > there.span(origin.node)[0]
     return bool(scopes) and not late and all(scope is top or inside for scope in scopes)
 

@@ -7,6 +7,7 @@ import libcst as cst
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
+from unipar.migrate.tree import inside
 
 LOCAL_RANK = "unipar:local_rank"
 _ENVIRONMENT = {"LOCAL_RANK": "local_rank", "RANK": "rank", "WORLD_SIZE": "size",
@@ -114,7 +115,7 @@ def _picks(plan: Plan, node: cst.IfExp) -> bool:
     test = node.test
     asks = any(
         "torch.cuda.is_available" in plan.flow.names(one.func)
-        for one in _calls_in(test)
+        for one in inside(test) if isinstance(one, cst.Call)
     )  # fmt: skip
     return asks and {constant(node.body), constant(node.orelse)} <= {"cuda", "cuda:0", "cpu"}
 
@@ -134,13 +135,3 @@ def _is_literal_cuda(node: cst.BaseExpression | None) -> bool:
 
 def _is_plain_constant(node: cst.BaseExpression | None) -> bool:
     return constant(node) is not None
-
-
-def _calls_in(node: cst.CSTNode) -> list[cst.Call]:
-    found, stack = [], [node]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, cst.Call):
-            found.append(one)
-        stack.extend(one.children)
-    return found

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import ImportAssignment
 
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.source import Source
@@ -129,10 +128,9 @@ class Expressions:
             return NOTHING
         found: set[Origin] = set()
         for one in scope[node.value]:
-            if isinstance(one, ImportAssignment):
-                for name in one.get_qualified_names_for(node.value):
-                    found |= self._imported(self.source(node), name.name)
-            elif type(one).__name__ == "BuiltinAssignment":
+            if one.imported:
+                found |= self._imported(self.source(node), one.imported)
+            elif one.scope is None:
                 found.add(Origin("external", None, node.value))
             else:
                 found |= self._env.get(("name", id(one.scope), node.value), NOTHING)

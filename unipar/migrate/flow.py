@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import ImportAssignment
 
 from unipar.migrate.expressions import NOTHING, Expressions, Origin, Values
 from unipar.migrate.literals import argument, constant
@@ -111,7 +110,7 @@ class Flow(Expressions):
             if scope is None:
                 return
             for one in scope[target.value]:
-                if not isinstance(one, ImportAssignment) and hasattr(one, "scope"):
+                if not one.imported and one.scope is not None:
                     self._grow(("name", id(one.scope), target.value), values)
         elif isinstance(target, cst.Attribute):
             for one in self.values(target.value):

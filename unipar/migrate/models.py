@@ -9,6 +9,7 @@ from unipar.migrate.flow import Flow
 from unipar.migrate.literals import argument
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
+from unipar.migrate.tree import inside
 
 DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.DistributedDataParallel",
        "torch.nn.parallel.distributed.DistributedDataParallel")  # fmt: skip
@@ -69,17 +70,12 @@ def optimizers_of(values: Values) -> set[Origin]:
 
 def _parameter_calls(node: cst.CSTNode) -> list[cst.Call]:
     """The calls of ``parameters()`` and ``named_parameters()`` in an expression."""
-    found, stack = [], [node]
-    while stack:
-        one = stack.pop()
-        if (
-            isinstance(one, cst.Call)
-            and isinstance(one.func, cst.Attribute)
-            and one.func.attr.value in ("parameters", "named_parameters")
-        ):
-            found.append(one)
-        stack.extend(one.children)
-    return found
+    return [
+        one for one in inside(node)
+        if isinstance(one, cst.Call)
+        and isinstance(one.func, cst.Attribute)
+        and one.func.attr.value in ("parameters", "named_parameters")
+    ]  # fmt: skip
 
 
 def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression | None:
@@ -131,11 +127,11 @@ def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) ->
         call = origin.node
         assert isinstance(call, cst.Call)
         source = plan.flow.source(call)
-        if any(isinstance(one, _NO_FACTORY) for one in _inside(call)):
+        if any(isinstance(one, _NO_FACTORY) for one in inside(call)):
             plan.refuse(call, "this cannot stand in a function.", "Compute it beforehand.")
         calls = _parameter_calls(call.args[0].value)
         single = calls[0] if len(calls) == 1 else None
-        used = {one.value for one in _inside(call) if isinstance(one, cst.Name)}
+        used = {one.value for one in inside(call) if isinstance(one, cst.Name)}
         name = next(one for one in ("_", "__", "_unused", "_parameters") if one not in used)
         given = "named" if "named" not in used else "named_parameters_"
         if single is not None and isinstance(single.func, cst.Attribute):
@@ -212,12 +208,3 @@ def _under_autocast(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
                 plan.made_by(plan.flow.values(one.decorator), *AUTOCAST) for one in above.decorators
             )
     return False
-
-
-def _inside(node: cst.CSTNode) -> list[cst.CSTNode]:
-    found, stack = [], [node]
-    while stack:
-        one = stack.pop()
-        found.append(one)
-        stack.extend(one.children)
-    return found

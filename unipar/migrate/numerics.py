@@ -7,6 +7,7 @@ import libcst as cst
 from unipar.migrate.literals import argument
 from unipar.migrate.models import is_optimizer
 from unipar.migrate.plan import Plan
+from unipar.migrate.tree import inside
 
 _SIZE = ("torch.distributed.get_world_size",)
 _RANK = ("torch.distributed.get_rank",)
@@ -40,12 +41,8 @@ def warn_of_ranks(plan: Plan) -> None:
 
 
 def _mentions(plan: Plan, node: cst.CSTNode, made_by: tuple[str, ...], name: str) -> bool:
-    stack: list[cst.CSTNode] = [node]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, cst.Name) and one.value.endswith(name):
-            return True
-        if plan.made_by(plan.flow.values(one), *made_by):
-            return True
-        stack.extend(one.children)
-    return False
+    return any(
+        (isinstance(one, cst.Name) and one.value.endswith(name))
+        or plan.made_by(plan.flow.values(one), *made_by)
+        for one in inside(node)
+    )

@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import libcst as cst
-from libcst.metadata import (
-    ByteSpanPositionProvider,
-    MetadataWrapper,
-    ScopeProvider,
-)
+from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
 
 from unipar.migrate.edits import Edits, Span
+from unipar.migrate.scopes import Scope, scoped_children
 
 _T = TypeVar("_T", bound=cst.CSTNode)
 Function = cst.FunctionDef | cst.Module
@@ -37,9 +34,8 @@ class Source:
         wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         self.tree = wrapper.module
         self.edits = Edits(text.encode())
-        found = wrapper.resolve_many((ByteSpanPositionProvider, ScopeProvider))
-        self._spans: Any = found[ByteSpanPositionProvider]
-        self._scopes: Any = found[ScopeProvider]
+        self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
+        self._scopes: dict[cst.CSTNode, Scope] = {}
         self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
         self._kinds: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
         self.nodes = self._walk()
@@ -63,8 +59,8 @@ class Source:
     def line(self, node: cst.CSTNode) -> int:
         return self.edits.data.count(b"\n", 0, self.span(node)[0]) + 1
 
-    def scope(self, node: cst.CSTNode) -> Any:
-        """The scope that a name is looked up in; ``None`` where it is no name."""
+    def scope(self, node: cst.CSTNode) -> Scope | None:
+        """The scope that a name is looked up in; ``None`` where it is one of an attribute's."""
         return self._scopes.get(node)
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
@@ -152,15 +148,17 @@ class Source:
         return self.line_start(line), len(self.edits.data) if end < 0 else end + 1
 
     def _walk(self) -> list[cst.CSTNode]:
-        """Every node in the order of the file; notes their parents and kinds."""
+        """Every node in the order of the file; notes their parents, kinds and scopes."""
         nodes: list[cst.CSTNode] = []
-        stack: list[cst.CSTNode] = [self.tree]
+        stack: list[tuple[cst.CSTNode, Scope | None]] = [(self.tree, Scope(None, "module"))]
         while stack:
-            one = stack.pop()
+            one, scope = stack.pop()
             nodes.append(one)
             self._kinds.setdefault(type(one), []).append(one)
-            children = one.children
-            for child in children:
+            if scope is not None:
+                self._scopes[one] = scope
+            parts = scoped_children(one, scope)
+            for child, _ in parts:
                 self._parents[child] = one
-            stack.extend(reversed(children))
+            stack += reversed(parts)
         return nodes
