@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 def describe_differences(
     what: str,
-    path: Path,
+    path: Path | str,
     wanted: Mapping[str, Shape],
     stored: Mapping[str, Shape],
     *,
@@ -24,7 +24,7 @@ def describe_differences(
 
     Args:
         what: what the tensors are.
-        path: the checkpoint.
+        path: the checkpoint, or what else holds them.
         wanted: the shapes that are asked for.
         stored: the shapes that there are.
         exact: whether all that is stored must be asked for.

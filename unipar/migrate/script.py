@@ -302,6 +302,27 @@ def whole(of: Any) -> Any:
     return of
 
 
+def gathered(of: Any, *, rank0_only: bool = False) -> Any:
+    """A model or an optimizer, for state dicts of full tensors under any strategy.
+
+    Their ``state_dict()`` and ``load_state_dict(...)`` are collective. An optimizer's is by the
+    names of parameters. A model that is not prepared yet is as it is.
+
+    Args:
+        of: the model or the optimizer.
+        rank0_only: whether the other ranks get nothing.
+    """
+    from unipar.migrate.gathering import GatheredModel, GatheredOptimizer, Unprepared
+
+    ranks = world()
+    for one in reversed(_run.engines):
+        if of is one.engine.optimizer:
+            return GatheredOptimizer(one.engine, ranks, rank0_only=rank0_only)
+        if any(of is key for key in one.keys):
+            return GatheredModel(one.engine, ranks, rank0_only=rank0_only)
+    return Unprepared(of, ranks)
+
+
 # -- within --------------------------------------------------------------------------------------
 
 
@@ -337,6 +358,7 @@ def _own_randomness() -> Iterator[None]:
 
 # `open` hides the built-in one in this module, which uses it nowhere.
 __all__ = [
-    "ScriptConfig", "autocast", "backward", "close", "device", "engine", "no_sync", "open",
-    "placement", "prepare", "save", "session", "settings", "spawn", "split", "whole", "world",
+    "ScriptConfig", "autocast", "backward", "close", "device", "engine", "gathered", "no_sync",
+    "open", "placement", "prepare", "save", "session", "settings", "spawn", "split", "whole",
+    "world",
 ]  # fmt: skip

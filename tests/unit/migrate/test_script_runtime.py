@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unipar.errors import ConfigError
+from unipar.errors import CheckpointError, ConfigError
 from unipar.migrate import script
 
 
@@ -81,3 +81,25 @@ def test_a_variable_overrides_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_loader_stays_as_it_is_on_one_rank() -> None:
     loader = DataLoader(TensorDataset(torch.zeros(5)), batch_size=2)
     assert script.split(loader) is loader
+
+
+def test_gathered_states_are_by_name_whatever_the_strategy() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = script.prepare(model, optimizer=sgd).optimizer
+    weights = script.gathered(model).state_dict()
+    assert list(weights) == ["weight", "bias"]
+    groups = script.gathered(optimizer).state_dict()["param_groups"]
+    assert groups[0]["params"] == ["weight", "bias"]
+    script.gathered(model).load_state_dict({"weight": torch.ones(1, 3), "bias": torch.ones(1)})
+    assert model.weight.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_a_state_that_does_not_fit_is_told_by_name() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = script.prepare(model, optimizer=sgd).optimizer
+    with pytest.raises(
+        CheckpointError, match=r"in the state dict do not fit(.|\n)*wanted \[1, 3\]"
+    ):
+        script.gathered(model).load_state_dict({"weight": torch.ones(2), "bias": torch.ones(1)})
+    with pytest.raises(ConfigError, match="by the numbers of parameters"):
+        script.gathered(optimizer).load_state_dict(optimizer.state_dict())

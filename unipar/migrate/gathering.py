@@ -1,0 +1,250 @@
+"""Whole state dicts of what a strategy may have divided among ranks, in memory.
+
+They are what FSDP gives under ``FULL_STATE_DICT``: weights by name, and the optimizer's state by
+the names of the parameters, so that files of such scripts load under any strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unipar.checkpoint.boxes import part
+from unipar.checkpoint.differences import describe_differences
+from unipar.checkpoint.load import agree
+from unipar.errors import ConfigError
+from unipar.plain import from_json, to_json
+from unipar.state import GroupState, TensorInfo, TensorState
+from unipar.strategy import Engine
+from unipar.world import World
+
+
+class GatheredModel:
+    """A model whose state dict is whole. Its methods are collective.
+
+    Args:
+        engine: what holds it.
+        world: the joined processes.
+        rank0_only: whether the other ranks get nothing.
+    """
+
+    def __init__(self, engine: Engine, world: World, *, rank0_only: bool) -> None:
+        self._engine, self._world = engine, world
+        self._kept = world.is_main or not rank0_only
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and persistent buffers at their full shapes, on the host."""
+        state = self._engine.export_state()
+        found = gather(state.weights, self._world, kept=self._kept)
+        if self._kept:
+            found |= {name: found[stored] for name, stored in state.aliases.items()}
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Take over weights of full shape.
+
+        Args:
+            state_dict: on all ranks, or on rank 0 and empty elsewhere.
+
+        Raises:
+            CheckpointError: names or shapes differ.
+        """
+        tied = self._engine.export_state().aliases
+        weights = {name: t for name, t in state_dict.items() if name not in tied}
+        source = _Source(weights, {}, {}, self._world)
+        self._engine.import_state(source, optimizer=False)
+
+
+class GatheredOptimizer:
+    """An optimizer whose state dict is whole, and by name. Its methods are collective.
+
+    Args:
+        engine: what holds it.
+        world: the joined processes.
+        rank0_only: whether the other ranks get nothing.
+    """
+
+    def __init__(self, engine: Engine, world: World, *, rank0_only: bool) -> None:
+        self._engine, self._world = engine, world
+        self._kept = world.is_main or not rank0_only
+
+    def state_dict(self) -> dict[str, Any]:
+        """``state`` by parameter name and key, and ``param_groups`` with names for ``params``."""
+        exported = self._engine.export_state()
+        moments = gather(exported.optimizer, self._world, kept=self._kept)
+        if not self._kept:
+            return {}
+        state: dict[str, dict[str, Any]] = {}
+        for name, tensor in moments.items():
+            parameter, _, key = name.rpartition(".")
+            state.setdefault(parameter, {})[key] = tensor
+        for parameter, scalars in exported.extra.get("scalars", {}).items():
+            state.setdefault(parameter, {}).update(scalars)
+        groups = [
+            {**from_json(dict(one.hyperparameters)), "params": list(one.params)}
+            for one in exported.groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over state by parameter name.
+
+        Args:
+            state_dict: on all ranks, or on rank 0 and empty elsewhere.
+
+        Raises:
+            ConfigError: it is by number, as a plain optimizer's is.
+            CheckpointError: parameters or shapes differ.
+        """
+        groups = state_dict.get("param_groups", ())
+        names = [*state_dict.get("state", {}), *(name for one in groups for name in one["params"])]
+        if any(self._world.gather(any(not isinstance(name, str) for name in names))):
+            raise ConfigError(
+                "this optimizer state is by the numbers of parameters, as a plain optimizer's "
+                "state_dict() is, and not by their names. Load what "
+                "script.gathered(optimizer).state_dict() or FSDP.optim_state_dict has made."
+            )
+        moments: dict[str, torch.Tensor] = {}
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, values in state_dict.get("state", {}).items():
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    moments[f"{name}.{key}"] = value
+                elif value is not None:
+                    scalars.setdefault(name, {})[key] = to_json(value, f"state '{key}'")
+        told = {
+            "scalars": scalars,
+            "num_steps": self._engine.num_steps,
+            "groups": [to_json(dict(one), "param_groups") for one in groups],
+        }
+        self._engine.import_state(_Source({}, moments, told, self._world))
+
+
+class Unprepared:
+    """A model that no strategy has yet, which will begin with rank 0's weights everywhere.
+
+    Args:
+        model: the model.
+        world: the joined processes.
+    """
+
+    def __init__(self, model: Any, world: World) -> None:
+        self._model, self._world = model, world
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's own."""
+        return self._model.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over weights where there are any, and on rank 0."""
+        if state_dict or self._world.is_main:
+            self._model.load_state_dict(state_dict)
+
+
+def gather(states: Iterable[TensorState], world: World, *, kept: bool) -> dict[str, torch.Tensor]:
+    """Put the parts of each tensor together, one tensor at a time. Collective.
+
+    Args:
+        states: what this rank holds of each; the same tensors in the same order on every rank.
+        world: the joined processes.
+        kept: whether this rank wants them.
+
+    Returns:
+        Tensors of full shape on the host; none where they are not kept.
+    """
+    listed = list(states)
+    held = world.gather([state.boxes for state in listed])
+    found: dict[str, torch.Tensor] = {}
+    for index, state in enumerate(listed):
+        own = dict(zip(state.boxes, state.read(), strict=True))
+        whole = torch.empty(state.shape, dtype=state.dtype) if kept else None
+        owners: dict[Any, int] = {}
+        for rank, boxes in enumerate(held):
+            for box in boxes[index]:
+                owners.setdefault(box, rank)
+        for box, rank in owners.items():
+            values = own.get(box)
+            if world.size > 1:
+                sent = torch.empty(box.sizes, dtype=state.dtype, device=world.device)
+                if rank == world.rank and values is not None:
+                    sent.copy_(values.detach())
+                dist.broadcast(sent, src=rank)
+                values = sent
+            if whole is not None and values is not None:
+                part(whole, (0,) * whole.dim(), box).copy_(values.detach())
+        if whole is not None:
+            found[state.name] = whole
+    return found
+
+
+class _Source:
+    """Tensors of full shape in memory as a stored state; no weights leave them as they are.
+
+    Args:
+        weights: by name; on all ranks, or on rank 0 and empty elsewhere, as the other two.
+        moments: of the optimizer, likewise.
+        extra: what else there is, and ``groups``.
+        world: the joined processes.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        moments: Mapping[str, torch.Tensor],
+        extra: Mapping[str, Any],
+        world: World,
+    ) -> None:
+        self._tensors, self._world = {**weights, **moments}, world
+        self._everywhere = all(world.gather(bool(self._tensors)))
+        told = ([_infos(weights), _infos(moments)], extra)
+        (self.weights, self._moments), self.extra = world.broadcast(told)
+        self.optimizer: dict[str, dict[str, TensorInfo]] = {}
+        for name, info in self._moments.items():
+            parameter, _, key = name.rpartition(".")
+            self.optimizer.setdefault(parameter, {})[key] = info
+        self.groups = tuple(
+            GroupState(tuple(one["params"]), {k: v for k, v in one.items() if k != "params"})
+            for one in self.extra.get("groups", ())
+        )
+
+    def fill_weights(self, states: Iterable[TensorState]) -> None:
+        if self.weights:
+            self._fill("weights", list(states), self.weights, exact=True)
+
+    def fill_optimizer(self, states: Iterable[TensorState]) -> None:
+        self._fill("optimizer moments", list(states), self._moments, exact=False)
+
+    def _fill(
+        self, what: str, states: list[TensorState], stored: Mapping[str, TensorInfo], *, exact: bool
+    ) -> None:
+        wanted = {state.name: state for state in states}
+        error = describe_differences(
+            what, "the state dict",
+            {name: tuple(state.shape) for name, state in wanted.items()},
+            {name: tuple(info.shape) for name, info in stored.items()}, exact=exact,
+        )  # fmt: skip
+        agree(self._world, error)
+        # Each rank may ask for the moments of its own parameters only.
+        for name in wanted if self._everywhere else stored:
+            whole = self._tensor(name, stored[name])
+            state = wanted.get(name)
+            if state is None:
+                continue
+            parts = [part(whole, (0,) * whole.dim(), box) for box in state.boxes]
+            state.write([one.to(state.dtype) for one in parts])
+
+    def _tensor(self, name: str, info: TensorInfo) -> torch.Tensor:
+        if self._everywhere:
+            return self._tensors[name].detach()
+        sent = torch.empty(info.shape, dtype=info.dtype, device=self._world.device)
+        if self._world.is_main:
+            sent.copy_(self._tensors[name].detach())
+        dist.broadcast(sent, src=0)
+        return sent
+
+
+def _infos(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
+    return {name: TensorInfo(tuple(one.shape), one.dtype) for name, one in tensors.items()}
