@@ -22,6 +22,12 @@ TRANSPARENT = {
 # Functions that give back their first argument, or its elements.
 _PASSING = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm", "iter", "reversed", "list", "tuple"}
 
+# Methods that give back what they are given: of several arguments, a tuple of them.
+_ACCELERATOR = ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer",
+                "prepare_scheduler", "unwrap_model", "skip_first_batches")  # fmt: skip
+_HANDING_BACK = {"accelerate.Accelerator": _ACCELERATOR,
+                 "accelerate.accelerator.Accelerator": _ACCELERATOR}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -204,7 +210,20 @@ class Expressions:
                     found |= self.values(argument(node, 0, "module"))
         if isinstance(node.func, cst.Attribute) and node.func.attr.value in TRANSPARENT:
             found |= self.values(node.func.value)
+        if isinstance(node.func, cst.Attribute):
+            for one in self.values(node.func.value):
+                if node.func.attr.value in _HANDING_BACK.get(one.name, ()):
+                    found |= self._handed_back(node)
         return frozenset(found or {self._origin("call", node, "")})
+
+    def _handed_back(self, node: cst.Call) -> Values:
+        given = [one.value for one in node.args if one.keyword is None and not one.star]
+        if len(given) == 1:
+            return self.values(given[0])
+        origin = self._origin("tuple", node)
+        for index, one in enumerate(given):
+            self._grow(("field", origin, index), self.values(one))
+        return frozenset({origin})
 
     def _sequence(self, node: cst.Tuple | cst.List) -> Values:
         origin = self._origin("tuple", node)

@@ -133,7 +133,7 @@ class TrainingLoop:
         for source, call, loss in self.backwards:
             optimizer = self._stepped_after(source, call)
             tail = [")"] if optimizer is None else [", ", optimizer, ")"]
-            self.plan.replace(call, "script.backward(", loss, *tail)
+            self.plan.replace(call, f"{self.plan.words.backward}(", loss, *tail)
         for one in self.steps:
             if one.source.statement(one.call) is None:
                 self.plan.refuse(
@@ -143,7 +143,8 @@ class TrainingLoop:
                 self.plan.refuse(
                     one.call, "the optimizer is the result of a call.", "Give it a name."
                 )
-            self.plan.replace(one.call, "script.engine(", one.optimizer, ").step()")
+            before, after = self.plan.words.step
+            self.plan.replace(one.call, before, one.optimizer, after)
         self._check_gradients()
         self._check_references()
 

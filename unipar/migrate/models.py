@@ -171,7 +171,7 @@ def rewrite_calls(plan: Plan, *, wrapped: bool, in_autocast: bool) -> None:
                 continue
             if in_autocast and not _under_autocast(plan, source, call):
                 continue
-            plan.replace(call.func, "script.engine(", call.func, ")")
+            plan.replace(call.func, f"{plan.words.engine}(", call.func, ")")
             reached |= owned
     for origin, model in plan.optimizers.items():
         owned = plan.flow.values(model) & plan.models

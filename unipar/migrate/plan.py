@@ -14,6 +14,23 @@ from unipar.migrate.notes import Kind, Note
 from unipar.migrate.source import Source
 
 _SHOWN = 70
+_FROM = "from unipar.migrate import "
+_MODULES = ("accelerated", "script")
+"""What edits may call, which the file then imports."""
+
+
+class Words(NamedTuple):
+    """What the rewritten loop calls, for frameworks whose loops follow rules of their own.
+
+    Attributes:
+        backward: the function of a loss and an optimizer.
+        step: what stands before and behind the optimizer.
+        engine: the function of a model that gives what computes.
+    """
+
+    backward: str = "script.backward"
+    step: tuple[str, str] = ("script.engine(", ").step()")
+    engine: str = "script.engine"
 
 
 class Plan:
@@ -26,6 +43,7 @@ class Plan:
         notes: what there is to say.
         models: origins of the modules that some optimizer updates.
         optimizers: the calls that build optimizers, each with the model that it updates.
+        words: what the rewritten loop calls.
         launcher: what starts the script: a name among ``unipar.migrate.launchers.LAUNCHERS``.
     """
 
@@ -40,6 +58,7 @@ class Plan:
         self.models: set[Origin] = set()
         self.optimizers: dict[Origin, cst.BaseExpression] = {}
         self.launcher = "python"
+        self.words = Words()
         self._imports: set[tuple[str, str]] = set()
 
     # -- looking ---------------------------------------------------------------------------------
@@ -76,8 +95,9 @@ class Plan:
             one if isinstance(one, str) else source.span(one) for one in parts
         ]
         source.edits.replace(source.span(node), *spans)
-        if any(isinstance(one, str) and "script." in one for one in parts):
-            self.use(source, "from unipar.migrate import script")
+        for module in _MODULES:
+            if any(isinstance(one, str) and f"{module}." in one for one in parts):
+                self.use(source, f"{_FROM}{module}")
 
     def use(self, source: Source, line: str) -> None:
         """Make sure that a file has an import."""
@@ -141,7 +161,10 @@ class Plan:
     def finish(self) -> None:
         """Add the imports that the edits need."""
         for source in self.sources:
-            lines = sorted(line for name, line in self._imports if name == source.name)
+            every = sorted(line for name, line in self._imports if name == source.name)
+            own = ", ".join(line.removeprefix(_FROM) for line in every if line.startswith(_FROM))
+            lines = [line for line in every if not line.startswith(_FROM)]
+            lines += [f"{_FROM}{own}"] if own else []
             if lines:
                 end = source.newline()
                 source.edits.insert(_import_place(source), "".join(line + end for line in lines))
@@ -155,10 +178,11 @@ class Plan:
                 member = isinstance(parent, (cst.Attribute, cst.Arg)) and name in (
                     getattr(parent, "attr", None), getattr(parent, "keyword", None),
                 )  # fmt: skip
-                if name.value == "script" and scope is not None and not member:
+                added = f"{_FROM}{name.value}"
+                if (source.name, added) in self._imports and scope is not None and not member:
                     self.refuse(
                         name,
-                        "what is added to the file is named `script` too.",
+                        f"what is added to the file is named `{name.value}` too.",
                         "Rename this one.",
                     )
                     return
