@@ -8,6 +8,7 @@ from unipar.migrate.expressions import Origin
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.loop import TrainingLoop, is_plain
 from unipar.migrate.models import optimizers_of
+from unipar.migrate.plan import Clip
 from unipar.migrate.source import Source
 
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
@@ -26,7 +27,9 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
             call, "gradients are clipped by value; strategies clip by norm.",
             "Use clip_grad_norm_.",
         )  # fmt: skip
-    for source, call in loop.plan.calls(*_CLIP):
+    clips = {call: _torch_clip(call) for _, call in loop.plan.calls(*_CLIP)}
+    for call, (norm, kind, model) in {**clips, **loop.plan.clips}.items():
+        source = loop.flow.source(call)
         step = next(
             (
                 one for one in loop.steps
@@ -35,8 +38,6 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
             ),
             None,
         )  # fmt: skip
-        norm = argument(call, 1, "max_norm")
-        kind = argument(call, 2, "norm_type")
         if step is None or norm is None or source.statement(call) is None:
             loop.plan.refuse(
                 call,
@@ -55,7 +56,7 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
                 "Call scaler.unscale_(optimizer) before it.",
             )
         for origin in optimizers_of(loop.flow.values(step.optimizer)):
-            _check_covered(loop, origin, call)
+            _check_covered(loop, origin, call, model)
             if not _known_at(loop, origin, norm):
                 loop.plan.refuse(
                     call,
@@ -68,15 +69,23 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
     return found
 
 
-def _check_covered(loop: TrainingLoop, origin: Origin, call: cst.Call) -> None:
+def _torch_clip(call: cst.Call) -> Clip:
     given = argument(call, 0, "parameters")
+    func = given.func if isinstance(given, cst.Call) else None
+    model = None
+    if isinstance(func, cst.Attribute) and func.attr.value == "parameters":
+        model = func.value
+    return Clip(argument(call, 1, "max_norm"), argument(call, 2, "norm_type"), model)
+
+
+def _check_covered(
+    loop: TrainingLoop, origin: Origin, call: cst.Call, clipped: cst.BaseExpression | None
+) -> None:
     model = loop.plan.optimizers.get(origin)
     if (
-        not isinstance(given, cst.Call)
-        or not isinstance(given.func, cst.Attribute)
-        or given.func.attr.value != "parameters"
+        clipped is None
         or model is None
-        or not loop.flow.values(given.func.value) & loop.flow.values(model) & loop.plan.models
+        or not loop.flow.values(clipped) & loop.flow.values(model) & loop.plan.models
     ):
         loop.plan.refuse(
             call, "strategies clip all gradients of a model together.",

@@ -95,7 +95,7 @@ class TrainingLoop:
     def _find_backwards(self) -> list[tuple[Source, cst.Call, cst.BaseExpression]]:
         found: list[tuple[Source, cst.Call, cst.BaseExpression]] = []
         for source, call, func in self.plan.methods("backward"):
-            if self.flow.functions(func):
+            if call in self.plan.losses or self.flow.functions(func):
                 continue
             if "torch.autograd.backward" in self.flow.names(func):
                 self.plan.refuse(
@@ -109,6 +109,7 @@ class TrainingLoop:
                     "Leave retain_graph, create_graph and gradient out.",
                 )
             found.append((source, call, self._unscaled(func.value)))
+        found += [(self.flow.source(call), call, loss) for call, loss in self.plan.losses.items()]
         return found
 
     def _unscaled(self, loss: cst.BaseExpression) -> cst.BaseExpression:

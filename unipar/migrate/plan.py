@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import libcst as cst
 
@@ -17,6 +17,20 @@ _SHOWN = 70
 _FROM = "from unipar.migrate import "
 _MODULES = ("accelerated", "script")
 """What edits may call, which the file then imports."""
+
+
+class Clip(NamedTuple):
+    """Clipping by norm, in the words of a framework.
+
+    Attributes:
+        norm: the norm that is clipped to; ``None`` where it is not given.
+        kind: which norm that is; ``None`` for the 2-norm.
+        model: whose gradients are clipped, all of them together; ``None`` where that is not seen.
+    """
+
+    norm: cst.BaseExpression | None
+    kind: cst.BaseExpression | None
+    model: cst.BaseExpression | None
 
 
 class Words(NamedTuple):
@@ -43,6 +57,10 @@ class Plan:
         notes: what there is to say.
         models: origins of the modules that some optimizer updates.
         optimizers: the calls that build optimizers, each with the model that it updates.
+        losses: the backward passes that are a framework's (``fabric.backward(loss)``), each with
+            its loss.
+        clips: the clipping that is a framework's (``model.clip_grad_norm_(1.0)``).
+        handled: calls that a dialect has dealt with, whatever they are given.
         words: what the rewritten loop calls.
         launcher: what starts the script: a name among ``unipar.migrate.launchers.LAUNCHERS``.
     """
@@ -57,6 +75,9 @@ class Plan:
         self.notes: list[Note] = []
         self.models: set[Origin] = set()
         self.optimizers: dict[Origin, cst.BaseExpression] = {}
+        self.losses: dict[cst.Call, cst.BaseExpression] = {}
+        self.clips: dict[cst.Call, Clip] = {}
+        self.handled: set[cst.Call] = set()
         self.launcher = "python"
         self.words = Words()
         self._imports: set[tuple[str, str]] = set()

@@ -73,7 +73,8 @@ def _refuse_methods(plan: Plan) -> None:
     }
     for source in plan.sources:
         for call in source.calls():
-            if training.isdisjoint([*source.loops(call), source.function(call)]):
+            told = call in plan.handled or call in plan.losses or call in plan.clips
+            if told or training.isdisjoint([*source.loops(call), source.function(call)]):
                 continue
             attribute = call.func
             name = getattr(getattr(attribute, "attr", None), "value", None)

@@ -101,5 +101,6 @@ def test_a_state_that_does_not_fit_is_told_by_name() -> None:
         CheckpointError, match=r"in the state dict do not fit(.|\n)*wanted \[1, 3\]"
     ):
         script.gathered(model).load_state_dict({"weight": torch.ones(2), "bias": torch.ones(1)})
+    numbered = {"state": {}, "param_groups": [{"lr": 0.5, "params": [0, 1]}]}
     with pytest.raises(ConfigError, match="by the numbers of parameters"):
-        script.gathered(optimizer).load_state_dict(optimizer.state_dict())
+        script.gathered(optimizer).load_state_dict(numbered)
