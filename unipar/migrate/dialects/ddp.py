@@ -14,12 +14,15 @@ from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import DDP, find_optimizers, holds_ddp
 from unipar.migrate.numerics import warn_of_ranks
 from unipar.migrate.plan import Plan
+from unipar.migrate.processes import (
+    INIT,
+    is_conditional,
+    refuse_groups,
+    rewrite_group,
+    rewrite_spawn,
+)
 from unipar.migrate.source import Source
 
-_INIT = ("torch.distributed.init_process_group",
-         "torch.distributed.distributed_c10d.init_process_group")  # fmt: skip
-_GROUPS = ("torch.distributed.new_group", "torch.distributed.init_device_mesh")
-_SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
 _OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
             "broadcast_buffers")  # fmt: skip
 _DROPPED = ("device_ids", "output_device")
@@ -30,7 +33,7 @@ class Ddp(Dialect):
 
     name: ClassVar[str] = "ddp"
     title: ClassVar[str] = "DistributedDataParallel"
-    marks: ClassVar[tuple[str, ...]] = (*_INIT, *DDP)
+    marks: ClassVar[tuple[str, ...]] = (*INIT, *DDP)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("dist.init_process_group(...)", "script.open()"),
         Row("dist.destroy_process_group()", "script.close()"),
@@ -64,62 +67,20 @@ class Ddp(Dialect):
         find_optimizers(plan)
         check_trains(plan)
         plan.config["strategy"] = "ddp"
-        spawned = self._rewrite_spawn(plan)
+        spawned = rewrite_spawn(plan)
         plan.launcher = "python" if spawned else "torchrun"
-        self._rewrite_group(plan, spawned)
+        joined = rewrite_group(plan, spawned=spawned)
+        for _, call in () if joined else plan.calls(*DDP)[:1]:
+            plan.refuse(
+                call, "no init_process_group is seen.", "Give migrate the file that calls it too."
+            )
+        for _, call in plan.calls("torch.distributed.init_device_mesh"):
+            refuse_groups(plan, call)
         self._rewrite_wrappers(plan)
         rewrite_training(plan, wrapped=True)
         rewrite_environment(plan)
         rewrite_samplers(plan)
         warn_of_ranks(plan)
-
-    def _rewrite_group(self, plan: Plan, spawned: bool) -> None:
-        found = plan.calls(*_INIT)
-        if not found and plan.calls(*DDP):
-            plan.refuse(
-                plan.calls(*DDP)[0][1],
-                "no init_process_group is seen.",
-                "Give migrate the file that calls it too.",
-            )
-        for source, call in found:
-            if _is_conditional(source, call):
-                plan.refuse(
-                    call,
-                    "whether the run is distributed is decided while it runs.",
-                    "Call it always: without a launcher unipar runs one process just so.",
-                )
-            method = constant(argument(call, 1, "init_method"))
-            if not spawned and (method or "env://") != "env://":
-                plan.refuse(
-                    call, "the processes meet at a place of their own.",
-                    "Start them with torchrun, srun or mpirun, and leave init_method out.",
-                )  # fmt: skip
-            elif not spawned and (argument(call, 3, "world_size") or argument(call, 4, "rank")):
-                self._check_place(plan, call)
-            plan.replace(call, "script.open()")
-        for _, call in plan.calls("torch.distributed.destroy_process_group"):
-            plan.replace(call, "script.close()")
-        for _, call in plan.calls(
-            "torch.distributed.new_group", "torch.distributed.init_device_mesh"
-        ):
-            plan.refuse(
-                call, "groups of ranks are for other divisions than data parallelism's.",
-                "Port this by hand (docs/how-to/own-loop.md).",
-            )  # fmt: skip
-
-    def _check_place(self, plan: Plan, call: cst.Call) -> None:
-        for name, index in (("world_size", 3), ("rank", 4)):
-            given = argument(call, index, name)
-            if given is None:
-                continue
-            text = plan.flow.source(given).code(given).lower()
-            known = any(one.name == "int" for one in plan.flow.values(given))
-            if not known and "environ" not in text:
-                plan.refuse(
-                    call,
-                    f"{name} is the script's own, which unipar cannot ask it for.",
-                    "Start it with torchrun, srun or mpirun, and leave rank and world_size out.",
-                )
 
     def _rewrite_wrappers(self, plan: Plan) -> None:
         options: dict[str, Any] = {}
@@ -128,7 +89,7 @@ class Ddp(Dialect):
             if model is None:
                 plan.refuse(call, "it cannot be seen what it wraps.", "Name the model.")
                 continue
-            if _is_conditional(source, call):
+            if is_conditional(source, call):
                 plan.refuse(
                     call,
                     "whether the model is wrapped is decided while it runs.",
@@ -192,27 +153,3 @@ class Ddp(Dialect):
             "its model is not wrapped in DDP, so its replicas drift apart.",
             "Wrap it, and let the engine keep the replicas equal.",
         )
-
-    def _rewrite_spawn(self, plan: Plan) -> bool:
-        spawned = False
-        for source, call in plan.calls(*_SPAWN):
-            join = argument(call, 3, "join")
-            if source.statement(call) is None or (join is not None and constant(join) is not True):
-                plan.refuse(call, "the processes are not waited for.", "Leave join out.")
-            plan.replace(call.func, "script.spawn")
-            spawned = True
-        for _, call in plan.calls("torch.multiprocessing.Process", "multiprocessing.Process"):
-            plan.refuse(call, "processes are started one by one.", "Use torchrun, or mp.spawn.")
-        return spawned
-
-
-def _is_conditional(source: Source, node: cst.CSTNode) -> bool:
-    """Whether code of the function decides if a node is reached; the main guard is none."""
-    for above in source.around(node):
-        if isinstance(above, cst.FunctionDef):
-            return False
-        if isinstance(above, cst.IfExp):
-            return True
-        if isinstance(above, cst.If) and "__name__" not in source.code(above.test):
-            return True
-    return False

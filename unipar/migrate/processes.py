@@ -1,0 +1,96 @@
+"""How a script starts and joins its processes: the run does so instead."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unipar.migrate.literals import argument, constant
+from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
+
+INIT = ("torch.distributed.init_process_group",
+        "torch.distributed.distributed_c10d.init_process_group")  # fmt: skip
+_SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
+
+
+def rewrite_spawn(plan: Plan) -> bool:
+    """Start processes through the run.
+
+    Returns:
+        Whether the script starts its processes itself.
+    """
+    spawned = False
+    for source, call in plan.calls(*_SPAWN):
+        join = argument(call, 3, "join")
+        if source.statement(call) is None or (join is not None and constant(join) is not True):
+            plan.refuse(call, "the processes are not waited for.", "Leave join out.")
+        plan.replace(call.func, "script.spawn")
+        spawned = True
+    for _, call in plan.calls("torch.multiprocessing.Process", "multiprocessing.Process"):
+        plan.refuse(call, "processes are started one by one.", "Use torchrun, or mp.spawn.")
+    return spawned
+
+
+def rewrite_group(plan: Plan, *, spawned: bool) -> bool:
+    """Open and close the run where the script joins and leaves the process group.
+
+    Returns:
+        Whether it is seen to join one.
+    """
+    found = plan.calls(*INIT)
+    for source, call in found:
+        if is_conditional(source, call):
+            plan.refuse(
+                call,
+                "whether the run is distributed is decided while it runs.",
+                "Call it always: without a launcher unipar runs one process just so.",
+            )
+        method = constant(argument(call, 1, "init_method"))
+        if not spawned and (method or "env://") != "env://":
+            plan.refuse(
+                call, "the processes meet at a place of their own.",
+                "Start them with torchrun, srun or mpirun, and leave init_method out.",
+            )  # fmt: skip
+        elif not spawned and (argument(call, 3, "world_size") or argument(call, 4, "rank")):
+            _check_place(plan, call)
+        plan.replace(call, "script.open()")
+    for _, call in plan.calls("torch.distributed.destroy_process_group"):
+        plan.replace(call, "script.close()")
+    for _, call in plan.calls("torch.distributed.new_group"):
+        refuse_groups(plan, call)
+    return bool(found)
+
+
+def refuse_groups(plan: Plan, call: cst.Call) -> None:
+    """Note that ranks are divided into groups of the script's own."""
+    plan.refuse(
+        call, "groups of ranks are for other divisions than data parallelism's.",
+        "Port this by hand (docs/how-to/own-loop.md).",
+    )  # fmt: skip
+
+
+def is_conditional(source: Source, node: cst.CSTNode) -> bool:
+    """Whether code of the function decides if a node is reached; the main guard is none."""
+    for above in source.around(node):
+        if isinstance(above, cst.FunctionDef):
+            return False
+        if isinstance(above, cst.IfExp):
+            return True
+        if isinstance(above, cst.If) and "__name__" not in source.code(above.test):
+            return True
+    return False
+
+
+def _check_place(plan: Plan, call: cst.Call) -> None:
+    for name, index in (("world_size", 3), ("rank", 4)):
+        given = argument(call, index, name)
+        if given is None:
+            continue
+        text = plan.flow.source(given).code(given).lower()
+        known = any(one.name == "int" for one in plan.flow.values(given))
+        if not known and "environ" not in text:
+            plan.refuse(
+                call,
+                f"{name} is the script's own, which unipar cannot ask it for.",
+                "Start it with torchrun, srun or mpirun, and leave rank and world_size out.",
+            )
