@@ -9,7 +9,6 @@ import argparse
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
@@ -18,11 +17,19 @@ import unipar
 
 def digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """1,797 images of shape (1, 8, 8) in [0, 1] with their classes; each fifth for evaluation."""
+    # Only where the images are made of it: ranks get them as tensors.
+    from sklearn.datasets import load_digits
+
     bunch: Any = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
     classes = torch.tensor(bunch.target)
     held_out = torch.arange(len(images)) % 5 == 4
     return (images[~held_out], classes[~held_out]), (images[held_out], classes[held_out])
+
+
+def training() -> tuple[torch.Tensor, torch.Tensor]:
+    """The images and classes to train on."""
+    return digits()[0]
 
 
 def cnn() -> nn.Module:

@@ -21,6 +21,8 @@ STRATEGIES = {
         ("ddp", "ddp"),
         ("fsdp", "fsdp"),
         ("deepspeed", "deepspeed:stage=2"),
+        ("zero1", "zero1"),
+        ("zero3", "zero3"),
         ("horovod", "horovod"),
     )
     if loop in registry.names()
