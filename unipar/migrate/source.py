@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import libcst as cst
-from libcst.metadata import ByteSpanPositionProvider, MetadataWrapper
+from libcst.metadata import ByteSpanPositionProvider
 
 from unipar.migrate.edits import Edits, Span
 from unipar.migrate.scopes import Scope, scoped_children
@@ -15,6 +15,15 @@ _T = TypeVar("_T", bound=cst.CSTNode)
 Function = cst.FunctionDef | cst.Module
 Loop = cst.For | cst.While
 BLOCKS = (cst.IndentedBlock, cst.SimpleStatementSuite, cst.Module)
+
+
+class _Spans(ByteSpanPositionProvider):
+    """The bytes of all nodes, without LibCST's other walk for visitors that nobody asks for."""
+
+    def __init__(self, tree: cst.Module) -> None:
+        super().__init__()
+        self._gen_impl(tree)
+        self.found: Any = self._computed
 
 
 class Source:
@@ -31,10 +40,9 @@ class Source:
 
     def __init__(self, name: str, text: str, module: str) -> None:
         self.name, self.text, self.module = name, text, module
-        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-        self.tree = wrapper.module
+        self.tree = cst.parse_module(text)
         self.edits = Edits(text.encode())
-        self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
+        self._spans = _Spans(self.tree).found
         self._scopes: dict[cst.CSTNode, Scope] = {}
         self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
         self._kinds: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
