@@ -17,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import checkpoints, imports, loading, memory, overhead, replicas, startup  # noqa: E402
+from benchmarks import checkpoints, imports, loading, memory, migrate, overhead, replicas, startup  # noqa: E402
 from benchmarks.report import circumstances, table, write_json, write_markdown  # noqa: E402
 
 PARTS = {
@@ -28,6 +28,7 @@ PARTS = {
     "checkpoints": checkpoints.measure,
     "imports": imports.measure,
     "startup": startup.measure,
+    "migrate": migrate.measure,
 }
 
 
@@ -47,7 +48,7 @@ def main() -> None:
         measured = PARTS[name](quick=args.quick)
         print(table(measured), file=sys.stderr, flush=True)
         rows += measured
-    compared = ("lightning-fabric", "accelerate", "numpy")
+    compared = ("lightning-fabric", "accelerate", "numpy", "libcst")
     about = circumstances("make bench", time.perf_counter() - began, compared)
     text = f"{about}\n\n{table(rows)}"
     print(text)
