@@ -19,8 +19,12 @@ TRANSPARENT = {
     "to", "cuda", "cpu", "train", "eval", "float", "double", "half", "bfloat16", "requires_grad_",
     "module", "share_memory", "apply",
 }  # fmt: skip
+# Classes whose instances stand for the module that they are given.
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 # Functions that give back their first argument, or its elements.
-_PASSING = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm", "iter", "reversed", "list", "tuple"}
+_PASSING = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm", "iter", "reversed", "list", "tuple",
+            "horovod.torch.DistributedOptimizer", "torch.distributed.fsdp.fully_shard",
+            "torch.distributed._composable.fsdp.fully_shard"}  # fmt: skip
 
 # Methods that give back what they are given: of several arguments, a tuple of them.
 _ACCELERATOR = ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer",
@@ -168,7 +172,7 @@ class Expressions:
         if attribute == "module":
             found |= {
                 one for one in base
-                if one.kind == "call" and not one.name.endswith("DistributedDataParallel")
+                if one.kind == "call" and not one.name.endswith(WRAPPERS)
             }  # fmt: skip
         return frozenset(found)
 
@@ -203,10 +207,11 @@ class Expressions:
                 found.add(origin)
             elif one.kind == "external":
                 if one.name in _PASSING and node.args:
-                    found |= self.values(node.args[0].value)
+                    first = next((a for a in node.args if a.keyword is None), node.args[0])
+                    found |= self.values(first.value)
                 else:
                     found.add(self._origin("call", node, one.name))
-                if one.name.endswith("DistributedDataParallel"):
+                if one.name.endswith(WRAPPERS):
                     found |= self.values(argument(node, 0, "module"))
         if isinstance(node.func, cst.Attribute) and node.func.attr.value in TRANSPARENT:
             found |= self.values(node.func.value)

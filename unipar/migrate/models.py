@@ -13,6 +13,8 @@ from unipar.migrate.tree import inside
 
 DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.DistributedDataParallel",
        "torch.nn.parallel.distributed.DistributedDataParallel")  # fmt: skip
+FSDP = ("torch.distributed.fsdp.FullyShardedDataParallel",
+        "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel")  # fmt: skip
 _NO_FACTORY = (cst.Await, cst.NamedExpr, cst.Yield)
 
 
@@ -116,9 +118,9 @@ def _whole(flow: Flow, node: cst.BaseExpression) -> cst.BaseExpression:
     return node
 
 
-def holds_ddp(flow: Flow, node: cst.BaseExpression) -> bool:
-    """Whether an expression may be a DDP wrapper, or its module."""
-    return any(one.name in DDP for one in flow.values(node))
+def holds_wrapper(flow: Flow, node: cst.BaseExpression) -> bool:
+    """Whether an expression may be a wrapper of a module, or that module."""
+    return any(one.name in (*DDP, *FSDP) for one in flow.values(node))
 
 
 def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) -> None:
@@ -154,7 +156,7 @@ def rewrite_calls(plan: Plan, *, wrapped: bool, in_autocast: bool) -> None:
 
     Args:
         plan: the program.
-        wrapped: only calls of DDP wrappers; a call of the module inside goes around them.
+        wrapped: only calls of wrappers; a call of the module inside goes around them.
         in_autocast: only calls under autocast, since an engine computes in the run's precision.
     """
     reached: set[Origin] = set()
@@ -167,7 +169,7 @@ def rewrite_calls(plan: Plan, *, wrapped: bool, in_autocast: bool) -> None:
             inner = isinstance(call.func, cst.Attribute) and call.func.attr.value == "module"
             if not owned or inner or _before_prepared(plan, source, call, owned):
                 continue
-            if wrapped and not any(one.name in DDP for one in values):
+            if wrapped and not holds_wrapper(plan.flow, call.func):
                 continue
             if in_autocast and not _under_autocast(plan, source, call):
                 continue

@@ -15,6 +15,7 @@ AUTOCAST = (
 SCALER = (
     "torch.amp.GradScaler", "torch.cuda.amp.GradScaler", "torch.cpu.amp.GradScaler",
     "torch.amp.grad_scaler.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
+    "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
 )  # fmt: skip
 _METHODS = ("scale", "step", "update", "unscale_", "state_dict", "load_state_dict", "get_scale")
 _HANDED_ON = (
@@ -50,7 +51,7 @@ def rewrite_precision(plan: Plan) -> bool:
             "the loss is scaled, but nothing computes in fp16.",
             "Use autocast in fp16, or leave the GradScaler out.",
         )
-    if not scalers and plan.config.get("precision") == "fp16":
+    if casts and not scalers and plan.config.get("precision") == "fp16":
         plan.refuse(
             casts[0][1],
             "fp16 without a GradScaler: gradients below 6e-8 become zero, which an engine's "

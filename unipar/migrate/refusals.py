@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unipar.migrate.expressions import WRAPPERS
 from unipar.migrate.imports import imported
 from unipar.migrate.plan import Plan
 
@@ -101,7 +102,7 @@ def _is_foreign(plan: Plan, function: object) -> bool:
     names = plan.flow.names(function)  # pyright: ignore[reportArgumentType]
     harmless = {"len", "print", "isinstance", "hasattr", "getattr", "next", "str", "id", "type",
                 "copy.deepcopy", "sum", "dict", "iter"}  # fmt: skip
-    if names & harmless or any(one.endswith("DistributedDataParallel") for one in names):
+    if names & harmless or any(one.endswith(WRAPPERS) for one in names):
         return False
     made = plan.flow.values(function)  # pyright: ignore[reportArgumentType]
     return not made & plan.models and not any(one.kind == "class" for one in made)

@@ -8,7 +8,9 @@ from unipar.migrate.plan import Plan
 
 def rewrite_states(plan: Plan) -> None:
     """Ask for the whole model or optimizer wherever a state dict is taken or loaded."""
-    for _, _, func in plan.methods("state_dict", "load_state_dict"):
+    for _, call, func in plan.methods("state_dict", "load_state_dict"):
+        if call in plan.handled:
+            continue
         values = plan.flow.values(func.value)
         if values & plan.models or optimizers_of(values):
             plan.replace(func.value, "script.whole(", func.value, ")")

@@ -11,7 +11,7 @@ from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
-from unipar.migrate.models import DDP, find_optimizers, holds_ddp
+from unipar.migrate.models import DDP, find_optimizers, holds_wrapper
 from unipar.migrate.numerics import warn_of_ranks
 from unipar.migrate.plan import Plan
 from unipar.migrate.processes import (
@@ -118,11 +118,11 @@ class Ddp(Dialect):
             for node in source.all(cst.Attribute):
                 self._rewrite_attribute(plan, source, node)
         for origin, model in plan.optimizers.items():
-            if not holds_ddp(plan.flow, model) and origin.node is not None:
+            if not holds_wrapper(plan.flow, model) and origin.node is not None:
                 self._check_wrapped(plan, origin.node, model)
 
     def _rewrite_attribute(self, plan: Plan, source: Source, node: cst.Attribute) -> None:
-        if not holds_ddp(plan.flow, node.value):
+        if not holds_wrapper(plan.flow, node.value):
             return
         if node.attr.value == "module":
             plan.replace(node, node.value)
