@@ -11,7 +11,7 @@ from unipar.migrate.models import optimizers_of
 from unipar.migrate.plan import Clip
 from unipar.migrate.source import Source
 
-_CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
+CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _CLIP_VALUE = ("torch.nn.utils.clip_grad_value_", "torch.nn.utils.clip_grad.clip_grad_value_")
 
 
@@ -27,7 +27,7 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
             call, "gradients are clipped by value; strategies clip by norm.",
             "Use clip_grad_norm_.",
         )  # fmt: skip
-    clips = {call: _torch_clip(call) for _, call in loop.plan.calls(*_CLIP)}
+    clips = {call: _torch_clip(call) for _, call in loop.plan.calls(*CLIP)}
     for call, (norm, kind, model) in {**clips, **loop.plan.clips}.items():
         source = loop.flow.source(call)
         step = next(
@@ -105,6 +105,8 @@ def _known_at(loop: TrainingLoop, origin: Origin, norm: cst.BaseExpression) -> b
     if here is not there or not isinstance(root, cst.Name):
         return False
     function = there.function(origin.node)
+    if loop.flow.values(root) and all(one.kind == "self" for one in loop.flow.values(root)):
+        return _bound_before(there, origin.node, norm)
     own = here.scope(root)
     bindings = own[root.value] if own else []
     scopes = [one.scope for one in bindings if one.scope is not None]
@@ -113,6 +115,19 @@ def _known_at(loop: TrainingLoop, origin: Origin, norm: cst.BaseExpression) -> b
     bound = min((here.span(one.node)[0] for one in bindings if one.node is not None), default=0)
     late = inside and bound > there.span(origin.node)[0]
     return bool(scopes) and not late and all(scope is top or inside for scope in scopes)
+
+
+def _bound_before(there: Source, node: cst.CSTNode, norm: cst.BaseExpression) -> bool:
+    """Whether ``self.norm`` is set in front of a node, in the function that it is in."""
+    while isinstance(norm, cst.Attribute) and isinstance(norm.value, cst.Attribute):
+        norm = norm.value
+    text, function = there.code(norm), there.function(node)
+    return there.class_(function) is not None and any(
+        there.function(one) is function
+        and there.span(one)[0] < there.span(node)[0]
+        and any(there.code(target.target) == text for target in one.targets)
+        for one in there.all(cst.Assign)
+    )
 
 
 def _unscaled_before(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:

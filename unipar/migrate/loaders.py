@@ -54,7 +54,15 @@ def split_loaders(plan: Plan) -> None:
 
 def rewrite_samplers(plan: Plan) -> None:
     """Let samplers ask the run which share of the data is this rank's."""
-    for _, call in plan.calls(*SAMPLER):
+    for source, call in plan.calls(*SAMPLER):
+        hidden = next((one for one in call.args if one.star), None)
+        if hidden is not None:
+            plan.refuse(
+                call,
+                f"which ranks share the data may be hidden in `{source.code(hidden)}`.",
+                "Write the arguments out: num_replicas=..., rank=...",
+            )
+            continue
         given = [
             one for position, one in enumerate(call.args)
             if (one.keyword is not None and one.keyword.value in ("num_replicas", "rank"))

@@ -9,8 +9,8 @@ from unipar.migrate.models import is_optimizer
 from unipar.migrate.plan import Plan
 from unipar.migrate.tree import inside
 
-_SIZE = ("torch.distributed.get_world_size",)
-_RANK = ("torch.distributed.get_rank",)
+_SIZE = ("torch.distributed.get_world_size", "horovod.torch.size")
+_RANK = ("torch.distributed.get_rank", "horovod.torch.rank", "horovod.torch.local_rank")
 _SEED = ("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all",
          "random.seed", "numpy.random.seed")  # fmt: skip
 

@@ -34,6 +34,8 @@ from torch.utils.data import DataLoader
 from unipar.devices import resolve_device_type
 from unipar.errors import ConfigError
 from unipar.loss import LossSum
+from unipar.migrate import exchange
+from unipar.migrate.exchange import all_gather, all_reduce
 from unipar.migrate.runconfig import ScriptConfig, read_config
 from unipar.session import Session, find_placement
 from unipar.strategy import Engine, OptimizerFactory
@@ -323,6 +325,33 @@ def gathered(of: Any, *, rank0_only: bool = False) -> Any:
     return Unprepared(of, ranks)
 
 
+def broadcast_weights(model: nn.Module) -> None:
+    """Give all ranks rank 0's parameters and buffers. Collective.
+
+    Nothing where the strategy divides them: whatever sets them there does so on all ranks.
+    """
+    if not open().capabilities.sharded & {"parameters"}:
+        exchange.broadcast_weights(model, world())
+
+
+def broadcast_optimizer(optimizer: torch.optim.Optimizer, *, counted: bool = True) -> None:
+    """Give all ranks rank 0's optimizer state, as ``hvd.broadcast_optimizer_state``. Collective.
+
+    Where it has no state yet, Horovod takes a step on gradients of zero, which makes some, counts
+    as the first, and decays weights; and so does this.
+
+    Args:
+        optimizer: of a prepared model.
+        counted: whether the state of that step stays.
+
+    Raises:
+        ConfigError: the strategy cannot take that step.
+    """
+    holder = next((e for e, keys in _run.engines if any(optimizer is key for key in keys)), None)
+    whole = not open().capabilities.sharded & {"parameters", "optimizer"}
+    exchange.broadcast_optimizer(optimizer, world(), holder, whole=whole, counted=counted)
+
+
 # -- within --------------------------------------------------------------------------------------
 
 
@@ -358,7 +387,7 @@ def _own_randomness() -> Iterator[None]:
 
 # `open` hides the built-in one in this module, which uses it nowhere.
 __all__ = [
-    "ScriptConfig", "autocast", "backward", "close", "device", "engine", "gathered", "no_sync",
-    "open", "placement", "prepare", "save", "session", "settings", "spawn", "split", "whole",
-    "world",
+    "ScriptConfig", "all_gather", "all_reduce", "autocast", "backward", "broadcast_optimizer",
+    "broadcast_weights", "close", "device", "engine", "gathered", "no_sync", "open", "placement",
+    "prepare", "save", "session", "settings", "spawn", "split", "whole", "world",
 ]  # fmt: skip

@@ -45,6 +45,7 @@ class Source:
         self._spans = _Spans(self.tree).found
         self._scopes: dict[cst.CSTNode, Scope] = {}
         self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self._unwrapped: set[cst.CSTNode | None] = set()
         self._kinds: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
         self.nodes = self._walk()
 
@@ -110,8 +111,24 @@ class Source:
         return small if isinstance(small, cst.Expr) else None
 
     def block(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The innermost list of statements that a node stands in."""
-        return next(n for n in self.around(node) if isinstance(n, BLOCKS))
+        """The innermost list of statements that a node stands in, ``with`` blocks that go apart."""
+        return next(
+            n for n in self.around(node)
+            if isinstance(n, BLOCKS) and self.parent(n) not in self._unwrapped
+        )  # fmt: skip
+
+    def unwrap(self, with_: cst.With) -> bool:
+        """Count what a ``with`` holds to the block around it; take it out if it holds one line.
+
+        Returns:
+            Whether it was taken out.
+        """
+        self._unwrapped.add(with_)
+        inner = with_.body.body
+        single = len(inner) == 1 and isinstance(inner[0], cst.SimpleStatementLine)
+        if single:
+            self.edits.replace(self.span(with_), self.span(inner[0]))
+        return single
 
     def blocks(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """The lists of statements around a node within its function, from inside."""

@@ -28,11 +28,6 @@ class Fsdp(Unread):
     marks = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 
 
-class Horovod(Unread):
-    name, title = "horovod", "Horovod"
-    marks = ("horovod.",)
-
-
 class DeepSpeed(Unread):
     name, title = "deepspeed", "DeepSpeed"
     marks = ("deepspeed.",)

@@ -1,0 +1,66 @@
+"""What is left of another framework in a program once its dialect has rewritten it."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unipar.migrate.edits import Span
+from unipar.migrate.imports import imported
+from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
+
+
+class Leftovers:
+    """Names of a framework that no edit has dealt with, and its imports.
+
+    Args:
+        plan: the program.
+        package: the framework's top package.
+    """
+
+    def __init__(self, plan: Plan, package: str) -> None:
+        self._plan, self._package = plan, package
+        self._done: dict[str, list[Span]] = {}
+
+    def settle(self, node: cst.CSTNode) -> None:
+        """Note that an edit deals with all that stands in a node."""
+        source = self._plan.flow.source(node)
+        self._done.setdefault(source.name, []).append(source.span(node))
+
+    def refuse(self, why: str, todo: str) -> None:
+        """Refuse every use of the framework that is not settled."""
+        for source in self._plan.sources:
+            done = self._done.get(source.name, [])
+            for node in source.nodes:
+                if not isinstance(node, (cst.Name, cst.Attribute)) or not self._is_use(
+                    source, node
+                ):
+                    continue
+                begin, end = source.span(node)
+                if not any(start <= begin and end <= stop for start, stop in done):
+                    self._plan.refuse(node, why, todo)
+
+    def remove_imports(self) -> None:
+        """Take out the framework's imports."""
+        for source in self._plan.sources:
+            for node in source.all(cst.ImportFrom):
+                if any(map(self._owns, imported(node))):
+                    source.remove(node)
+            for node in source.all(cst.Import):
+                kept = [one for one in node.names if not self._owns(one.evaluated_name)]
+                if not kept:
+                    source.remove(node)
+                elif len(kept) < len(node.names):
+                    names = ", ".join(source.code(one).rstrip(" ,") for one in kept)
+                    source.edits.replace(source.span(node), f"import {names}")
+
+    def _is_use(self, source: Source, node: cst.Name | cst.Attribute) -> bool:
+        parent = source.parent(node)
+        if isinstance(parent, (cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.AssignTarget)):
+            return False
+        if isinstance(parent, cst.Attribute):  # The whole chain is one use.
+            return False
+        return any(map(self._owns, self._plan.flow.names(node)))
+
+    def _owns(self, name: str) -> bool:
+        return f"{name}.".startswith(f"{self._package}.")
