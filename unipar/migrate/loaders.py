@@ -28,10 +28,6 @@ def split_loaders(plan: Plan) -> None:
     for _, call in plan.calls(*LOADER):
         if call in split:
             plan.replace(call, "script.split(", call, ")")
-        if call in split and constant(argument(call, 8, "drop_last")) is True:
-            plan.tell(
-                call, "drop_last leaves up to batch_size - 1 samples out of each epoch, as before."
-            )
     for source in plan.sources:
         for call in source.all(cst.Call):
             if split and constant(argument(call, None, "reduction")) == "sum":

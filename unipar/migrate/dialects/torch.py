@@ -7,8 +7,11 @@ from typing import ClassVar
 from unipar.migrate.clipping import drop_clipping
 from unipar.migrate.devices import rewrite_devices
 from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.divisions import warn_of_divisions
+from unipar.migrate.dropping import warn_of_dropped
 from unipar.migrate.loaders import split_loaders
 from unipar.migrate.loop import TrainingLoop
+from unipar.migrate.means import warn_of_means
 from unipar.migrate.models import find_optimizers, rewrite_calls, rewrite_optimizers
 from unipar.migrate.plan import Plan
 from unipar.migrate.precision import rewrite_precision
@@ -88,6 +91,9 @@ def rewrite_training(plan: Plan, *, wrapped: bool) -> None:
     refuse_around(plan)
     mixed = rewrite_precision(plan)
     loop = TrainingLoop(plan)
+    warn_of_divisions(plan, loop.backwards, averages_ranks=True)
+    warn_of_means(plan)
+    warn_of_dropped(plan)
     loop.rewrite()
     drop_zero_grads(loop)
     clipped = drop_clipping(loop)
