@@ -10,6 +10,7 @@ from unipar.migrate.loop import TrainingLoop, is_plain
 from unipar.migrate.models import optimizers_of
 from unipar.migrate.plan import Clip
 from unipar.migrate.source import Source
+from unipar.migrate.tree import inside as parts_of
 
 CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _CLIP_VALUE = ("torch.nn.utils.clip_grad_value_", "torch.nn.utils.clip_grad.clip_grad_value_")
@@ -114,7 +115,20 @@ def _known_at(loop: TrainingLoop, origin: Origin, norm: cst.BaseExpression) -> b
     inside = here.function(norm) is function
     bound = min((here.span(one.node)[0] for one in bindings if one.node is not None), default=0)
     late = inside and bound > there.span(origin.node)[0]
+    if not inside and _is_handed_on(loop, there, origin.node, root):
+        return True
     return bool(scopes) and not late and all(scope is top or inside for scope in scopes)
+
+
+def _is_handed_on(loop: TrainingLoop, there: Source, node: cst.CSTNode, root: cst.Name) -> bool:
+    """Whether a name is a parameter that is given what the same name holds at another node."""
+    scope = next((s for one in parts_of(node) if (s := there.scope(one)) is not None), None)
+    bindings = scope[root.value] if scope is not None else []
+    lines = [there.span(one.node)[0] for one in bindings if one.node is not None]
+    if scope is None or not lines or min(lines) > there.span(node)[0]:
+        return False
+    held = loop.flow.values(root)
+    return len(held) == 1 and held == loop.flow.named(there, scope, root.value)
 
 
 def _bound_before(there: Source, node: cst.CSTNode, norm: cst.BaseExpression) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import libcst as cst
 
 from unipar.migrate.literals import argument, constant
+from unipar.migrate.scopes import Scope
 from unipar.migrate.source import Source
 
 # Methods of modules and tensors that give back what they are called on, as far as flow goes.
@@ -134,16 +135,18 @@ class Expressions:
 
     def _name(self, node: cst.Name) -> Values:
         scope = self.source(node).scope(node)
-        if scope is None:
-            return NOTHING
+        return NOTHING if scope is None else self.named(self.source(node), scope, node.value)
+
+    def named(self, source: Source, scope: Scope, name: str) -> Values:
+        """What a name may hold in a scope."""
         found: set[Origin] = set()
-        for one in scope[node.value]:
+        for one in scope[name]:
             if one.imported:
-                found |= self._imported(self.source(node), one.imported)
+                found |= self._imported(source, one.imported)
             elif one.scope is None:
-                found.add(Origin("external", None, node.value))
+                found.add(Origin("external", None, name))
             else:
-                found |= self._env.get(("name", id(one.scope), node.value), NOTHING)
+                found |= self._env.get(("name", id(one.scope), name), NOTHING)
         return frozenset(found)
 
     def _imported(self, source: Source, name: str) -> Values:

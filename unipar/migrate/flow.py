@@ -61,7 +61,7 @@ class Flow(Expressions):
         class_ = source.class_(node)
         if class_ is not None:
             self._grow(("field", id(class_), node.name.value), origin)
-            if isinstance(node, cst.FunctionDef) and not node.decorators:
+            if isinstance(node, cst.FunctionDef) and not _is_unbound(node):
                 first = next(iter(_parameters(node)), None)
                 if first is not None:
                     key = ("parameter", id(node), first)
@@ -167,6 +167,13 @@ class Flow(Expressions):
                 key = ("parameter", id(function), name)
                 self._grow(key, self.values(one.value))
                 self._bind_parameter(self.source(function), function, name, key)
+
+
+def _is_unbound(function: cst.FunctionDef) -> bool:
+    """Whether a function in a class is given no instance."""
+    named = (one.decorator for one in function.decorators)
+    return any(isinstance(one, cst.Name) and one.value in ("staticmethod", "classmethod")
+               for one in named)  # fmt: skip
 
 
 def _parameters(function: cst.FunctionDef) -> list[str]:
