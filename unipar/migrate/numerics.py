@@ -12,7 +12,6 @@ from unipar.migrate.loaders import SAMPLER
 from unipar.migrate.models import is_optimizer
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
-from unipar.migrate.source import Source
 
 _SIZE = ("torch.distributed.get_world_size", "horovod.torch.size")
 _RANK = ("torch.distributed.get_rank", "horovod.torch.rank", "horovod.torch.local_rank")
