@@ -85,8 +85,7 @@ def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression 
     given = argument(call, 0, "params")
     if given is None:
         return None
-    held = _held(source, call, given)
-    calls = _parameter_calls(given if held is None else held.value)
+    calls = _parameter_calls(given)
     if not calls:
         plan.refuse(
             call,
@@ -105,26 +104,6 @@ def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression 
         )
         return None
     return models[0]
-
-
-def _held(source: Source, call: cst.Call, given: cst.BaseExpression) -> cst.Assign | None:
-    """What binds the parameters that an optimizer is given, where it does nothing but that."""
-    scope = source.scope(given)
-    if not isinstance(given, cst.Name) or scope is None or len(scope[given.value]) != 1:
-        return None
-    uses = [
-        one for one in source.all(cst.Name)
-        if one.value == given.value and (owner := source.scope(one)) is not None
-        and owner[given.value] == scope[given.value]
-    ]  # fmt: skip
-    if len(uses) != 2:
-        return None
-    target = next(one for one in uses if one is not given)
-    above = source.parent(source.parent(target) or target)
-    single = isinstance(above, cst.Assign) and len(above.targets) == 1
-    same = source.block(target) is source.block(call)
-    bound = single and same and source.span(target)[0] < source.span(call)[0]
-    return above if bound and isinstance(above, cst.Assign) else None
 
 
 def _whole(flow: Flow, node: cst.BaseExpression) -> cst.BaseExpression:
@@ -152,10 +131,7 @@ def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) ->
         source = plan.flow.source(call)
         if any(isinstance(one, _NO_FACTORY) for one in inside(call)):
             plan.refuse(call, "this cannot stand in a function.", "Compute it beforehand.")
-        params = argument(call, 0, "params")
-        assert params is not None
-        held = _held(source, call, params)
-        calls = _parameter_calls(params if held is None else held.value)
+        calls = _parameter_calls(call.args[0].value)
         single = calls[0] if len(calls) == 1 else None
         used = {one.value for one in inside(call) if isinstance(one, cst.Name)}
         name = next(one for one in ("_", "__", "_unused", "_parameters") if one not in used)
@@ -166,12 +142,6 @@ def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) ->
             if whole and plain:
                 plan.replace(single, f"[p for _, p in {given}]")
                 name = given
-        if held is not None:
-            text = source.code(held.value)
-            if single is not None and name == given:
-                text = text.replace(source.code(single), f"[p for _, p in {given}]")
-            plan.replace(params, text)
-            source.remove(held)
         clip: list[str | cst.CSTNode] = []
         if origin in clipped:
             clip = [", max_grad_norm=", plan.flow.source(clipped[origin]).code(clipped[origin])]
