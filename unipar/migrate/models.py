@@ -6,6 +6,7 @@ import libcst as cst
 
 from unipar.migrate.expressions import Origin, Values
 from unipar.migrate.flow import Flow
+from unipar.migrate.groups import collected, defer
 from unipar.migrate.literals import argument
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
@@ -86,6 +87,8 @@ def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression 
     if given is None:
         return None
     calls = _parameter_calls(given)
+    for one in collected(source, given):
+        calls += _parameter_calls(one.value)
     if not calls:
         plan.refuse(
             call,
@@ -131,6 +134,7 @@ def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) ->
         source = plan.flow.source(call)
         if any(isinstance(one, _NO_FACTORY) for one in inside(call)):
             plan.refuse(call, "this cannot stand in a function.", "Compute it beforehand.")
+        defer(plan, source, call.args[0].value)
         calls = _parameter_calls(call.args[0].value)
         single = calls[0] if len(calls) == 1 else None
         used = {one.value for one in inside(call) if isinstance(one, cst.Name)}

@@ -1,0 +1,93 @@
+"""Parameter groups that are collected in variables before the optimizer is built.
+
+``groups = [{"params": [p for n, p in model.named_parameters() if ...]}]`` becomes a function, which
+is called once the strategy has given the parameters their final form.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
+from unipar.migrate.tree import inside
+
+
+def collected(source: Source, given: cst.BaseExpression) -> list[cst.Assign]:
+    """The assignments that parameters go through on their way to an optimizer's first argument.
+
+    None where such a variable is bound twice, or used for anything else as well.
+    """
+    found: list[cst.Assign] = []
+    function = source.function(given)
+    names = [
+        one for one in source.all(cst.Name)
+        if source.function(one) is function and not _is_keyword(source, one)
+    ]  # fmt: skip
+    waiting = [given]
+    while waiting:
+        within = [*inside(waiting.pop())]
+        for one in within:
+            if not isinstance(one, cst.Name):
+                continue
+            assign = _binding(names, source, one.value)
+            if assign is None or assign in found or not _holds_parameters(names, source, assign):
+                continue
+            found.append(assign)
+            waiting.append(assign.value)
+    allowed = {id(one) for root in (given, *(a.value for a in found)) for one in inside(root)}
+    allowed |= {id(a.targets[0].target) for a in found}
+    bound = {_name(one) for one in found}
+    if any(one.value in bound and id(one) not in allowed for one in names):
+        return []
+    return found
+
+
+def defer(plan: Plan, source: Source, given: cst.BaseExpression) -> None:
+    """Turn the variables behind an optimizer's first argument into functions."""
+    assigns = collected(source, given)
+    bound = {_name(one) for one in assigns}
+    for assign in assigns:
+        plan.replace(assign.value, "lambda: ", assign.value)
+    for root in (given, *(one.value for one in assigns)):
+        for one in inside(root):
+            if isinstance(one, cst.Name) and one.value in bound:
+                plan.replace(one, one, "()")
+
+
+def _binding(names: list[cst.Name], source: Source, name: str) -> cst.Assign | None:
+    """The only statement that binds a name, if it does nothing else."""
+    targets = [
+        source.parent(one) for one in names
+        if one.value == name and isinstance(source.parent(one), cst.AssignTarget)
+    ]  # fmt: skip
+    assign = source.parent(targets[0]) if len(targets) == 1 and targets[0] is not None else None
+    if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
+        return None
+    bare = isinstance(assign.value, cst.Tuple) and not assign.value.lpar
+    return None if bare else assign
+
+
+def _holds_parameters(names: list[cst.Name], source: Source, assign: cst.Assign) -> bool:
+    """Whether parameters of a model are among what a statement binds."""
+    for one in inside(assign.value):
+        if isinstance(one, cst.Attribute) and one.attr.value in ("parameters", "named_parameters"):
+            return True
+        if isinstance(one, cst.Name) and one.value != _name(assign):
+            other = _binding(names, source, one.value)
+            earlier = other is not None and source.span(other)[0] < source.span(assign)[0]
+            if other is not None and earlier and _holds_parameters(names, source, other):
+                return True
+    return False
+
+
+def _is_keyword(source: Source, one: cst.Name) -> bool:
+    parent = source.parent(one)
+    return (isinstance(parent, cst.Arg) and parent.keyword is one) or (
+        isinstance(parent, cst.Attribute) and parent.attr is one
+    )
+
+
+def _name(assign: cst.Assign) -> str:
+    target = assign.targets[0].target
+    return target.value if isinstance(target, cst.Name) else ""
