@@ -7,6 +7,7 @@ import libcst as cst
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
+from unipar.migrate.tree import inside
 
 INIT = ("torch.distributed.init_process_group",
         "torch.distributed.distributed_c10d.init_process_group")  # fmt: skip
@@ -79,6 +80,24 @@ def is_conditional(source: Source, node: cst.CSTNode) -> bool:
         if isinstance(above, cst.If) and "__name__" not in source.code(above.test):
             return True
     return False
+
+
+def on_some_ranks(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
+    """Whether a test of the rank decides if a place of a function is come to."""
+    for above in source.around(node):
+        if isinstance(above, cst.FunctionDef):
+            return False
+        if isinstance(above, cst.If) and any(_tells_rank(plan, one) for one in inside(above.test)):
+            return True
+    return False
+
+
+def _tells_rank(plan: Plan, node: cst.CSTNode) -> bool:
+    if isinstance(node, cst.Name) and node.value != "__name__":
+        words = node.value.lower().strip("_").split("_")
+        if {"rank", "main", "master"} & set(words):
+            return True
+    return plan.made_by(plan.flow.values(node), "torch.distributed.get_rank")
 
 
 def _check_place(plan: Plan, call: cst.Call) -> None:

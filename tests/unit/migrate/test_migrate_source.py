@@ -116,7 +116,6 @@ def test_an_unknown_dialect_is_named_with_those_there_are() -> None:
 @pytest.mark.parametrize(
     ("line", "title"),
     [
-        ("from torch.distributed.fsdp import fully_shard", "FSDP"),
         ("import deepspeed", "DeepSpeed"),
         ("from accelerate import Accelerator", "Accelerate"),
         ("from colossalai.booster import Booster", "Colossal-AI"),

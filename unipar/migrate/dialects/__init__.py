@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.ddp import Ddp
+from unipar.migrate.dialects.fsdp import Fsdp
 from unipar.migrate.dialects.horovod import Horovod
 from unipar.migrate.dialects.torch import Torch
 from unipar.migrate.dialects.unread import (
@@ -11,7 +12,6 @@ from unipar.migrate.dialects.unread import (
     ColossalAI,
     DeepSpeed,
     Fabric,
-    Fsdp,
 )
 
 DIALECTS: tuple[Dialect, ...] = (

@@ -23,11 +23,6 @@ class Unread(Dialect):
                     )
 
 
-class Fsdp(Unread):
-    name, title = "fsdp", "FSDP"
-    marks = ("torch.distributed.fsdp.", "torch.distributed._composable.")
-
-
 class DeepSpeed(Unread):
     name, title = "deepspeed", "DeepSpeed"
     marks = ("deepspeed.",)

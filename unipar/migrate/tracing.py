@@ -1,0 +1,246 @@
+"""Which expressions a setting may come from, and which definitions nobody needs any more."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from unipar.migrate.edits import Span
+from unipar.migrate.literals import argument, constant
+from unipar.migrate.plan import Plan
+from unipar.migrate.scopes import Binding
+from unipar.migrate.source import Source
+from unipar.migrate.tree import inside
+
+
+def trace(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """The expressions that a value may come from, through names, parameters and functions.
+
+    One that cannot be followed any further stands for itself.
+    """
+    found: list[cst.BaseExpression] = []
+    seen: set[cst.CSTNode] = set()
+    stack: list[cst.BaseExpression] = [node]
+    while stack:
+        one = stack.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        following = _behind(plan, one)
+        stack += following or ()
+        if not following:
+            found.append(one)
+    return found
+
+
+def is_none(node: cst.CSTNode | None) -> bool:
+    """Whether an expression is ``None``."""
+    return isinstance(node, cst.Name) and node.value == "None"
+
+
+def keywords(plan: Plan, call: cst.Call) -> dict[str, list[cst.BaseExpression]] | None:
+    """The expressions behind each keyword of a call, those of ``**dictionary`` too.
+
+    Returns:
+        ``None`` where a dictionary cannot be seen.
+    """
+    found: dict[str, list[cst.BaseExpression]] = {}
+    for one in call.args:
+        if one.keyword is not None:
+            found.setdefault(one.keyword.value, []).extend(trace(plan, one.value))
+        elif one.star == "**":
+            for table in trace(plan, one.value):
+                entries = _entries(plan, table)
+                if entries is None:
+                    return None
+                for key, values in entries.items():
+                    found.setdefault(key, []).extend(values)
+    return found
+
+
+def sweep(plan: Plan, calls: list[cst.Call], gone: list[tuple[Source, Span]]) -> list[cst.Call]:
+    """Take out the definitions of settings whose uses are all gone.
+
+    Args:
+        plan: the program.
+        calls: what makes settings.
+        gone: the pieces of the program that are taken out; grows by those that are now.
+
+    Returns:
+        The calls that are left.
+    """
+    left = list(calls)
+    while True:
+        kept: list[cst.Call] = []
+        for call in left:
+            source = plan.flow.source(call)
+            if _is_gone(source, call, gone):
+                continue
+            assign = _definition(source, call)
+            if assign is None or not _unused(source, assign, gone):
+                kept.append(call)
+                continue
+            gone.append((source, source.span(assign)))
+            source.remove(assign)
+        if len(kept) == len(left):
+            return kept
+        left = kept
+
+
+def _behind(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    if isinstance(node, cst.IfExp):
+        return [node.body, node.orelse]
+    if isinstance(node, cst.BooleanOperation):
+        return [node.left, node.right]
+    if isinstance(node, cst.Call):
+        returns: list[cst.BaseExpression] = []
+        for function in plan.flow.functions(node.func):
+            source = plan.flow.source(function)
+            returns += [
+                one.value for one in source.all(cst.Return)
+                if one.value is not None and source.function(one) is function
+            ]  # fmt: skip
+        return returns
+    if isinstance(node, cst.Name):
+        found: list[cst.BaseExpression] = []
+        for binding in _bindings(plan, node):
+            values = _bound_to(plan, binding)
+            if values is None:
+                return []
+            found += values
+        return found
+    return []
+
+
+def _bindings(plan: Plan, node: cst.Name) -> list[Binding]:
+    source = plan.flow.source(node)
+    scope = source.scope(node)
+    found: list[Binding] = list(scope[node.value]) if scope is not None else []
+    if len(found) == 1 and found[0].imported:
+        module, _, name = found[0].imported.rpartition(".")
+        level = len(module) - len(module.lstrip("."))
+        if level:
+            package = source.module.split(".")[:-level]
+            module = ".".join([*package, *filter(None, [module.lstrip(".")])])
+        other = plan.flow.sources.get(module)
+        if other is not None:
+            top = other.scope(other.tree)
+            return list(top[name]) if top is not None else []
+    return found
+
+
+def _bound_to(plan: Plan, binding: Binding) -> list[cst.BaseExpression] | None:
+    node = binding.node
+    if isinstance(node, cst.Param):
+        return _given_to(plan, node)
+    if node is None or binding.imported:
+        return None
+    source = plan.flow.source(node)
+    above = source.parent(node)
+    if isinstance(above, cst.AssignTarget):
+        above = source.parent(above)
+    if isinstance(above, (cst.Assign, cst.AnnAssign)) and above.value is not None:
+        return [above.value]
+    if isinstance(node, cst.AnnAssign) and node.value is not None:
+        return [node.value]
+    return None
+
+
+def _given_to(plan: Plan, parameter: cst.Param) -> list[cst.BaseExpression] | None:
+    """What calls give a parameter of a function, and its default."""
+    source = plan.flow.source(parameter)
+    function = source.function(parameter)
+    if not isinstance(function, cst.FunctionDef):
+        return None
+    names = [one.name.value for one in function.params.params]
+    name = parameter.name.value
+    method = source.class_(function) is not None
+    index = names.index(name) - int(method) if name in names else None
+    found: list[cst.BaseExpression] = []
+    for place in plan.sources:
+        for call in place.all(cst.Call):
+            if function not in plan.flow.functions(call.func):
+                continue
+            if any(one.star for one in call.args):
+                return None
+            given = argument(call, index, name) or parameter.default
+            if given is None:
+                return None
+            found.append(given)
+    return found or None
+
+
+def _entries(plan: Plan, table: cst.BaseExpression) -> dict[str, list[cst.BaseExpression]] | None:
+    """The entries of a dictionary, and those that are put into it later."""
+    found: dict[str, list[cst.BaseExpression]] = {}
+    if isinstance(table, cst.Call) and "dict" in plan.flow.names(table.func):
+        return keywords(plan, table)
+    if not isinstance(table, cst.Dict):
+        return None
+    for element in table.elements:
+        key = constant(element.key) if isinstance(element, cst.DictElement) else None
+        if not isinstance(key, str):
+            return None
+        found.setdefault(key, []).extend(trace(plan, element.value))
+    origins = plan.flow.values(table)
+    for source in plan.sources:
+        for assign in source.all(cst.Assign):
+            for target in assign.targets:
+                inner = target.target
+                if isinstance(inner, cst.Subscript) and plan.flow.values(inner.value) & origins:
+                    index = inner.slice[0].slice
+                    key = constant(index.value) if isinstance(index, cst.Index) else None
+                    if not isinstance(key, str):
+                        return None
+                    later = isinstance(source.parent(source.parent(assign) or assign), cst.Module)
+                    decided = not later and any(
+                        isinstance(one, cst.If) and "__name__" not in source.code(one.test)
+                        for one in source.around(assign)
+                    )
+                    values = trace(plan, assign.value)
+                    found[key] = [*values, cst.Name("None")] if decided else values
+    return found
+
+
+def _definition(source: Source, call: cst.Call) -> cst.Assign | None:
+    """The statement that gives a name to what a call makes, and does nothing else."""
+    above = source.parent(call)
+    if not isinstance(above, cst.Assign) or len(above.targets) != 1:
+        return None
+    return above if isinstance(above.targets[0].target, cst.Name) else None
+
+
+def _unused(source: Source, assign: cst.Assign, gone: list[tuple[Source, Span]]) -> bool:
+    target = assign.targets[0].target
+    assert isinstance(target, cst.Name)
+    scope = source.scope(target)
+    own = scope[target.value] if scope is not None else []
+    for one in source.all(cst.Name):
+        if one is target or one.value != target.value:
+            continue
+        where = source.scope(one)
+        if where is not None and where[one.value] is own and not _is_gone(source, one, gone):
+            return False
+    return bool(own)
+
+
+def _is_gone(source: Source, node: cst.CSTNode, gone: list[tuple[Source, Span]]) -> bool:
+    start, stop = source.span(node)
+    return any(place is source and span[0] <= start and stop <= span[1] for place, span in gone)
+
+
+def leaves(plan: Plan, gone: list[tuple[Source, Span]], *packages: str) -> list[cst.CSTNode]:
+    """The expressions left in a program that name something of these packages."""
+    found: list[cst.CSTNode] = []
+    for source in plan.sources:
+        for node in (*source.all(cst.Name), *source.all(cst.Attribute)):
+            names = plan.flow.names(node)
+            if any(name.startswith(packages) for name in names) and not (
+                _is_gone(source, node, gone) or _in_import(source, node)
+            ):
+                found.append(node)
+    inner = {one for node in found for one in inside(node) if one is not node}
+    return [node for node in found if node not in inner]
+
+
+def _in_import(source: Source, node: cst.CSTNode) -> bool:
+    return any(isinstance(one, (cst.Import, cst.ImportFrom)) for one in source.around(node))
