@@ -117,7 +117,7 @@ class Source:
             if isinstance(n, BLOCKS) and self.parent(n) not in self._unwrapped
         )  # fmt: skip
 
-    def unwrap(self, with_: cst.With) -> bool:
+    def unwrap(self, with_: cst.With | cst.If) -> bool:
         """Count what a ``with`` holds to the block around it; take it out if it holds one line.
 
         Returns:
