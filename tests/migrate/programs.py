@@ -6,13 +6,20 @@ from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
 PROGRAMS = sorted(
-    path.parent.relative_to(CORPUS).as_posix() for path in CORPUS.glob("*/*/train.py")
+    path.parent.relative_to(CORPUS).as_posix()
+    for path in CORPUS.glob("*/*/train.*")
+    if path.suffix in (".py", ".ipynb")
 )
+
+
+def main_of(program: str) -> str:
+    """The file that is run."""
+    return "train.py" if (CORPUS / program / "train.py").is_file() else "train.ipynb"
 
 
 def files_of(program: str) -> dict[str, str]:
     """The text of a program's files, by their paths in it."""
-    return _texts(program, "*.py")
+    return _texts(program, "*.py") | _texts(program, "*.ipynb")
 
 
 def settings_of(program: str) -> dict[str, str]:

@@ -47,7 +47,7 @@ def migrate(
     safely: everything is left alone, and the reasons are listed.
 
     Args:
-        paths: scripts, or directories of a program's files, which are migrated together.
+        paths: scripts, notebooks, or directories of a program's files, which are migrated together.
         output: directory for the result.
         in_place: write over the originals; wants a clean git tree, and keeps *.orig.
         force: write over what is there.
@@ -55,7 +55,8 @@ def migrate(
         check: write nothing; exit code 1 where something is to be migrated.
         report: file for a report in Markdown.
         from_: what the script is written for.
-        verify: run the original and the migrated script, and compare their losses.
+        verify: run the original and the migrated script, and compare their losses; the code of a
+            notebook is run as a script, without its magics.
         args: the script's command line, for --verify.
         script: which of several files is run, for --verify.
         steps: backward passes to compare.

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from unipar.errors import ConfigError
+from unipar.migrate.notebooks import SUFFIX, Notebook
 from unipar.migrate.notes import Migration, Note
 
 if TYPE_CHECKING:
@@ -25,12 +26,12 @@ def migrate_source(
     file: str = "script.py",
     settings: Mapping[str, str] | None = None,
 ) -> Migration:
-    """Rewrite one training script, without running it.
+    """Rewrite one training script or notebook, without running it.
 
     Args:
-        source: the script.
+        source: the script, or the JSON of the notebook.
         dialect: what it is written for; ``auto`` finds out.
-        file: its name, for messages.
+        file: its name, for messages; one that ends in ``.ipynb`` is a notebook's.
         settings: see :func:`migrate_files`.
 
     Raises:
@@ -59,13 +60,34 @@ def migrate_files(
         ConfigError: one has a syntax error, or there is no such dialect.
     """
     _check_dialect(dialect)
+    notebooks = {name: Notebook(name, files[name]) for name in files if name.endswith(SUFFIX)}
+    scripts = {**files, **{name: one.script for name, one in notebooks.items()}}
+    migrations = _migrate_scripts(scripts, dialect, settings or {})
+    for name, notebook in notebooks.items():
+        migrations[name] = _in_cells(notebook, files[name], migrations[name])
+    return migrations
+
+
+def _in_cells(notebook: Notebook, text: str, one: Migration) -> Migration:
+    """The migration of a notebook, from that of its script."""
+    notes = []
+    for note in one.notes:
+        cell, line = notebook.place(note.line)
+        notes.append(dataclasses.replace(note, cell=cell, line=line))
+    code = notebook.with_script(one.code) if one.changed else text
+    return dataclasses.replace(one, code=code, notes=tuple(notes))
+
+
+def _migrate_scripts(
+    files: Mapping[str, str], dialect: str, settings: Mapping[str, str]
+) -> dict[str, Migration]:
     trees = {name: _parsed(name, text) for name, text in files.items()}
     alone = {name: Migration(text) for name, text in files.items()}
     read = {name: text for name, text in files.items() if not _is_done(trees[name])}
     if not any(_mentions(trees[name]) for name in read):
         return alone
     try:
-        return {**alone, **_migrate(read, dialect, settings or {})}
+        return {**alone, **_migrate(read, dialect, settings)}
     except RecursionError:
         name = max(read, key=lambda one: len(read[one]))
         note = Note(name, 1, "refused", name, "it nests too deeply to be read.", "Split it up.")

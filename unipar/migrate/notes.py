@@ -21,6 +21,7 @@ class Note:
         construct: the piece of code, shortened.
         why: why it is refused, or what the numerical effect is.
         todo: what to do.
+        cell: of a notebook, from 1; the line is one of the cell then.
     """
 
     file: str
@@ -29,10 +30,17 @@ class Note:
     construct: str
     why: str
     todo: str
+    cell: int = 0
+
+    @property
+    def place(self) -> str:
+        """Where it is, as messages say it."""
+        if self.cell:
+            return f"{self.file}, cell {self.cell}, line {self.line}"
+        return f"{self.file}:{self.line}"
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}"
-        return f"{place}: {self.kind}: {self.construct}: {self.why} {self.todo}".rstrip()
+        return f"{self.place}: {self.kind}: {self.construct}: {self.why} {self.todo}".rstrip()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ _HEADINGS = {
 
 def all_notes(migrations: Mapping[str, Migration]) -> list[Note]:
     """Every note, by file and line."""
-    return sorted(note for one in migrations.values() for note in one.notes)
+    return sorted(
+        (note for one in migrations.values() for note in one.notes),
+        key=lambda note: (note.file, note.cell, note),
+    )
 
 
 def diff(files: Mapping[str, str], migrations: Mapping[str, Migration]) -> str:
@@ -73,7 +76,7 @@ def markdown(
                 "|---|---|---|---|",
             ]
             parts += [
-                f"| {n.file}:{n.line} | `{_cell(n.construct)}` | {_cell(n.why)} | {_cell(n.todo)} |"
+                f"| {n.place} | `{_cell(n.construct)}` | {_cell(n.why)} | {_cell(n.todo)} |"
                 for n in own
             ]
     changes = diff(files, migrations)

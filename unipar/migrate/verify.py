@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from unipar.errors import ConfigError
 from unipar.migrate.launchers import command
+from unipar.migrate.notebooks import SUFFIX, Notebook
 
 TOLERANCE = 1e-5
 """Relative difference up to which losses agree: what summing in another order makes in fp32."""
@@ -116,7 +117,7 @@ def losses_of(
 
     Args:
         root: the directory.
-        script: the script's path from there.
+        script: the script's path from there; a notebook's code is run as a script.
         files: other text for some of its files.
         launcher: the command that is given the script.
         name: what messages call the run.
@@ -144,7 +145,8 @@ def losses_of(
             "UNIPAR_CAPTURE_SEED": str(seed),
             **(environ or {}),
         }
-        _run(name, [*launcher, script, *arguments], work, environment, timeout)
+        runs = _as_script(work, script) if script.endswith(SUFFIX) else script
+        _run(name, [*launcher, runs, *arguments], work, environment, timeout)
         found = {int(path.stem): json.loads(path.read_text()) for path in losses.iterdir()}
     if not found:
         raise ConfigError(
@@ -152,6 +154,13 @@ def losses_of(
             "compare. Give it the arguments that it trains with: --args '...'."
         )
     return dict(sorted(found.items()))
+
+
+def _as_script(work: Path, notebook: str) -> str:
+    """Write the code of a notebook as a script beside it."""
+    path = (work / notebook).with_name(f"{Path(notebook).stem}_notebook.py")
+    path.write_text(Notebook(notebook, (work / notebook).read_text("utf-8")).script, "utf-8")
+    return path.relative_to(work).as_posix()
 
 
 def _copy(root: Path, to: Path) -> None:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unipar.errors import ConfigError
+from unipar.migrate.notebooks import SUFFIX
 from unipar.migrate.notes import Migration
 
 CONFIG = "unipar.yaml"
+_READ = (".py", SUFFIX)
 _SETTINGS = (".json", ".yaml", ".yml")
 _LARGEST_SETTINGS = 2**18
 """Bytes up to which a file is read as settings; larger ones are data."""
@@ -38,7 +40,7 @@ class Program:
 
 
 def read(paths: Sequence[Path]) -> Program:
-    """Read scripts, and the Python files of directories.
+    """Read scripts and notebooks, and those in directories.
 
     Raises:
         ConfigError: there is no such file, or it is no text.
@@ -46,12 +48,15 @@ def read(paths: Sequence[Path]) -> Program:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = [p for p in sorted(path.rglob("*.py")) if not _hidden(p.relative_to(path))]
+            inside = [
+                p for p in sorted(path.rglob("*"))
+                if p.suffix in _READ and p.is_file() and not _hidden(p.relative_to(path))
+            ]  # fmt: skip
             if not inside:
-                raise ConfigError(f"{path} holds no Python files.")
+                raise ConfigError(f"{path} holds no Python files or notebooks.")
             found += inside
-        elif path.suffix != ".py":
-            raise ConfigError(f"{path} is no Python file (.py).")
+        elif path.suffix not in _READ:
+            raise ConfigError(f"{path} is no Python file (.py) or notebook (.ipynb).")
         elif path.is_file():
             found.append(path)
         else:
@@ -155,7 +160,7 @@ def _targets(
     if program.whole:
         return {name: _beside(program.root) / name for name in migrations}
     return {
-        name: (program.root / name).with_name(f"{Path(name).stem}_unipar.py")
+        name: (program.root / name).with_name(f"{Path(name).stem}_unipar{Path(name).suffix}")
         for name in migrations
     }  # fmt: skip
 
