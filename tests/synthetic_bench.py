@@ -7,20 +7,17 @@ from typing import Any
 
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.recommend import recommend
+from unipar.benchmark.records import Memory, Overlap, Rank, Traffic, Trial
 from unipar.benchmark.result import (
     BenchResult,
     CellResult,
     Interconnect,
     Job,
     Machine,
-    Memory,
     Overhead,
     Parity,
-    Rank,
     Scaling,
     Status,
-    Traffic,
-    Trial,
 )
 from unipar.benchmark.statistics import Estimate, Spread
 
@@ -150,6 +147,7 @@ def _trial(cell: Cell, repeat: int, seconds: float, noise: random.Random) -> Tri
                 threads=1,
                 memory=None if cell.raw else _memory(cell, rank=rank),
                 traffic=None if cell.raw else _traffic(cell),
+                overlap=_overlap(cell, seconds),
             )
             for rank in range(cell.devices)
         ],
@@ -179,6 +177,14 @@ def _traffic(cell: Cell) -> list[Traffic]:
             Traffic(kind="reduce-scatter", count=9, bytes=4 * PARAMETERS),
         ]
     return [Traffic(kind="all-reduce", count=3, bytes=4 * PARAMETERS)]
+
+
+def _overlap(cell: Cell, seconds: float) -> Overlap | None:
+    if cell.devices == 1 or cell.raw or cell.strategy == "horovod":
+        return None
+    communication = 0.4 * seconds
+    exposed = (0.75 if cell.strategy in SHARDED else 0.25) * communication
+    return Overlap(step=1.5 * seconds, communication=communication, exposed=exposed)
 
 
 def _parity(cell: Cell) -> Parity | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,25 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unipar.benchmark.memory import Held, counting_saved, held
-from unipar.benchmark.result import Memory, Rank
+from unipar.benchmark.overlap import Profile
+from unipar.benchmark.records import Memory, Rank, RankRecord
 from unipar.benchmark.traffic import Collectives
 from unipar.callbacks import Callback, RunInfo, StepRecord
 from unipar.devices import peak_memory
 from unipar.result import RunResult
 
-WATCHED = 2
-"""Steps after the timed ones: one whose collectives are seen, one whose memory is."""
+WATCHED = 3
+"""Steps after the timed ones: one whose collectives are seen, one whose memory is, and one under
+the profiler."""
 
 
 class Meter(Callback):
-    """Times steps, then looks closely at two more, and leaves what it found in a file.
+    """Times steps, then looks closely at a few more, and leaves what it found in a file.
 
     Nothing but the clock is read during the timed steps.
 
     Args:
-        directory: where each rank leaves its findings, as :func:`rank_file` names them.
+        directory: where each rank leaves its :class:`RankRecord`.
         warmup: steps whose times are discarded.
         steps: steps that are timed.
         data: what is trained on, so that it can be told from what training holds.
@@ -51,7 +52,7 @@ class Meter(Callback):
     def on_run_start(self, run: RunInfo) -> None:
         assert run.engine is not None
         self._engine, self._cleanup = run.engine, contextlib.ExitStack()
-        self._collectives, self._saved = Collectives(), [0]
+        self._collectives, self._saved, self._profile = Collectives(), [0], Profile(run.device)
         if run.device == "cpu":
             self._resident = psutil.Process().memory_info().rss - sum(
                 held(self._engine.module, self.data)
@@ -68,6 +69,8 @@ class Meter(Callback):
             self._watch_collectives()
         elif record.step == self._timed.stop:
             self._watch_memory()
+        elif record.step == self._timed.stop + 1 and run.world_size > 1:
+            self._cleanup.enter_context(self._profile)
 
     def _watch_collectives(self) -> None:
         self._cleanup.enter_context(self._engine.tell_collectives(self._collectives.add))
@@ -87,17 +90,16 @@ class Meter(Callback):
         if result is None:
             return
         timed = [record for record in self._records if record.step in self._timed]
-        found = {
-            "rank": self._rank(run, timed).model_dump(),
-            "losses": [record.loss for record in self._records if record.step < self._timed.stop],
-            "items": sum(record.num_items for record in timed) / len(timed),
-            "samples": sum(record.num_samples for record in timed) / len(timed),
-            "setup_seconds": self._ready - self.began,
-            "first_step_seconds": self._first - self.began,
-            "parameters": run.num_parameters,
-            "optimizer": type(self._engine.optimizer).__name__,
-        }
-        rank_file(self.directory, run.rank).write_text(json.dumps(found))
+        RankRecord(
+            rank=self._rank(run, timed),
+            losses=[record.loss for record in self._records if record.step < self._timed.stop],
+            items=sum(record.num_items for record in timed) / len(timed),
+            samples=sum(record.num_samples for record in timed) / len(timed),
+            setup_seconds=self._ready - self.began,
+            first_step_seconds=self._first - self.began,
+            parameters=run.num_parameters,
+            optimizer=type(self._engine.optimizer).__name__,
+        ).write(self.directory)
 
     def _rank(self, run: RunInfo, timed: list[StepRecord]) -> Rank:
         memory = None
@@ -114,9 +116,5 @@ class Meter(Callback):
             threads=torch.get_num_threads(),
             memory=memory,
             traffic=self._collectives.traffic,
+            overlap=self._profile.overlap,
         )
-
-
-def rank_file(directory: Path, rank: int) -> Path:
-    """Where a rank leaves what it found."""
-    return directory / f"rank{rank}.json"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,7 @@ from torch import nn
 from unipar import launch, registry
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
-from unipar.benchmark.meter import rank_file
-from unipar.benchmark.result import Rank
+from unipar.benchmark.records import Rank, RankRecord
 from unipar.config import RunConfig
 from unipar.data.checks import shuffles, slicing_of
 from unipar.data.order import epoch_order
@@ -96,18 +94,15 @@ def work(
             "record": clock.record,
         }
     )
-    found = {
-        "rank": Rank(
-            rank=placement.rank, seconds=clock.seconds, threads=torch.get_num_threads()
-        ).model_dump(),
-        "losses": clock.losses,
-        "items": float(config.global_batch_size or 0),
-        "samples": float(config.global_batch_size or 0),
-        "setup_seconds": clock.ready - began,
-        "first_step_seconds": clock.first - began,
-        "parameters": 0,
-    }
-    rank_file(directory, placement.rank).write_text(json.dumps(found))
+    samples = float(config.global_batch_size or 0)
+    RankRecord(
+        rank=Rank(rank=placement.rank, seconds=clock.seconds, threads=torch.get_num_threads()),
+        losses=clock.losses,
+        items=samples,
+        samples=samples,
+        setup_seconds=clock.ready - began,
+        first_step_seconds=clock.first - began,
+    ).write(directory)
 
 
 class _Clock:

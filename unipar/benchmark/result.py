@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from unipar.benchmark.cells import Cell
+from unipar.benchmark.records import KINDS, Memory, Stored, Trial
 from unipar.benchmark.statistics import Estimate, Spread
 from unipar.errors import ConfigError
 
@@ -20,12 +21,7 @@ SCHEMA_VERSION = 1
 Status = Literal["measured", "refused", "out of memory", "time limit", "failed", "not run"]
 
 
-class _Stored(BaseModel):
-    # A loss that is no number is a finding, and must survive the file.
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
-
-
-class Machine(_Stored):
+class Machine(Stored):
     """Where it was measured.
 
     Attributes:
@@ -47,7 +43,7 @@ class Machine(_Stored):
     date: str
 
 
-class Job(_Stored):
+class Job(Stored):
     """What every cell trained.
 
     Attributes:
@@ -76,85 +72,7 @@ class Job(_Stored):
     command: str
 
 
-class Traffic(_Stored):
-    """Collectives of one kind that one rank made in one step.
-
-    Attributes:
-        kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
-            ``"broadcast"``, ``"send"``, ``"receive"``, or another of the framework's own.
-        count: how many.
-        bytes: of the whole tensors that they reduced or put together, all of them added up.
-    """
-
-    kind: str
-    count: int
-    bytes: int
-
-
-class Memory(_Stored):
-    """Bytes of one rank.
-
-    Attributes:
-        parameters: the module's, as this rank holds them.
-        gradients: when all of a step are there, before the update.
-        optimizer: moments, and fp32 copies that the optimizer updates.
-        activations: the most that autograd has kept for a backward pass at once.
-        other: other tensors that outlive a step: a framework's buckets and buffers.
-        peak: the most that the rank has held: of the device's allocator, or resident on a CPU.
-        resident: on a CPU, what was resident before the model was built; part of ``peak``.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    other: int
-    peak: int
-    resident: int = 0
-
-    @property
-    def tensors(self) -> int:
-        """All kinds together."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.other
-
-
-class Rank(_Stored):
-    """What one rank measured in one repeat.
-
-    Attributes:
-        rank: which.
-        seconds: of each timed step, from the end of the step before.
-        threads: that torch computes with.
-        memory: ``None`` where it was not measured, as in a hand-written loop.
-        traffic: of one step; ``None`` where it was not measured.
-    """
-
-    rank: int
-    seconds: list[float]
-    threads: int
-    memory: Memory | None = None
-    traffic: list[Traffic] | None = None
-
-
-class Trial(_Stored):
-    """One repeat of one cell.
-
-    Attributes:
-        repeat: which, from 0; repeats of equal number ran in the same round.
-        losses: of every step, warm-up included.
-        setup_seconds: from the start of the processes until the model was ready.
-        first_step_seconds: from the start of the processes until the first step was done.
-        ranks: by rank.
-    """
-
-    repeat: int
-    losses: list[float]
-    setup_seconds: float
-    first_step_seconds: float
-    ranks: list[Rank]
-
-
-class Parity(_Stored):
+class Parity(Stored):
     """How far a cell's losses are from the reference's.
 
     Attributes:
@@ -170,7 +88,7 @@ class Parity(_Stored):
     drifts: bool
 
 
-class CellResult(_Stored):
+class CellResult(Stored):
     """One cell, with what follows from its repeats.
 
     Attributes:
@@ -195,7 +113,7 @@ class CellResult(_Stored):
     status: Status
     reason: str = ""
     environment: str = ""
-    trials: list[Trial] = []
+    trials: list[Trial] = Field(default_factory=list)
     step_seconds: Spread | None = None
     repeat_seconds: Spread | None = None
     items_per_second: Spread | None = None
@@ -205,10 +123,10 @@ class CellResult(_Stored):
     mfu: float | None = None
     predicted: Memory | None = None
     parity: Parity | None = None
-    ties: list[str] = []
+    ties: list[str] = Field(default_factory=list)
 
 
-class Interconnect(_Stored):
+class Interconnect(Stored):
     """All-reduce between some number of processes: ``seconds = alpha + beta * bytes``.
 
     Attributes:
@@ -227,7 +145,7 @@ class Interconnect(_Stored):
     matmul_flops: dict[str, float]
 
 
-class Scaling(_Stored):
+class Scaling(Stored):
     """How one strategy gains from devices, the global batch staying as it is.
 
     Attributes:
@@ -251,7 +169,7 @@ class Scaling(_Stored):
     modelled: list[float | None]
 
 
-class Overhead(_Stored):
+class Overhead(Stored):
     """What unipar costs beside a hand-written loop.
 
     Attributes:
@@ -265,7 +183,7 @@ class Overhead(_Stored):
     ratio: Estimate
 
 
-class BenchResult(_Stored):
+class BenchResult(Stored):
     """A whole benchmark.
 
     Attributes:
@@ -288,7 +206,7 @@ class BenchResult(_Stored):
     scaling: list[Scaling]
     overhead: list[Overhead]
     recommendation: str
-    reference_losses: dict[str, list[float]] = {}
+    reference_losses: dict[str, list[float]] = Field(default_factory=dict)
 
     @property
     def measured(self) -> list[CellResult]:
@@ -343,6 +261,7 @@ class BenchResult(_Stored):
         first = result.trials[0].ranks[0] if result.trials else None
         memory = first.memory if first else None
         traffic = first.traffic if first else None
+        overlap = first.overlap if first else None
         return {
             **result.cell.model_dump(),
             "status": result.status,
@@ -359,13 +278,11 @@ class BenchResult(_Stored):
             **{f"{kind}_bytes": getattr(memory, kind, None) for kind in KINDS},
             "collectives": None if traffic is None else sum(one.count for one in traffic),
             "traffic_bytes": None if traffic is None else sum(one.bytes for one in traffic),
+            "communication_seconds": overlap.communication if overlap else None,
+            "exposed_seconds": overlap.exposed if overlap else None,
             "loss_difference": result.parity.difference if result.parity else None,
             "drifts": result.parity.drifts if result.parity else None,
         }
-
-
-KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
-"""What :class:`Memory` tells apart."""
 
 
 def _median(spread: Spread | None) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from unipar.benchmark.cells import Cell
-from unipar.benchmark.result import Status, Trial
+from unipar.benchmark.records import Trial
+from unipar.benchmark.result import Status
 from unipar.errors import ConfigError
 
 

@@ -7,17 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.recommend import recommend
+from unipar.benchmark.records import Memory, Trial
 from unipar.benchmark.reference import Reference
-from unipar.benchmark.result import (
-    BenchResult,
-    CellResult,
-    Interconnect,
-    Job,
-    Machine,
-    Memory,
-    Overhead,
-    Trial,
-)
+from unipar.benchmark.result import BenchResult, CellResult, Interconnect, Job, Machine, Overhead
 from unipar.benchmark.scaling import scalings
 from unipar.benchmark.statistics import Estimate, Spread
 from unipar.benchmark.store import Failure, Finding, Store

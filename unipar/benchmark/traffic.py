@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unipar.benchmark.result import Traffic
+from unipar.benchmark.records import Traffic
 
 # The operators of torch.distributed by the name that they have in its two namespaces (the one that
 # works in place, and the functional one), what the field calls them, and which of their arguments

@@ -20,8 +20,8 @@ from unipar import registry
 from unipar.benchmark import modelling, probe, raw
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
-from unipar.benchmark.meter import WATCHED, Meter, rank_file
-from unipar.benchmark.result import Trial
+from unipar.benchmark.meter import WATCHED, Meter
+from unipar.benchmark.records import RankRecord, Trial
 from unipar.benchmark.store import Failure, Finding
 from unipar.errors import ConfigError, UniparError, WorkerError
 from unipar.subprocesses import end_with
@@ -58,21 +58,21 @@ def by_hand(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
 def gather(directory: Path, request: dict[str, Any]) -> Finding:
     """Put together what the ranks have found."""
     cell = Cell.model_validate(request["cell"])
-    ranks = [json.loads(rank_file(directory, rank).read_text()) for rank in range(cell.devices)]
+    ranks = [RankRecord.read(directory, rank) for rank in range(cell.devices)]
     first = ranks[0]
     trial = Trial(
         repeat=request["repeat"],
-        losses=first["losses"],
-        setup_seconds=max(rank["setup_seconds"] for rank in ranks),
-        first_step_seconds=max(rank["first_step_seconds"] for rank in ranks),
-        ranks=[rank["rank"] for rank in ranks],
+        losses=first.losses,
+        setup_seconds=max(one.setup_seconds for one in ranks),
+        first_step_seconds=max(one.first_step_seconds for one in ranks),
+        ranks=[one.rank for one in ranks],
     )
     return Finding(
         trial=trial,
-        items=first["items"],
-        samples=first["samples"],
-        parameters=first["parameters"],
-        optimizer=first.get("optimizer", ""),
+        items=first.items,
+        samples=first.samples,
+        parameters=first.parameters,
+        optimizer=first.optimizer,
         sharded=registry.resolve(cell.strategy).capabilities().sharded,
         environment=sys.executable,
     )

@@ -173,6 +173,13 @@ def test_fsdp_gathers_all_parameters_twice_and_scatters_gradients_once(
     assert seen["all-reduce"] == (1, 4 * 8)
 
 
+def test_communication_is_a_part_of_the_step(result: BenchResult) -> None:
+    for strategy in ("ddp", "fsdp", "slow"):
+        for rank in cell(result, strategy).trials[0].ranks:
+            assert rank.overlap is not None
+            assert 0 <= rank.overlap.exposed <= rank.overlap.communication < rank.overlap.step
+
+
 def test_memory_is_what_the_formulas_say(result: BenchResult) -> None:
     whole = parameter_bytes()
     for strategy, share in (("ddp", 1), ("fsdp", DEVICES)):

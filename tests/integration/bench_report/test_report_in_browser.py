@@ -20,6 +20,7 @@ CHARTS = {
     "memory-by-rank": ".barlayer .point path",
     "collectives": ".barlayer .point path",
     "traffic": ".barlayer .point path",
+    "exposure": ".barlayer .point path",
     "all-reduce": ".scatterlayer .point",
     "losses": ".scatterlayer .js-line",
     "loss-differences": ".scatterlayer .js-line",

@@ -8,7 +8,8 @@ from synthetic_bench import MIB, bench_result, failed, measured
 
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.recommend import recommend
-from unipar.benchmark.result import CellResult, Memory, Parity, Scaling
+from unipar.benchmark.records import Memory
+from unipar.benchmark.result import CellResult, Parity, Scaling
 
 PARITY = Parity(reference="single", difference=1e-7, allowed=1e-5, drifts=False)
 DRIFTS = Parity(reference="single", difference=0.25, allowed=1e-5, drifts=True)

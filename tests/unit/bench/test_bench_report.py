@@ -165,6 +165,19 @@ def test_traffic_adds_up(result: BenchResult) -> None:
     )
 
 
+def test_what_is_exposed_and_what_is_hidden_make_all_communication(result: BenchResult) -> None:
+    figure = figure_of(result, "exposure")
+    names = list(figure.layout.yaxis.ticktext)
+    assert not [name for name in names if name.startswith(("single", "horovod"))]
+    fsdp = next(one for one in result.cells if one.cell == Cell(strategy="fsdp", devices=4))
+    seen = fsdp.trials[0].ranks[0].overlap
+    assert seen is not None
+    bars = {trace.name: trace.x[names.index("fsdp on 4")] for trace in figure.data}
+    assert sum(bars.values()) == pytest.approx(1e3 * seen.communication)
+    assert bars["exposed"] == pytest.approx(1e3 * seen.exposed)
+    assert "exposes most of it, 75%" in chart(result, "exposure").alt
+
+
 def test_differences_are_drawn_unless_every_bit_is_equal(result: BenchResult) -> None:
     assert "horovod on 4 drifts." in chart(result, "loss-differences").alt
     single = measured(Cell(strategy="single"), 0.1, random.Random(0))

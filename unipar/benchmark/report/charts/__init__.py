@@ -35,6 +35,7 @@ CHARTS = (
     Entry("memory-by-rank", "Memory by rank", memory.by_rank),
     Entry("collectives", "Collectives", communication.counts),
     Entry("traffic", "Bytes communicated", communication.volumes),
+    Entry("exposure", "Time communicated", communication.exposure),
     Entry("all-reduce", "Interconnect", communication.sweep),
     Entry("losses", "Losses", losses.curves),
     Entry("loss-differences", "Loss differences", losses.differences),

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from plotly import graph_objects as go
 
+from unipar.benchmark.records import Overlap, Traffic
 from unipar.benchmark.report import text
 from unipar.benchmark.report.charts import drawing
 from unipar.benchmark.report.charts.drawing import Chart, Look, Missing
-from unipar.benchmark.result import BenchResult, CellResult, Traffic
+from unipar.benchmark.result import BenchResult, CellResult
 
 _UNKNOWN = "no collective was recorded."
 
@@ -45,6 +46,36 @@ def volumes(result: BenchResult) -> Chart | Missing:
         told += f"; {drawing.name(cells[totals.index(least)].cell)} least, {text.size(least)}"
     return Chart(
         figure, f"Bytes of the tensors that collectives work on in a step, by kind. {told}."
+    )
+
+
+def exposure(result: BenchResult) -> Chart | Missing:
+    """How long a step communicates, beside computation and without it."""
+    cells = [cell for cell in _by_devices(result) if _overlap(cell)]
+    found = [one for one in map(_overlap, cells) if one]
+    if not found:
+        return Missing("the profiler saw no collective, as with one device.")
+    unit = text.unit_of_seconds([one.communication for one in found])
+    figure = _bars(cells, f"{unit.name} of a profiled step")
+    hidden = [one.communication - one.exposed for one in found]
+    for place, (name, values) in enumerate(
+        (("exposed", [one.exposed for one in found]), ("hidden behind computation", hidden))
+    ):
+        figure.add_bar(
+            name=name,
+            orientation="h",
+            y=list(range(len(cells))),
+            x=[value / unit.size for value in values],
+            marker=drawing.fill(Look.of(place)),
+            hovertemplate=f"{name}: %{{x:,.4s}} {unit.name}<extra></extra>",
+        )
+    parts = [one.exposed / one.communication for one in found]
+    most, least = parts.index(max(parts)), parts.index(min(parts))
+    told = f"{drawing.name(cells[most].cell)} exposes most of it, {parts[most]:.0%}"
+    if most != least:
+        told += f"; {drawing.name(cells[least].cell)} least, {parts[least]:.0%}"
+    return Chart(
+        figure, f"Time in which a collective is under way, and what is computed beside it. {told}."
     )
 
 
@@ -91,7 +122,7 @@ def _draw(
     cells: list[CellResult], title: str, hover: str, value: Callable[[Traffic], float]
 ) -> go.Figure:
     kinds = list(dict.fromkeys(one.kind for cell in cells for one in _traffic(cell)))
-    figure = drawing.rows([drawing.name(cell.cell) for cell in cells], x=title)
+    figure = _bars(cells, title)
     for place, kind in enumerate(kinds):
         look = Look.of(place)
         figure.add_bar(
@@ -102,13 +133,26 @@ def _draw(
             marker=drawing.fill(look),
             hovertemplate=f"{drawing.plain(kind)}: {hover}<extra></extra>",
         )
+    return figure
+
+
+def _bars(cells: list[CellResult], title: str) -> go.Figure:
+    figure = drawing.rows([drawing.name(cell.cell) for cell in cells], x=title)
     figure.update_layout(barmode="stack", bargap=0.25)
     return figure
 
 
 def _cells(result: BenchResult) -> list[CellResult]:
-    found = [cell for cell in result.cells if _traffic(cell)]
-    return sorted(found, key=lambda cell: cell.cell.devices)
+    return [cell for cell in _by_devices(result) if _traffic(cell)]
+
+
+def _by_devices(result: BenchResult) -> list[CellResult]:
+    return sorted(result.cells, key=lambda cell: cell.cell.devices)
+
+
+def _overlap(cell: CellResult) -> Overlap | None:
+    """Of the first rank of the first repeat."""
+    return cell.trials[0].ranks[0].overlap if cell.trials and cell.trials[0].ranks else None
 
 
 def _traffic(cell: CellResult) -> list[Traffic]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from unipar.benchmark.records import KINDS, Memory
 from unipar.benchmark.report import text
 from unipar.benchmark.report.charts import drawing
 from unipar.benchmark.report.charts.drawing import Chart, Look, Missing
-from unipar.benchmark.result import KINDS, BenchResult, CellResult, Memory
+from unipar.benchmark.result import BenchResult, CellResult
 
 _NAMES = {"optimizer": "optimizer state", "other": "buckets and buffers"}
 _UNKNOWN = "no cell's memory was measured."

@@ -1,0 +1,149 @@
+"""What each process of a benchmark measures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Stored(BaseModel):
+    """A record of a benchmark, as JSON holds it."""
+
+    # A loss that is no number is a finding, and must survive the file.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Traffic(Stored):
+    """Collectives of one kind that one rank made in one step.
+
+    Attributes:
+        kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
+            ``"broadcast"``, ``"send"``, ``"receive"``, or another of the framework's own.
+        count: how many.
+        bytes: of the whole tensors that they reduced or put together, all of them added up.
+    """
+
+    kind: str
+    count: int
+    bytes: int
+
+
+class Memory(Stored):
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: the module's, as this rank holds them.
+        gradients: when all of a step are there, before the update.
+        optimizer: moments, and fp32 copies that the optimizer updates.
+        activations: the most that autograd has kept for a backward pass at once.
+        other: other tensors that outlive a step: a framework's buckets and buffers.
+        peak: the most that the rank has held: of the device's allocator, or resident on a CPU.
+        resident: on a CPU, what was resident before the model was built; part of ``peak``.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    other: int
+    peak: int
+    resident: int = 0
+
+    @property
+    def tensors(self) -> int:
+        """All kinds together."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.other
+
+
+class Overlap(Stored):
+    """How much of a step's communication something was computed beside, by the profiler.
+
+    Attributes:
+        step: seconds of the step, which the profiler slows down.
+        communication: seconds of it in which a collective was under way.
+        exposed: seconds of these in which no operator (on a GPU: no kernel) computed.
+    """
+
+    step: float
+    communication: float
+    exposed: float
+
+
+class Rank(Stored):
+    """What one rank measured in one repeat.
+
+    Attributes:
+        rank: which.
+        seconds: of each timed step, from the end of the step before.
+        threads: that torch computes with.
+        memory: ``None`` where it was not measured, as in a hand-written loop.
+        traffic: of one step; ``None`` where it was not measured.
+        overlap: of one step; ``None`` where the profiler sees no collective.
+    """
+
+    rank: int
+    seconds: list[float]
+    threads: int
+    memory: Memory | None = None
+    traffic: list[Traffic] | None = None
+    overlap: Overlap | None = None
+
+
+class RankRecord(Stored):
+    """What one rank leaves in a file, for the trial to be put together from.
+
+    Attributes:
+        rank: its measurements.
+        losses: of every step, warm-up included.
+        items: what the loss is a mean over in a step, over all ranks.
+        samples: of a step, over all ranks.
+        setup_seconds: from the start of the processes until the model was ready.
+        first_step_seconds: from the start of the processes until the first step was done.
+        parameters: elements of the model; 0 where nobody has counted them.
+        optimizer: its class; empty where it is not known.
+    """
+
+    rank: Rank
+    losses: list[float]
+    items: float
+    samples: float
+    setup_seconds: float
+    first_step_seconds: float
+    parameters: int = 0
+    optimizer: str = ""
+
+    def write(self, directory: Path) -> None:
+        """Leave it for :meth:`read`."""
+        _file(directory, self.rank.rank).write_text(self.model_dump_json())
+
+    @classmethod
+    def read(cls, directory: Path, rank: int) -> RankRecord:
+        """What a rank has left."""
+        return cls.model_validate_json(_file(directory, rank).read_text())
+
+
+def _file(directory: Path, rank: int) -> Path:
+    return directory / f"rank{rank}.json"
+
+
+class Trial(Stored):
+    """One repeat of one cell.
+
+    Attributes:
+        repeat: which, from 0; repeats of equal number ran in the same round.
+        losses: of every step, warm-up included.
+        setup_seconds: from the start of the processes until the model was ready.
+        first_step_seconds: from the start of the processes until the first step was done.
+        ranks: by rank.
+    """
+
+    repeat: int
+    losses: list[float]
+    setup_seconds: float
+    first_step_seconds: float
+    ranks: list[Rank]
+
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "other")
+"""What :class:`Memory` tells apart."""
