@@ -117,7 +117,6 @@ def test_an_unknown_dialect_is_named_with_those_there_are() -> None:
     ("line", "title"),
     [
         ("import deepspeed", "DeepSpeed"),
-        ("from accelerate import Accelerator", "Accelerate"),
         ("from colossalai.booster import Booster", "Colossal-AI"),
         ("from lightning.fabric import Fabric", "Lightning Fabric"),
         ("import lightning_fabric", "Lightning Fabric"),

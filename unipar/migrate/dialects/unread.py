@@ -28,11 +28,6 @@ class DeepSpeed(Unread):
     marks = ("deepspeed.",)
 
 
-class Accelerate(Unread):
-    name, title = "accelerate", "Accelerate"
-    marks = ("accelerate.",)
-
-
 class ColossalAI(Unread):
     name, title = "colossalai", "Colossal-AI"
     marks = ("colossalai.",)
