@@ -27,11 +27,17 @@ _PASSING = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm", "iter", "reversed", "lis
             "horovod.torch.DistributedOptimizer", "torch.distributed.fsdp.fully_shard",
             "torch.distributed._composable.fsdp.fully_shard"}  # fmt: skip
 
-# Methods that give back what they are given: of several arguments, a tuple of them.
-_ACCELERATOR = ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer",
-                "prepare_scheduler", "unwrap_model", "skip_first_batches")  # fmt: skip
+# Methods that give back what they are given: of several arguments, a tuple of them, or one of
+# these in this order.
+_ACCELERATOR: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler",
+     "unwrap_model", "skip_first_batches"), (),
+)  # fmt: skip
+_BOOSTER = {"boost": ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")}
 _HANDING_BACK = {"accelerate.Accelerator": _ACCELERATOR,
-                 "accelerate.accelerator.Accelerator": _ACCELERATOR}  # fmt: skip
+                 "accelerate.accelerator.Accelerator": _ACCELERATOR,
+                 "colossalai.booster.Booster": _BOOSTER,
+                 "colossalai.booster.booster.Booster": _BOOSTER}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -220,13 +226,16 @@ class Expressions:
             found |= self.values(node.func.value)
         if isinstance(node.func, cst.Attribute):
             for one in self.values(node.func.value):
-                if node.func.attr.value in _HANDING_BACK.get(one.name, ()):
-                    found |= self._handed_back(node)
+                order = _HANDING_BACK.get(one.name, {}).get(node.func.attr.value)
+                if order is not None:
+                    found |= self._handed_back(node, order)
         return frozenset(found or {self._origin("call", node, "")})
 
-    def _handed_back(self, node: cst.Call) -> Values:
+    def _handed_back(self, node: cst.Call, order: tuple[str, ...]) -> Values:
         given = [one.value for one in node.args if one.keyword is None and not one.star]
-        if len(given) == 1:
+        if order:
+            given = [argument(node, index, name) for index, name in enumerate(order)]
+        elif len(given) == 1:
             return self.values(given[0])
         origin = self._origin("tuple", node)
         for index, one in enumerate(given):

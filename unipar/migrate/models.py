@@ -53,7 +53,7 @@ def is_optimizer(origin: Origin) -> bool:
     name = origin.name
     if origin.kind != "call" or not isinstance(origin.node, cst.Call):
         return False
-    if name.startswith("torch.optim."):
+    if name.startswith(("torch.optim.", "colossalai.nn.optimizer.")):
         last = name.rpartition(".")[2]
         return last[:1].isupper() and ".lr_scheduler." not in name and ".swa_utils" not in name
     first = origin.node.args[0].value if origin.node.args else None
@@ -149,6 +149,8 @@ def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) ->
         clip: list[str | cst.CSTNode] = []
         if origin in clipped:
             clip = [", max_grad_norm=", plan.flow.source(clipped[origin]).code(clipped[origin])]
+        elif origin in plan.norms:
+            clip = [", max_grad_norm=", plan.norms[origin]]
         plan.replace(
             call, "script.prepare(", model, f", optimizer=lambda {name}: ", call, *clip,
             ").optimizer",

@@ -15,7 +15,7 @@ from unipar.migrate.source import Source
 
 _SHOWN = 70
 _FROM = "from unipar.migrate import "
-_MODULES = ("accelerated", "script")
+_MODULES = ("accelerated", "boosted", "script")
 """What edits may call, which the file then imports."""
 
 
@@ -60,6 +60,7 @@ class Plan:
         losses: the backward passes that are a framework's (``fabric.backward(loss)``), each with
             its loss.
         clips: the clipping that is a framework's (``model.clip_grad_norm_(1.0)``).
+        norms: for optimizers, the code of a norm that a framework's settings clip to.
         handled: calls that a dialect has dealt with, whatever they are given.
         words: what the rewritten loop calls.
         launcher: what starts the script: a name among ``unipar.migrate.launchers.LAUNCHERS``.
@@ -77,6 +78,7 @@ class Plan:
         self.optimizers: dict[Origin, cst.BaseExpression] = {}
         self.losses: dict[cst.Call, cst.BaseExpression] = {}
         self.clips: dict[cst.Call, Clip] = {}
+        self.norms: dict[Origin, str] = {}
         self.handled: set[cst.Call] = set()
         self.launcher = "python"
         self.words = Words()
