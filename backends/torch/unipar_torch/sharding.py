@@ -129,9 +129,9 @@ def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
 def _mixed_precision(spec: EngineSpec, options: FSDPOptions, *, root: bool) -> MixedPrecisionPolicy:
     if spec.precision == "fp32":
         return MixedPrecisionPolicy()
-    gathered = spec.precision if options.param_dtype == "compute" else "fp32"
     return MixedPrecisionPolicy(
-        param_dtype=COMPUTE_DTYPES[gathered],
+        # A dtype, fp32 too, would also cast what goes into each unit.
+        param_dtype=COMPUTE_DTYPES[spec.precision] if options.param_dtype == "compute" else None,
         reduce_dtype=COMPUTE_DTYPES[options.reduce_dtype],
         # Blocks hand activations on in the compute dtype; only the loss wants fp32.
         output_dtype=torch.float32 if root else None,
