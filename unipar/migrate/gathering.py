@@ -6,7 +6,8 @@ the names of the parameters, so that files of such scripts load under any strate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,9 +73,17 @@ class GatheredOptimizer:
         self._kept = world.is_main or not rank0_only
 
     def state_dict(self) -> dict[str, Any]:
-        """``state`` by parameter name and key, and ``param_groups`` with names for ``params``."""
-        exported = self._engine.export_state()
-        moments = gather(exported.optimizer, self._world, kept=self._kept)
+        """``state`` by parameter name and key, and ``param_groups`` with names for ``params``.
+
+        An optimizer that has not stepped has moments of zero here, so that
+        ``torch.distributed.checkpoint.load``, which fills what there is, finds all of them.
+
+        Raises:
+            ConfigError: it has not stepped, and is a framework's own.
+        """
+        with _begun(self._engine, self._world):
+            exported = self._engine.export_state()
+            moments = gather(exported.optimizer, self._world, kept=self._kept)
         if not self._kept:
             return {}
         state: dict[str, dict[str, Any]] = {}
@@ -121,6 +130,41 @@ class GatheredOptimizer:
             "groups": [to_json(dict(one), "param_groups") for one in groups],
         }
         self._engine.import_state(_Source({}, moments, told, self._world))
+
+
+@contextlib.contextmanager
+def _begun(engine: Engine, world: World) -> Iterator[None]:
+    """Give an optimizer without state the one that it begins with, for a moment."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    if any(world.gather(bool(optimizer.state) or engine.num_steps > 0)):
+        yield
+        return
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no state before its first step. "
+            "Take its state dict after one."
+        )
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    # Not the instance's step, which a scheduler counts.
+    type(optimizer).step(optimizer)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
+    for values in optimizer.state.values():
+        if isinstance(values.get("step"), torch.Tensor):
+            values["step"].zero_()
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
 
 
 class Unprepared:

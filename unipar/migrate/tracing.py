@@ -204,6 +204,8 @@ def _entries(plan: Plan, table: cst.BaseExpression) -> dict[str, list[cst.BaseEx
 def _definition(source: Source, call: cst.Call) -> cst.Assign | None:
     """The statement that gives a name to what a call makes, and does nothing else."""
     above = source.parent(call)
+    while isinstance(above, (cst.Dict, cst.DictElement)):
+        above = source.parent(above)
     if not isinstance(above, cst.Assign) or len(above.targets) != 1:
         return None
     return above if isinstance(above.targets[0].target, cst.Name) else None

@@ -104,3 +104,19 @@ def test_a_state_that_does_not_fit_is_told_by_name() -> None:
     numbered = {"state": {}, "param_groups": [{"lr": 0.5, "params": [0, 1]}]}
     with pytest.raises(ConfigError, match="by the numbers of parameters"):
         script.gathered(optimizer).load_state_dict(numbered)
+
+
+def test_an_optimizer_that_has_not_stepped_has_moments_to_load_into() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = script.prepare(
+        model, optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.1)
+    ).optimizer
+    assert optimizer is not None
+    before = model.weight.detach().clone()
+    state = script.gathered(optimizer).state_dict()["state"]["weight"]
+    assert {key: value.abs().sum().item() for key, value in state.items()} == {
+        "step": 0, "exp_avg": 0, "exp_avg_sq": 0
+    }  # fmt: skip
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(model.weight, before)

@@ -8,8 +8,9 @@ import libcst as cst
 
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.dialects.fsdp_options import MESH
 from unipar.migrate.dialects.fsdp_states import CHECKPOINT, States
-from unipar.migrate.dialects.fsdp_wrapping import MESH, PACKAGES, SHARD, Wrapping
+from unipar.migrate.dialects.fsdp_wrapping import PACKAGES, SHARD, Wrapping
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
@@ -20,6 +21,7 @@ from unipar.migrate.precision import AUTOCAST
 from unipar.migrate.processes import is_conditional, rewrite_group, rewrite_spawn
 from unipar.migrate.source import Source
 from unipar.migrate.tracing import leaves, sweep
+from unipar.migrate.tree import inside
 
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _SCALER = "torch.distributed.fsdp.sharded_grad_scaler."
@@ -27,6 +29,7 @@ _SETTINGS = ("MixedPrecision", "MixedPrecisionPolicy", "CPUOffload", "CPUOffload
              "OffloadPolicy", "ModuleWrapPolicy", "FullStateDictConfig", "ShardedStateDictConfig",
              "FullOptimStateDictConfig", "ShardedOptimStateDictConfig", "StateDictOptions",
              "init_device_mesh", "partial", "dict")  # fmt: skip
+_MODULE = tuple(f"{package}FSDPModule" for package in PACKAGES)
 # Methods of FSDPModule that say when to communicate, which an engine decides.
 _TIMING = ("set_requires_gradient_sync", "set_is_last_backward", "set_reshard_after_backward",
            "set_reshard_after_forward", "set_modules_to_forward_prefetch",
@@ -162,6 +165,12 @@ class Fsdp(Dialect):
             for node in source.all(cst.Attribute):
                 if plan.flow.values(node.value) & plan.models:
                     self._rewrite_attribute(plan, source, node, wrapping)
+        for source in plan.sources:
+            for assertion in source.all(cst.Assert):
+                if any(n in (*FSDP, *_MODULE) for one in inside(assertion.test)
+                       for n in plan.flow.names(one)):  # fmt: skip
+                    wrapping.gone.append((source, source.span(assertion)))
+                    source.remove(assertion)
         for _, call, func in plan.methods(*_TIMING):
             if call in plan.handled or self._is_named(plan, func):
                 continue

@@ -165,9 +165,11 @@ class States:
             more = ", rank0_only=True" if rank0 else ""
             self.plan.handled.add(call)
             self._note_gone(call, model, optimizer)
+            plain = isinstance(source.parent(call), (cst.Assign, cst.Return))
             self.plan.replace(
-                call, "(script.gathered(", model, f"{more}).state_dict(), script.gathered(",
-                optimizer, f"{more}).state_dict())",
+                call, "" if plain else "(", "script.gathered(", model,
+                f"{more}).state_dict(), script.gathered(", optimizer, f"{more}).state_dict()",
+                "" if plain else ")",
             )  # fmt: skip
         elif name == "set_model_state_dict" and weights is not None:
             self._load(call, (model, weights))
@@ -190,8 +192,10 @@ class States:
         if source.statement(call) is None:
             self.plan.refuse(call, "what it gives back is used.", "Make it a statement.")
         parts: list[str | cst.CSTNode] = []
+        margin = source.edits.data[source.line_start(call) : source.span(call)[0]].decode()
+        between = f"{source.newline()}{margin}" if not margin.strip() else "; "
         for of, state in pairs:
-            parts += ["; script.gathered(" if parts else "script.gathered(", of]
+            parts += [f"{between}script.gathered(" if parts else "script.gathered(", of]
             parts += [").load_state_dict(", state, ")"]
         self.plan.handled.add(call)
         self._note_gone(call, *(one for pair in pairs for one in pair))
