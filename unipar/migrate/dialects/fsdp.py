@@ -102,6 +102,8 @@ class Fsdp(Dialect):
     )  # fmt: skip
 
     def rewrite(self, plan: Plan) -> None:
+        if not plan.calls(*FSDP, *SHARD) and not plan.methods("backward"):
+            return  # A file of settings by itself trains nothing.
         find_optimizers(plan)
         check_trains(plan)
         plan.launcher = "torchrun"
