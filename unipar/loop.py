@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator
@@ -53,6 +54,9 @@ def train(job: Job, placement: Placement) -> RunResult:
         session,
         interruptible(session.world),
     ):
+        # Processes that a launcher started have named the run's directory each by its own clock.
+        output_dir, checkpoint_dir = session.world.broadcast((job.output_dir, job.checkpoint_dir))
+        job = dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
         return TrainingRun(job, session).run()
 
 

@@ -124,6 +124,29 @@ def test_under_torchrun_it_joins_the_ranks_that_it_finds(tmp_path: Path):
         assert losses == pytest.approx(reference()[0], rel=1e-5)
 
 
+def test_ranks_under_torchrun_share_one_directory_whatever_their_clocks_say(tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, time
+            from pathlib import Path
+            from small_run import build, data, settings
+            from unipar import fit
+            time.sleep(1.2 * int(os.environ["RANK"]))
+            os.chdir({str(tmp_path)!r})
+            values = settings(Path("unused"), strategy="ddp", checkpoint={{}})
+            result = fit(build(), data(), **{{**values, "output_dir": None}})
+            Path(os.environ["RANK"]).write_text(str(result.checkpoint))
+            """
+        )
+    )
+    python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    written = {(tmp_path / rank).read_text() for rank in "01"}
+    assert len(written) == 1
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
 class DieOnce(Callback):
     """Kills its process at a step of the first attempt."""
 
