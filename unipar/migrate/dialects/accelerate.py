@@ -52,6 +52,7 @@ class Accelerate(Dialect):
             "reduce(t), print(...), is_main_process, wait_for_everyone(), device", "unchanged"),
         Row("accelerator.save_state(path), load_state(path), save(...), save_model(...), "
             "init_trackers(...), log(...), end_training()", "unchanged"),
+        Row("accelerator.distributed_type == DistributedType.XLA", "False"),
         Row("set_seed(0), get_logger(__name__), skip_first_batches(loader, 3)",
             "accelerated.set_seed(0), accelerated.get_logger(__name__), "
             "accelerated.skip_first_batches(loader, 3)"),
@@ -69,7 +70,7 @@ class Accelerate(Dialect):
         Row("a second Accelerator", "It shares the state of the first. Build one, and hand it on."),
         Row("accelerator.backward(loss, retain_graph=True)",
             "An engine's backward takes a loss and nothing else."),
-        Row("accelerator.distributed_type, accelerator.state.deepspeed_plugin, trackers, "
+        Row("accelerator.distributed_type == DistributedType.MULTI_GPU, accelerator.state.deepspeed_plugin, trackers, "
             "get_tracker, split_between_processes, join_uneven_inputs, set_trigger, profile, "
             "register_save_state_pre_hook",
             "These are Accelerate's own. Leave them out, or port them by hand."),

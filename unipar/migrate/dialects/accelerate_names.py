@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unipar.migrate.dialects.accelerate_places import answered
 from unipar.migrate.dialects.accelerate_settings import ACCELERATOR, HOLDERS
 from unipar.migrate.imports import imported
 from unipar.migrate.literals import argument, constant
@@ -34,6 +35,8 @@ def _rewrite_name(plan: Plan, source: Source, node: cst.BaseExpression) -> None:
     inner = isinstance(above, cst.Attribute)
     names = {one for one in plan.flow.names(node) if f"{one}.".startswith("accelerate.")}
     if not names or inner or any(isinstance(one, _IMPORTS) for one in source.around(node)):
+        return
+    if any(answered(plan, one) for one in source.around(node)):
         return
     name = next(iter(names))
     call = above if isinstance(above, cst.Call) and above.func is node else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unipar.migrate.dialects.accelerate_places import answered, rewrite_places
 from unipar.migrate.dialects.accelerate_prepare import PREPARING, rewrite_prepare
 from unipar.migrate.dialects.accelerate_settings import ACCELERATOR
 from unipar.migrate.literals import argument, constant
@@ -40,6 +41,7 @@ def rewrite_uses(plan: Plan) -> None:
     for _, call, func in plan.methods("save_pretrained"):
         if plan.flow.values(func.value) & plan.models and not argument(call, None, "state_dict"):
             plan.replace(func.value, "script.whole(", func.value, ")")
+    rewrite_places(plan)
     for source in plan.sources:
         for node in source.all(cst.Attribute):
             if is_accelerator(plan, node.value):
@@ -88,6 +90,8 @@ def _rewrite_attribute(plan: Plan, source: Source, node: cst.Attribute, split: b
         _rewrite_state(plan, source, node)
     elif name in ("save", "print") or name in ("on_main_process", "on_local_main_process"):
         return  # Handed on: save_function=accelerator.save, @accelerator.on_main_process.
+    elif name == "distributed_type" and above is not None and answered(plan, above):
+        return
     elif name not in _READ or _is_target(source, node):
         plan.refuse(node, f"`{name}` is Accelerate's own; unipar has no counterpart.", _BY_HAND)
 
