@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -14,6 +14,8 @@ from unipar.documents import Document, read_document
 from unipar.merging import merge
 from unipar.settings import ENV_PREFIX, read_environment
 from unipar.strategy import OnNaN, Precision
+
+_Config = TypeVar("_Config", bound=BaseModel)
 
 
 class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -32,16 +34,29 @@ class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
 
 
 def read_config(file: Path) -> ScriptConfig:
-    """What the file and the environment say; defaults where there is no such file.
+    """What the file and the environment say of a migrated script; defaults without a file.
+
+    Raises:
+        ConfigError: every wrong key and value, with file and line.
+    """
+    return read_settings(ScriptConfig, file)
+
+
+def read_settings(kind: type[_Config], file: Path) -> _Config:
+    """What a file and the environment say; defaults where there is no such file.
+
+    Args:
+        kind: the settings that there are.
+        file: what to read; variables of the form ``UNIPAR_STRATEGY`` win over it.
 
     Raises:
         ConfigError: every wrong key and value, with file and line.
     """
     document = read_document(file) if file.is_file() else Document(file, {}, {})
-    own = {f"{ENV_PREFIX}{name.upper()}" for name in ScriptConfig.model_fields}
+    own = {f"{ENV_PREFIX}{name.upper()}" for name in kind.model_fields}
     layer = read_environment({k: v for k, v in os.environ.items() if k.split("__")[0] in own})
     return validate(
-        ScriptConfig,
+        kind,
         merge(document.data, layer.values),
         where=lambda key: layer.where(key) or document.where(key),
     )

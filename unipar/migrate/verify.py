@@ -69,6 +69,7 @@ def verify(
     seed: int = 0,
     timeout: float = 600.0,
     environ: Mapping[str, str] | None = None,
+    in_order: bool = False,
 ) -> Proof:
     """Run a script as it is under its own launcher, then migrated under unipar.
 
@@ -86,17 +87,20 @@ def verify(
         seed: of the generators, in both.
         timeout: seconds for each run.
         environ: more variables for the migrated run.
+        in_order: whether both read shuffled data in the order in which it is, as is needed to
+            compare with ``fit``, which shuffles in an order of its own.
 
     Raises:
         ConfigError: a run fails, or computes no loss.
     """
+    ordered = {"UNIPAR_CAPTURE_IN_ORDER": "1", "UNIPAR_SHUFFLE": "false"} if in_order else {}
     where = {"arguments": arguments, "steps": steps, "seed": seed, "timeout": timeout}
     start = command(launcher, processes)
-    original = losses_of(root, script, {}, start, name="original", **where)
+    original = losses_of(root, script, {}, start, name="original", environ=ordered, **where)
     files = {**migrated, (PurePosixPath(script).parent / "unipar.yaml").as_posix(): config}
     return Proof(
         original,
-        losses_of(root, script, files, start, environ=environ, **where),
+        losses_of(root, script, files, start, environ={**ordered, **(environ or {})}, **where),
     )
 
 

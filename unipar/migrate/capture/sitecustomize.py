@@ -51,6 +51,8 @@ def _record(torch):
         return backward(self, *args, **kwargs)
 
     torch.Tensor.backward = recording
+    if "UNIPAR_CAPTURE_IN_ORDER" in os.environ:
+        torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self)))
     # Seen with torch 2.13: a gloo thread that lets go of a tensor while the interpreter ends aborts
     # the process. Scripts whose last act is a collective end so now and then; with a moment
     # without the GIL the thread is done before.

@@ -1,0 +1,46 @@
+"""What a script calls whose loop was folded into ``unipar.fit``, besides ``fit`` itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from unipar import launch
+from unipar.config import RunConfig
+from unipar.errors import ConfigError
+from unipar.migrate.runconfig import read_settings
+
+
+def config() -> RunConfig:
+    """What ``unipar.yaml`` beside the script says, and variables such as ``UNIPAR_STRATEGY``.
+
+    In a notebook, the file in the current directory.
+
+    Raises:
+        ConfigError: every wrong key and value, with its place.
+    """
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    file = (Path(main).resolve().parent if main else Path.cwd()) / "unipar.yaml"
+    return read_settings(RunConfig, file)
+
+
+def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """``torch.save`` in the first of the processes that a launcher has started.
+
+    Raises:
+        ConfigError: a strategy has left only a part of a model here.
+    """
+    parts = obj.values() if isinstance(obj, Mapping) else ()
+    if any(isinstance(one, DTensor) for one in parts):
+        raise ConfigError(
+            "the strategy divides the model among ranks, so its state dict here is only a part. "
+            "Load the run's checkpoint instead (checkpoint in unipar.yaml; fit(...).checkpoint)."
+        )
+    place = launch.detect()
+    if place is None or place.rank == 0:
+        torch.save(obj, f, *args, **kwargs)
