@@ -70,8 +70,9 @@ class Accelerate(Dialect):
         Row("a second Accelerator", "It shares the state of the first. Build one, and hand it on."),
         Row("accelerator.backward(loss, retain_graph=True)",
             "An engine's backward takes a loss and nothing else."),
-        Row("accelerator.distributed_type == DistributedType.MULTI_GPU, accelerator.state.deepspeed_plugin, trackers, "
-            "get_tracker, split_between_processes, join_uneven_inputs, set_trigger, profile, "
+        Row("accelerator.distributed_type == DistributedType.MULTI_GPU, "
+            "accelerator.state.deepspeed_plugin, trackers, get_tracker, "
+            "split_between_processes, join_uneven_inputs, set_trigger, profile, "
             "register_save_state_pre_hook",
             "These are Accelerate's own. Leave them out, or port them by hand."),
         Row("PartialState, notebook_launcher, accelerate.utils.gather",
