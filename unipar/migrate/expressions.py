@@ -11,6 +11,7 @@ from typing import Any
 
 import libcst as cst
 
+from unipar.migrate.done import absolute
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.scopes import Scope
 from unipar.migrate.source import Source
@@ -38,6 +39,9 @@ _HANDING_BACK = {"accelerate.Accelerator": _ACCELERATOR,
                  "accelerate.accelerator.Accelerator": _ACCELERATOR,
                  "colossalai.booster.Booster": _BOOSTER,
                  "colossalai.booster.booster.Booster": _BOOSTER}  # fmt: skip
+# Functions that give back several things at once, and what these are called here.
+_TUPLES = {"deepspeed.initialize": ("deepspeed.engine", "deepspeed.optimizer", "deepspeed.loader",
+                                    "deepspeed.scheduler")}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,7 @@ class Expressions:
         return frozenset(found)
 
     def _imported(self, source: Source, name: str) -> Values:
-        name = _absolute(name, source.module)
+        name = absolute(name, source.module)
         for module in (name, name.rpartition(".")[0]):
             if module in self.sources:
                 if module == name:
@@ -219,7 +223,11 @@ class Expressions:
                     first = next((a for a in node.args if a.keyword is None), node.args[0])
                     found |= self.values(first.value)
                 else:
-                    found.add(self._origin("call", node, one.name))
+                    made = self._origin("call", node, one.name)
+                    found.add(made)
+                    for index, part in enumerate(_TUPLES.get(one.name, ())):
+                        held = frozenset({self._origin("call", node, part)})
+                        self._grow(("field", made, index), held)
                 if one.name.endswith(WRAPPERS):
                     found |= self.values(argument(node, 0, "module"))
         if isinstance(node.func, cst.Attribute) and node.func.attr.value in TRANSPARENT:
@@ -282,11 +290,3 @@ class Expressions:
 
 def _class_name(node: cst.CSTNode | None) -> str:
     return node.name.value if isinstance(node, cst.ClassDef) else ""
-
-
-def _absolute(name: str, module: str) -> str:
-    if not name.startswith("."):
-        return name
-    level = len(name) - len(name.lstrip("."))
-    package = module.split(".")[:-level] if level <= module.count(".") + 1 else []
-    return ".".join([*package, name.lstrip(".")])

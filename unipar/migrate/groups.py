@@ -8,12 +8,35 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unipar.migrate.literals import argument
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
 from unipar.migrate.tree import inside
 
+_COLLECTORS = ("parameters", "named_parameters")
 
-def collected(source: Source, given: cst.BaseExpression) -> list[cst.Assign]:
+
+def models_behind(plan: Plan, node: cst.CSTNode) -> list[cst.BaseExpression]:
+    """The models whose parameters functions of the program collect in an expression."""
+    found: list[cst.BaseExpression] = []
+    for call in inside(node):
+        if not isinstance(call, cst.Call):
+            continue
+        for function in plan.flow.functions(call.func):
+            names = {
+                source_name.value
+                for one in inside(function.body)
+                if isinstance(one, cst.Attribute) and one.attr.value in _COLLECTORS
+                and isinstance(source_name := one.value, cst.Name)
+            }  # fmt: skip
+            for index, one in enumerate(function.params.params):
+                value = argument(call, index, one.name.value)
+                if one.name.value in names and value is not None:
+                    found.append(value)
+    return found
+
+
+def collected(plan: Plan, source: Source, given: cst.BaseExpression) -> list[cst.Assign]:
     """The assignments that parameters go through on their way to an optimizer's first argument.
 
     None where such a variable is bound twice, or used for anything else as well.
@@ -28,10 +51,12 @@ def collected(source: Source, given: cst.BaseExpression) -> list[cst.Assign]:
     while waiting:
         within = [*inside(waiting.pop())]
         for one in within:
-            if not isinstance(one, cst.Name):
+            if not isinstance(one, cst.Name) or _is_keyword(source, one):
                 continue
             assign = _binding(names, source, one.value)
-            if assign is None or assign in found or not _holds_parameters(names, source, assign):
+            if assign is None or assign in found:
+                continue
+            if not _holds_parameters(plan, names, source, assign):
                 continue
             found.append(assign)
             waiting.append(assign.value)
@@ -45,13 +70,13 @@ def collected(source: Source, given: cst.BaseExpression) -> list[cst.Assign]:
 
 def defer(plan: Plan, source: Source, given: cst.BaseExpression) -> None:
     """Turn the variables behind an optimizer's first argument into functions."""
-    assigns = collected(source, given)
+    assigns = collected(plan, source, given)
     bound = {_name(one) for one in assigns}
     for assign in assigns:
         plan.replace(assign.value, "lambda: ", assign.value)
     for root in (given, *(one.value for one in assigns)):
         for one in inside(root):
-            if isinstance(one, cst.Name) and one.value in bound:
+            if isinstance(one, cst.Name) and one.value in bound and not _is_keyword(source, one):
                 plan.replace(one, one, "()")
 
 
@@ -68,15 +93,19 @@ def _binding(names: list[cst.Name], source: Source, name: str) -> cst.Assign | N
     return None if bare else assign
 
 
-def _holds_parameters(names: list[cst.Name], source: Source, assign: cst.Assign) -> bool:
+def _holds_parameters(
+    plan: Plan, names: list[cst.Name], source: Source, assign: cst.Assign
+) -> bool:
     """Whether parameters of a model are among what a statement binds."""
+    if models_behind(plan, assign.value):
+        return True
     for one in inside(assign.value):
-        if isinstance(one, cst.Attribute) and one.attr.value in ("parameters", "named_parameters"):
+        if isinstance(one, cst.Attribute) and one.attr.value in _COLLECTORS:
             return True
         if isinstance(one, cst.Name) and one.value != _name(assign):
             other = _binding(names, source, one.value)
             earlier = other is not None and source.span(other)[0] < source.span(assign)[0]
-            if other is not None and earlier and _holds_parameters(names, source, other):
+            if other is not None and earlier and _holds_parameters(plan, names, source, other):
                 return True
     return False
 

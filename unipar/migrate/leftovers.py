@@ -27,6 +27,17 @@ class Leftovers:
         source = self._plan.flow.source(node)
         self._done.setdefault(source.name, []).append(source.span(node))
 
+    def refuse_below(self, name: str, why: str, todo: str) -> None:
+        """Refuse a name of the framework, or with a dot at its end all below it."""
+        for source in self._plan.sources:
+            for node in (*source.all(cst.Attribute), *source.all(cst.Name)):
+                names = self._plan.flow.names(node)
+                if self._is_use(source, node) and any(
+                    f"{one}.".startswith(f"{name.rstrip('.')}.") for one in names
+                ):
+                    self._plan.refuse(node, why, todo)
+                    self.settle(node)
+
     def refuse(self, why: str, todo: str) -> None:
         """Refuse every use of the framework that is not settled."""
         for source in self._plan.sources:
@@ -36,8 +47,11 @@ class Leftovers:
                     source, node
                 ):
                     continue
-                begin, end = source.span(node)
-                if not any(start <= begin and end <= stop for start, stop in done):
+                chain: list[cst.BaseExpression] = [node]
+                while isinstance(chain[-1], cst.Attribute):
+                    chain.append(chain[-1].value)
+                spans = [source.span(one) for one in chain]
+                if not any(a <= begin and end <= b for a, b in done for begin, end in spans):
                     self._plan.refuse(node, why, todo)
 
     def remove_imports(self) -> None:

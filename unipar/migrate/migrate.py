@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Mapping
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Literal
 
 from unipar.errors import ConfigError
+from unipar.migrate.done import done, module_of
 from unipar.migrate.notebooks import SUFFIX, Notebook
 from unipar.migrate.notes import Migration, Note
 
@@ -89,7 +89,8 @@ def _migrate_scripts(
 ) -> dict[str, Migration]:
     trees = {name: _parsed(name, text) for name, text in files.items()}
     alone = {name: Migration(text) for name, text in files.items()}
-    read = {name: text for name, text in files.items() if not _is_done(trees[name])}
+    migrated = done(trees)
+    read = {name: text for name, text in files.items() if name not in migrated}
     if not any(_mentions(trees[name]) for name in read):
         return alone
     try:
@@ -118,7 +119,7 @@ def _migrate(
 
     sources: dict[str, Source] = {}
     for name, text in files.items():
-        module = ".".join(PurePosixPath(name).with_suffix("").parts).removesuffix(".__init__")
+        module = module_of(name)
         try:
             sources[module] = Source(name, text, module)
         except cst.ParserSyntaxError as error:
@@ -192,11 +193,6 @@ def _parsed(name: str, text: str) -> ast.Module:
         ) from error
     except ValueError as error:  # A null byte.
         raise ConfigError(f"{name}:1: this is no Python: {error}.") from error
-
-
-def _is_done(tree: ast.Module) -> bool:
-    """Whether a file uses unipar already."""
-    return any(name.partition(".")[0] == "unipar" for name in _imports(tree))
 
 
 def _mentions(tree: ast.Module) -> bool:

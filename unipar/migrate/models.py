@@ -6,7 +6,7 @@ import libcst as cst
 
 from unipar.migrate.expressions import Origin, Values
 from unipar.migrate.flow import Flow
-from unipar.migrate.groups import collected, defer
+from unipar.migrate.groups import collected, defer, models_behind
 from unipar.migrate.literals import argument
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
@@ -25,7 +25,7 @@ def find_optimizers(plan: Plan) -> None:
     for source in plan.sources:
         for call in source.all(cst.Call):
             for one in plan.flow.values(call):
-                if one.node is not call or not is_optimizer(one):
+                if one.node is not call or not is_optimizer(one) or call in plan.handled:
                     continue
                 model = _model_of(plan, source, call)
                 if model is None:
@@ -86,10 +86,11 @@ def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression 
     given = argument(call, 0, "params")
     if given is None:
         return None
-    calls = _parameter_calls(given)
-    for one in collected(source, given):
+    calls, behind = _parameter_calls(given), models_behind(plan, given)
+    for one in collected(plan, source, given):
         calls += _parameter_calls(one.value)
-    if not calls:
+        behind += models_behind(plan, one.value)
+    if not calls and not behind:
         plan.refuse(
             call,
             "it cannot be seen which model's parameters these are.",
@@ -99,6 +100,7 @@ def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression 
     models = [
         _whole(plan.flow, one.func.value) for one in calls if isinstance(one.func, cst.Attribute)
     ]
+    models += [_whole(plan.flow, one) for one in behind]
     if len({source.code(one) for one in models}) > 1:
         plan.refuse(
             call,

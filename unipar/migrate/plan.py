@@ -15,7 +15,7 @@ from unipar.migrate.source import Source
 
 _SHOWN = 70
 _FROM = "from unipar.migrate import "
-_MODULES = ("accelerated", "boosted", "script")
+_MODULES = ("accelerated", "boosted", "script", "stepped")
 """What edits may call, which the file then imports."""
 
 

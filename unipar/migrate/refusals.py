@@ -42,11 +42,16 @@ _TRAINERS = ("apex", "bmtrain", "fairscale", "ignite", "lightning", "megatron", 
 
 def refuse_around(plan: Plan) -> None:
     """Note everything in a program that goes around the engine."""
+    refuse_names(plan)
+    _refuse_methods(plan)
+
+
+def refuse_names(plan: Plan) -> None:
+    """Note the functions and packages that do parts of the training themselves."""
     for name, (why, todo) in REFUSED.items():
         for _, call in plan.calls(name):
             plan.refuse(call, why, todo)
     _refuse_imports(plan)
-    _refuse_methods(plan)
 
 
 def _refuse_imports(plan: Plan) -> None:

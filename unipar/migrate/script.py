@@ -295,7 +295,7 @@ def whole(of: Any) -> Any:
     """
     prepared = any(of is key for one in _run.engines for key in one.keys)
     sharded = open().capabilities.sharded if prepared else frozenset()
-    if sharded & {"parameters", "optimizer"}:
+    if sharded & ({"parameters"} if isinstance(of, nn.Module) else {"parameters", "optimizer"}):
         raise ConfigError(
             f"strategy '{open().strategy.name}' divides {', '.join(sorted(sharded))} among ranks, "
             f"so the state dict of this {type(of).__name__} is only a part. Save with "

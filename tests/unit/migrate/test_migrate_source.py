@@ -116,7 +116,6 @@ def test_an_unknown_dialect_is_named_with_those_there_are() -> None:
 @pytest.mark.parametrize(
     ("line", "title"),
     [
-        ("import deepspeed", "DeepSpeed"),
         ("from colossalai.booster import Booster", "Colossal-AI"),
         ("from lightning.fabric import Fabric", "Lightning Fabric"),
         ("import lightning_fabric", "Lightning Fabric"),

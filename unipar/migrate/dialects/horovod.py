@@ -9,7 +9,6 @@ import libcst as cst
 from unipar.migrate.clipping import CLIP
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
-from unipar.migrate.dialects.ddp import is_conditional
 from unipar.migrate.dialects.horovod_exchange import rewrite_exchange
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.leftovers import Leftovers
@@ -18,6 +17,7 @@ from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import find_optimizers, optimizers_of
 from unipar.migrate.numerics import warn_of_ranks
 from unipar.migrate.plan import Plan
+from unipar.migrate.processes import is_conditional
 from unipar.migrate.source import Source
 
 _HVD = "horovod.torch."
@@ -121,7 +121,7 @@ class Horovod(Dialect):
                     "On GPUs set strategy: ddp in unipar.yaml, which averages gradients likewise.",
                 )
         for name, (why, todo) in _REFUSED.items():
-            _refuse(plan, left, name, why, todo)
+            left.refuse_below(f"{_HVD}{name}", why, todo)
         left.refuse(*_OWN)
         left.remove_imports()
 
@@ -304,14 +304,3 @@ def _drop_synchronizing(plan: Plan) -> None:
                         "Write `with optimizer.skip_synchronize():`.")  # fmt: skip
         elif not source.unwrap(with_):
             plan.replace(call, "script.no_sync()")
-
-
-def _refuse(plan: Plan, left: Leftovers, name: str, why: str, todo: str) -> None:
-    for source in plan.sources:
-        for node in (*source.all(cst.Attribute), *source.all(cst.Name)):
-            names = plan.flow.names(node)
-            if any(f"{one}.".startswith(f"{_HVD}{name.rstrip('.')}.") for one in names):
-                if isinstance(source.parent(node), (cst.Attribute, cst.ImportAlias, cst.AsName)):
-                    continue
-                plan.refuse(node, why, todo)
-                left.settle(node)

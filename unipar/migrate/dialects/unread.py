@@ -23,11 +23,6 @@ class Unread(Dialect):
                     )
 
 
-class DeepSpeed(Unread):
-    name, title = "deepspeed", "DeepSpeed"
-    marks = ("deepspeed.",)
-
-
 class ColossalAI(Unread):
     name, title = "colossalai", "Colossal-AI"
     marks = ("colossalai.",)
