@@ -60,7 +60,7 @@ class DealtLoader(DataLoader):
         self._drop_last = bool(loader.drop_last)
         self.total_batch_size = None if size is None else size * (1 if split else world.data_size)
         dealt = _Dealt(batches, world, split=split, even=even) if world.data_size > 1 else batches
-        super().__init__(loader.dataset, batch_sampler=dealt, **_settings_of(loader))
+        super().__init__(loader.dataset, batch_sampler=dealt, **settings_of(loader))
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self._generator is not None:
@@ -154,7 +154,8 @@ def _batches_of(loader: DataLoader, world: World) -> Any:
     return batches
 
 
-def _settings_of(loader: DataLoader) -> dict[str, Any]:
+def settings_of(loader: DataLoader) -> dict[str, Any]:
+    """What a loader was built with, apart from its data and batches."""
     settings: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,

@@ -34,8 +34,15 @@ _ACCELERATOR: dict[str, tuple[str, ...]] = dict.fromkeys(
     ("prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler",
      "unwrap_model", "skip_first_batches"), (),
 )  # fmt: skip
+FABRIC = tuple(f"{package}.Fabric" for package in (
+    "lightning", "lightning.fabric", "lightning.fabric.fabric", "lightning_fabric",
+    "lightning_fabric.fabric"))  # fmt: skip
+_FABRIC: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("setup", "setup_module", "setup_optimizers", "setup_dataloaders", "to_device"), ()
+)
 _BOOSTER = {"boost": ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")}
-_HANDING_BACK = {"accelerate.Accelerator": _ACCELERATOR,
+_HANDING_BACK = {**dict.fromkeys(FABRIC, _FABRIC),
+                 "accelerate.Accelerator": _ACCELERATOR,
                  "accelerate.accelerator.Accelerator": _ACCELERATOR,
                  "colossalai.booster.Booster": _BOOSTER,
                  "colossalai.booster.booster.Booster": _BOOSTER}  # fmt: skip

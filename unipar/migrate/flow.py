@@ -10,7 +10,7 @@ from typing import Any
 
 import libcst as cst
 
-from unipar.migrate.expressions import NOTHING, Expressions, Origin, Values
+from unipar.migrate.expressions import FABRIC, NOTHING, Expressions, Origin, Values
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.source import Source
 
@@ -130,6 +130,12 @@ class Flow(Expressions):
         if names & {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}:
             self._spawned(call)
             return
+        func = call.func
+        if isinstance(func, cst.Attribute) and func.attr.value == "launch" and any(
+            one.name in FABRIC for one in self.values(func.value)
+        ):  # fmt: skip
+            self._launched(call, func.value)
+            return
         for one in called:
             function, skip = one.node, 0
             if one.kind == "class" and one.node is not None:
@@ -156,6 +162,12 @@ class Flow(Expressions):
                     ("parameter", id(function), names[0]),
                 )  # fmt: skip
             self._bind(function, [cst.Arg(one.value) for one in given], 1)
+
+    def _launched(self, call: cst.Call, fabric: cst.BaseExpression) -> None:
+        """``fabric.launch(main, x)`` calls ``main(fabric, x)``."""
+        target = argument(call, 0, "function")
+        for function in self.functions(target) if target is not None else ():
+            self._bind(function, [cst.Arg(fabric), *call.args[1:]], 0)
 
     def _bind(self, function: cst.FunctionDef, arguments: list[cst.Arg], skip: int) -> None:
         names = _parameters(function)

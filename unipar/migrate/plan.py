@@ -15,7 +15,7 @@ from unipar.migrate.source import Source
 
 _SHOWN = 70
 _FROM = "from unipar.migrate import "
-_MODULES = ("accelerated", "boosted", "script", "stepped")
+_MODULES = ("accelerated", "boosted", "fabricated", "script", "stepped")
 """What edits may call, which the file then imports."""
 
 
@@ -61,6 +61,7 @@ class Plan:
             its loss.
         clips: the clipping that is a framework's (``model.clip_grad_norm_(1.0)``).
         norms: for optimizers, the code of a norm that a framework's settings clip to.
+        understood: packages that take part in training, and that the dialect follows.
         handled: calls that a dialect has dealt with, whatever they are given.
         words: what the rewritten loop calls.
         launcher: what starts the script: a name among ``unipar.migrate.launchers.LAUNCHERS``.
@@ -80,6 +81,7 @@ class Plan:
         self.clips: dict[cst.Call, Clip] = {}
         self.norms: dict[Origin, str] = {}
         self.handled: set[cst.Call] = set()
+        self.understood: tuple[str, ...] = ()
         self.launcher = "python"
         self.words = Words()
         self._imports: set[tuple[str, str]] = set()

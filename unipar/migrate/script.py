@@ -244,9 +244,23 @@ def no_sync() -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def autocast() -> torch.autocast:
-    """Autocast to the run's precision, which is none under ``fp32``."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings().precision)
+def autocast(enabled: bool | None = None) -> torch.autocast:
+    """Autocast to the run's precision, which is none under ``fp32``.
+
+    Args:
+        enabled: whether the script asks for half precision, which the settings must do as well.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    precision = settings().precision
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    if enabled is not None and bool(enabled) != (dtype is not None):
+        raise ConfigError(
+            f"the script asks for autocast with enabled={bool(enabled)}, and {FILE} has precision: "
+            f"{precision}. Set precision: {'bf16 or fp16' if enabled else 'fp32'} there, or in "
+            "UNIPAR_PRECISION."
+        )
     return torch.autocast(device().type, dtype or torch.bfloat16, enabled=dtype is not None)
 
 
@@ -293,8 +307,7 @@ def whole(of: Any) -> Any:
     Raises:
         ConfigError: the strategy divides it among ranks, so that its state dict is a part.
     """
-    prepared = any(of is key for one in _run.engines for key in one.keys)
-    sharded = open().capabilities.sharded if prepared else frozenset()
+    sharded = open().capabilities.sharded if is_prepared(of) else frozenset()
     if sharded & ({"parameters"} if isinstance(of, nn.Module) else {"parameters", "optimizer"}):
         raise ConfigError(
             f"strategy '{open().strategy.name}' divides {', '.join(sorted(sharded))} among ranks, "
@@ -302,6 +315,11 @@ def whole(of: Any) -> Any:
             "script.session().save(directory) on all ranks, and load with its load(directory)."
         )
     return of
+
+
+def is_prepared(of: Any) -> bool:
+    """Whether a model or an optimizer belongs to an engine of this run."""
+    return any(of is key for one in _run.engines for key in one.keys)
 
 
 def gathered(of: Any, *, rank0_only: bool = False) -> Any:
@@ -388,6 +406,6 @@ def _own_randomness() -> Iterator[None]:
 # `open` hides the built-in one in this module, which uses it nowhere.
 __all__ = [
     "ScriptConfig", "all_gather", "all_reduce", "autocast", "backward", "broadcast_optimizer",
-    "broadcast_weights", "close", "device", "engine", "gathered", "no_sync", "open", "placement",
-    "prepare", "save", "session", "settings", "spawn", "split", "whole", "world",
+    "broadcast_weights", "close", "device", "engine", "gathered", "is_prepared", "no_sync", "open",
+    "placement", "prepare", "save", "session", "settings", "spawn", "split", "whole", "world",
 ]  # fmt: skip

@@ -26,8 +26,3 @@ class Unread(Dialect):
 class ColossalAI(Unread):
     name, title = "colossalai", "Colossal-AI"
     marks = ("colossalai.",)
-
-
-class Fabric(Unread):
-    name, title = "fabric", "Lightning Fabric"
-    marks = ("lightning_fabric.", "lightning.fabric.", "lightning.Fabric")
