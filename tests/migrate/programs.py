@@ -11,6 +11,9 @@ PROGRAMS = sorted(
     if path.suffix in (".py", ".ipynb")
 )
 
+# Frameworks with an environment of their own, in which their backend's tests run the programs.
+ELSEWHERE = ("colossalai",)
+
 
 def main_of(program: str) -> str:
     """The file that is run."""

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from programs import CORPUS, PROGRAMS, files_of, main_of, settings_of
+from programs import CORPUS, ELSEWHERE, PROGRAMS, files_of, main_of, settings_of
 
 from unipar.migrate import migrate_files
 from unipar.migrate.report import diff
@@ -16,7 +16,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 # Of each dialect what the others do not have; the changes of all of them are compared below.
-QUICK = ("ddp/functions", "ddp/spawned_trainer", "torch/amp", "torch/gan")
+QUICK = ("accelerate/functions", "ddp/functions", "ddp/spawned_trainer", "torch/amp", "torch/gan")
 
 
 @pytest.mark.slow
@@ -26,6 +26,7 @@ QUICK = ("ddp/functions", "ddp/spawned_trainer", "torch/amp", "torch/gan")
     [
         program if program in QUICK else pytest.param(program, marks=pytest.mark.thorough)
         for program in PROGRAMS
+        if not program.startswith(ELSEWHERE)
     ],
 )
 def test_losses_are_equal_before_and_after(program: str) -> None:

@@ -114,17 +114,6 @@ def test_an_unknown_dialect_is_named_with_those_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "title"),
-    [
-        ("from colossalai.booster import Booster", "Colossal-AI"),
-    ],
-)
-def test_other_frameworks_are_refused_by_name(line: str, title: str) -> None:
-    said = refusal(f"{HEAD}{line}\n{LOOP}")
-    assert said.startswith(f"train.py:5: refused: {line}: this is a script for {title}, which")
-
-
-@pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ("loss.backward()", "loss.backward(retain_graph=True)", "takes a loss and nothing else"),

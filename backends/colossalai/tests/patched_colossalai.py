@@ -1,0 +1,34 @@
+"""``python patched_colossalai.py PLUGIN SCRIPT [ARGUMENT...]``: a script for Colossal-AI, on a CPU.
+
+The published Colossal-AI does not run there with most plugins. This applies the changes in memory
+that unipar's backend makes, says so, and runs the script as it is.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def main(plugin: str, script: str) -> None:
+    from unipar_colossalai import patches
+    from unipar_colossalai.framework import load
+
+    load()
+    made = [one.name for one in patches.ALL if one.needed("cpu", plugin)]
+    patches.apply("cpu", plugin)
+    from unipar_colossalai.cpu import Host
+
+    api: Any = import_module("colossalai.accelerator.api")
+    api.set_accelerator(Host())
+    print(f"Colossal-AI is changed for {script}: {', '.join(made)}, host accelerator", flush=True)
+    sys.argv = [script, *sys.argv[3:]]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
