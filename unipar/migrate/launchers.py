@@ -14,6 +14,9 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The words in front of the script's path; ``{processes}`` is their number."""
 
+REPORTS = ("torch/distributed/elastic/", "/horovod/runner/")
+"""What is in the first line of a launcher's own report on a script that has failed."""
+
 
 def command(launcher: str, processes: int) -> list[str]:
     """The command that a script's path and arguments are put behind.

@@ -126,6 +126,9 @@ def settings() -> ScriptConfig:
 
 def placement() -> Placement:
     """Where this process stands; known before the run is opened."""
+    if _run.session is not None:
+        # Frameworks may have set a launcher's variables since.
+        return _run.session.world.placement
     config = settings()
     if _run.placement is not None:
         return _run.placement

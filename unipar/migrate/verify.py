@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from unipar.errors import ConfigError
-from unipar.migrate.launchers import command
+from unipar.migrate.launchers import REPORTS, command
 from unipar.migrate.notebooks import SUFFIX, Notebook
 
 TOLERANCE = 1e-5
@@ -221,6 +221,6 @@ def _run(
 def _last_words(output: str) -> str:
     """The end of what a script wrote, without the launcher's own report below it."""
     lines = itertools.takewhile(
-        lambda line: "torch/distributed/elastic/" not in line, output.splitlines()
+        lambda line: not any(place in line for place in REPORTS), output.splitlines()
     )
     return "\n".join([*lines][-30:])
