@@ -27,6 +27,22 @@ class Leftovers:
         source = self._plan.flow.source(node)
         self._done.setdefault(source.name, []).append(source.span(node))
 
+    def refuse_without(self, what: str, *names: str) -> bool:
+        """Refuse the framework's first import where no call of these is seen.
+
+        Returns:
+            Whether that is so.
+        """
+        if self._plan.calls(*names):
+            return False
+        for source in self._plan.sources:
+            for node in (*source.all(cst.Import), *source.all(cst.ImportFrom)):
+                if any(map(self._owns, imported(node))):
+                    todo = "Give migrate the file that calls it too."
+                    self._plan.refuse(node, f"no {what} is seen.", todo)
+                    return True
+        return True
+
     def refuse_below(self, name: str, why: str, todo: str) -> None:
         """Refuse a name of the framework, or with a dot at its end all below it."""
         for source in self._plan.sources:

@@ -258,3 +258,7 @@ def test_settings_in_a_function_are_read_in_the_words_of_the_call() -> None:
     migration = migrate_source(source)
     assert migration.config["strategy"] == {"name": "deepspeed", "stage": 2}
     assert "micro_batch_size=args.batch)" in migration.code
+
+
+def test_a_file_that_only_imports_it_is_left_alone() -> None:
+    assert "no deepspeed.initialize(...) is seen" in refusal("from deepspeed import comm\n")

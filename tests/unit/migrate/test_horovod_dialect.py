@@ -160,6 +160,10 @@ def test_compression_that_the_command_line_decides_is_called_out() -> None:
     assert "how =" not in migration.code
 
 
+def test_a_file_that_only_imports_it_is_left_alone() -> None:
+    assert "no hvd.init() is seen" in refusal("from horovod.torch import rank\n")
+
+
 @pytest.mark.parametrize(
     ("call", "becomes"),
     [

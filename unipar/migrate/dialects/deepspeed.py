@@ -98,6 +98,8 @@ class DeepSpeed(Dialect):
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "torchrun"
         left = Leftovers(plan, "deepspeed")
+        if left.refuse_without("deepspeed.initialize(...)", "deepspeed.initialize"):
+            return
         take_factories(plan)
         find_optimizers(plan)
         refuse_names(plan)

@@ -35,8 +35,6 @@ def rewrite_initialize(plan: Plan, left: Leftovers) -> None:
         left: is told what is dealt with.
     """
     found = plan.calls("deepspeed.initialize")
-    if not found:
-        _refuse_missing(plan)
     if len(found) > 1:
         plan.refuse(
             found[1][1], "there are two engines, and the strategy deepspeed has one in a run.",
@@ -77,17 +75,6 @@ def _factories(plan: Plan, own: cst.BaseExpression) -> list[cst.Lambda | cst.Fun
             returned = [one.value for one in inside(function.body) if isinstance(one, cst.Return)]
             found += [one for one in returned if isinstance(one, cst.Lambda)]
     return found
-
-
-def _refuse_missing(plan: Plan) -> None:
-    for source in plan.sources:
-        for node in source.all(cst.Import):
-            if any(one.evaluated_name.startswith("deepspeed") for one in node.names):
-                plan.refuse(
-                    node, "no deepspeed.initialize is seen.",
-                    "Give migrate the file that calls it too.",
-                )  # fmt: skip
-                return
 
 
 def _rewrite(plan: Plan, source: Source, call: cst.Call, config: Config) -> None:

@@ -9,6 +9,7 @@ import libcst as cst
 from unipar.migrate.clipping import CLIP
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.dialects.horovod_compression import rewrite_compression
 from unipar.migrate.dialects.horovod_exchange import rewrite_exchange
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.leftovers import Leftovers
@@ -101,10 +102,12 @@ class Horovod(Dialect):
     )  # fmt: skip
 
     def rewrite(self, plan: Plan) -> None:
+        left = Leftovers(plan, "horovod")
+        if left.refuse_without("hvd.init()", f"{_HVD}init"):
+            return
         find_optimizers(plan)
         check_trains(plan)
         plan.launcher = "horovodrun"
-        left = Leftovers(plan, "horovod")
         rewrite_samplers(plan)
         self._rewrite_places(plan, left)
         self._rewrite_optimizers(plan, left)
@@ -134,10 +137,6 @@ class Horovod(Dialect):
                     continue
                 plan.replace(call, text)
                 left.settle(call)
-        wrapped = plan.calls(f"{_HVD}DistributedOptimizer")
-        if wrapped and not plan.calls(f"{_HVD}init"):
-            plan.refuse(wrapped[0][1], "no hvd.init() is seen.",
-                        "Give migrate the file that calls it too.")  # fmt: skip
 
     def _check_init(self, plan: Plan, source: Source, call: cst.Call) -> None:
         if is_conditional(source, call):
@@ -203,7 +202,7 @@ class Horovod(Dialect):
         source, literal = plan.flow.source(value), constant(value)
         names = {one.removeprefix(_HVD) for one in plan.flow.names(value)}
         if name == "compression":
-            self._compress(plan, left, options, call, names, value)
+            rewrite_compression(plan, left, options, call, value)
         elif name == "op" and names != {"Average"}:
             adasum = "Adasum" in names
             plan.refuse(
@@ -221,28 +220,6 @@ class Horovod(Dialect):
                 f"Leave {name} out, or give a literal to one of {', '.join(_OPTIONS)}.",
             )  # fmt: skip
 
-    def _compress(
-        self, plan: Plan, left: Leftovers, options: dict[str, Any], call: cst.Call,
-        names: set[str], value: cst.BaseExpression,
-    ) -> None:  # fmt: skip
-        if not names or names - {"Compression.none", "Compression.fp16"}:
-            plan.refuse(call, "it cannot be seen what compresses gradients.",
-                        "Use hvd.Compression.fp16 or none.")  # fmt: skip
-        elif names == {"Compression.fp16"}:
-            options["compression"] = "fp16"
-        elif len(names) == 2:
-            plan.warn(
-                call,
-                "whether gradients are rounded to fp16, to 11 bits, was decided while it runs; now "
-                "they are not.",
-                "compression: fp16 below strategy in unipar.yaml rounds them.",
-            )
-        for source in plan.sources:
-            for assign in source.all(cst.Assign):
-                if _only_holds(plan, source, assign, value):
-                    source.remove(assign)
-                    left.settle(assign)
-
     def _check_state(
         self, plan: Plan, source: Source, call: cst.Call, inner: cst.BaseExpression
     ) -> None:
@@ -257,23 +234,6 @@ class Horovod(Dialect):
                     "at zero; it is kept now.",
                     "Leave it out if that was meant.",
                 )
-
-
-def _only_holds(plan: Plan, source: Source, assign: cst.Assign, used: cst.BaseExpression) -> bool:
-    """Whether an assignment binds a compression to the name that is used, and nothing else does."""
-    target = assign.targets[0].target
-    if not isinstance(target, cst.Name) or not isinstance(used, cst.Name):
-        return False
-    names = plan.flow.names(assign.value)
-    return (
-        bool(names)
-        and all(one.startswith(f"{_HVD}Compression.") for one in names)
-        and target.value == used.value
-        and source is plan.flow.source(used)
-        and sum(one.value == target.value for one in source.all(cst.Name)
-                if not isinstance(source.parent(one), cst.Arg)
-                or getattr(source.parent(one), "keyword", None) is not one) == 2
-    )  # fmt: skip
 
 
 def _drop_synchronizing(plan: Plan) -> None:
