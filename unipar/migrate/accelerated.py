@@ -183,8 +183,10 @@ class Run(Processes):
             torch.save(obj, f)
 
     def get_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """A model's state dict at full shapes, whatever divides it. Collective."""
-        return script.gathered(model).state_dict()
+        """A model's state dict at full shapes; collective where ranks divide it, and only there."""
+        if "parameters" in script.session().capabilities.sharded:
+            return script.gathered(model).state_dict()
+        return model.state_dict()
 
     def save_model(
         self, model: nn.Module, save_directory: str | Path, safe_serialization: bool = True

@@ -6,7 +6,7 @@ import libcst as cst
 
 from unipar.migrate.dialects.accelerate_places import answered
 from unipar.migrate.dialects.accelerate_settings import ACCELERATOR, HOLDERS
-from unipar.migrate.imports import imported
+from unipar.migrate.leftovers import Leftovers
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
@@ -19,6 +19,8 @@ _FUNCTIONS = {
     "accelerate.data_loader.skip_first_batches": "skip_first_batches",
 }
 
+_IMPORTS = (cst.Import, cst.ImportFrom)
+
 
 def rewrite_names(plan: Plan) -> None:
     """Rewrite what the package's names stand for, and take out its imports."""
@@ -26,8 +28,7 @@ def rewrite_names(plan: Plan) -> None:
         for kind in (cst.Name, cst.Attribute):
             for node in source.all(kind):
                 _rewrite_name(plan, source, node)
-        for node in (*source.all(cst.Import), *source.all(cst.ImportFrom)):
-            _drop_import(plan, source, node)
+    Leftovers(plan, "accelerate").remove_imports()
 
 
 def _rewrite_name(plan: Plan, source: Source, node: cst.BaseExpression) -> None:
@@ -67,21 +68,3 @@ def _check_function(plan: Plan, call: cst.Call, name: str) -> None:
             "another number of ranks is another run.",
             "Kept as it is; weights still begin equal, as rank 0's are taken.",
         )
-
-
-_IMPORTS = (cst.Import, cst.ImportFrom)
-
-
-def _drop_import(plan: Plan, source: Source, node: cst.Import | cst.ImportFrom) -> None:
-    names = imported(node)
-    own = [one for one in names if f"{one}.".startswith("accelerate.")]
-    if not own:
-        return
-    if len(own) == len(names):
-        source.remove(node)
-    else:
-        rest = [
-            source.code(alias) for alias, name in zip(node.names, names, strict=True)  # pyright: ignore
-            if name not in own
-        ]  # fmt: skip
-        plan.replace(node, "import " + ", ".join(rest))

@@ -56,9 +56,9 @@ def rewrite_boosters(plan: Plan, left: Leftovers) -> None:
     """Take boosters and plugins out, and fill in ``plan.config`` and ``plan.norms``."""
     boosters, plugins = plan.calls(*BOOSTER), plan.calls(*plugin_names())
     if len(plugins) != 1 or len(boosters) != 1:
-        node = (plugins or boosters or [(None, plan.sources[0].tree)])[-1][1]
         plan.refuse(
-            node, "a run has one Booster with one plugin, and it cannot be seen which this is.",
+            (plugins or boosters)[-1][1],
+            "a run has one Booster with one plugin, and it cannot be seen which this is.",
             "Build one of each, unconditionally; unipar.yaml's strategy is where to choose.",
         )  # fmt: skip
         return
@@ -140,7 +140,8 @@ def _set_norm(plan: Plan, source: Source, one: cst.Arg) -> None:
 def _read_booster(plan: Plan, call: cst.Call, kind: str) -> None:
     source = plan.flow.source(call)
     for index, one in enumerate(call.args):
-        name = one.keyword.value if one.keyword else ("device", "mixed_precision", "plugin")[index]
+        order = ("device", "mixed_precision", "plugin")
+        name = one.keyword.value if one.keyword else order[min(index, 2)]
         value = constant(one.value)
         if name == "mixed_precision" and kind in ("TorchDDPPlugin", "TorchFSDPPlugin"):
             if value in ("fp16", "bf16"):

@@ -137,8 +137,8 @@ def _rewrite_wrapper(plan: Plan, node: cst.Attribute, call: cst.Call) -> None:
         plan.losses[call] = call.args[0].value
     elif name in ("clip_grad_by_norm", "clip_grad_by_value"):
         norm = argument(call, 0, "max_norm") if name == "clip_grad_by_norm" else None
-        model = next(plan.optimizers[one] for one in plan.flow.values(node.value)
-                     if one in plan.optimizers)  # fmt: skip
+        held = (plan.optimizers.get(one) for one in plan.flow.values(node.value))
+        model = next((one for one in held if one is not None), None)
         plan.clips[call] = Clip(norm, argument(call, 1, "norm_type"), model)
     elif name in ("backward_by_grad", "unscale_and_clip_grads", "get_grad_norm"):
         plan.refuse(node, f"`{name}` is Colossal-AI's own.", _BY_HAND)
@@ -155,7 +155,7 @@ def rewrite_names(plan: Plan, left: Leftovers) -> None:
                 plan.replace(call.func, known)
                 plan.handled.add(call)
                 left.settle(call.func)
-            elif last & set(_LAUNCHES):
+            elif last & {*_LAUNCHES}:
                 _rewrite_launch(plan, source, call)
                 left.settle(call.func)
             elif last & set(_ADAM):

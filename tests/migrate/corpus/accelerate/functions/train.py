@@ -99,6 +99,7 @@ def main():
     starting_epoch = 0
     for leg in (1, args.epochs):
         if leg > 1:  # as if it had been stopped after the first epoch
+            accelerator.wait_for_everyone()
             accelerator.load_state(os.path.join(args.output_dir, "epoch_0"))
             starting_epoch = 1
         for epoch in range(starting_epoch, leg):
