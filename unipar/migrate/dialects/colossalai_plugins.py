@@ -86,7 +86,7 @@ def _read_plugin(plan: Plan, call: cst.Call, kind: str, options: dict[str, Any])
         name = one.keyword.value if one.keyword else order[index] if index < len(order) else ""
         value = constant(one.value)
         if name == "precision":
-            precision = value
+            precision = "unseen" if value is None else value
         elif name == "stage" and value in (1, 2):
             options["plugin"] = f"zero{value}"
         elif name == "max_norm":

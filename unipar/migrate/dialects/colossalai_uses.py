@@ -196,7 +196,10 @@ def _rewrite_adam(plan: Plan, source: Source, call: cst.Call) -> None:
     adam = constant(argument(call, None, "adamw_mode")) is False
     for index, one in enumerate(call.args):
         name = one.keyword.value if one.keyword is not None else ("params", "lr", "")[min(index, 2)]
-        if name not in ("params", *plain):
+        if name == "adamw_mode" and constant(one.value) is not None and index:
+            before = source.span(call.args[index - 1].value)[1]
+            source.edits.replace((before, source.span(one.value)[1]), "")
+        elif name not in ("params", *plain):
             plan.refuse(
                 call, f"torch.optim.AdamW has no counterpart of `{source.code(one)}`.",
                 "Leave it out, and give the others by their names.",
