@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unipar.migrate.history import last_write
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
@@ -31,13 +32,21 @@ def rewrite_precision(plan: Plan) -> bool:
         Whether the script computes in half precision.
     """
     casts, scalers = plan.calls(*AUTOCAST), plan.calls(*SCALER)
+    computed: str | None = plan.config.get("precision")
     for source, call in casts:
         precision = _precision(plan, source, call)
-        if precision is not None:
+        if precision is None:
+            continue
+        computed = precision
+        enabled = argument(call, None, "enabled")
+        if enabled is None or constant(enabled) is True:
             plan.set(call, "precision", precision)
             plan.replace(call, "script.autocast()")
+        else:
+            plan.set(call, "precision", _by_default(plan, enabled, precision))
+            plan.replace(call, "script.autocast(enabled=", enabled, ")")
     for source, call in scalers:
-        if any(not _is_device(one) for one in call.args) and not _enabled(plan, call):
+        if any(not _is_device(one) for one in call.args) and not _enabled(plan, call, casts):
             plan.refuse(
                 call, "an engine's GradScaler has torch's own settings.", "Leave these out."
             )
@@ -45,13 +54,13 @@ def rewrite_precision(plan: Plan) -> bool:
             plan.drop(call)
         else:
             plan.replace(call, "None")
-    if scalers and plan.config.get("precision") != "fp16":
+    if scalers and computed != "fp16":
         plan.refuse(
             scalers[0][1],
             "the loss is scaled, but nothing computes in fp16.",
             "Use autocast in fp16, or leave the GradScaler out.",
         )
-    if casts and not scalers and plan.config.get("precision") == "fp16":
+    if casts and not scalers and computed == "fp16":
         plan.refuse(
             casts[0][1],
             "fp16 without a GradScaler: gradients below 6e-8 become zero, which an engine's "
@@ -69,13 +78,11 @@ def _precision(plan: Plan, source: Source, call: cst.Call) -> str | None:
     by_type = bool(names & {"torch.autocast", "torch.amp.autocast"})
     if dtype is None and by_type and len(call.args) > 1 and call.args[1].keyword is None:
         dtype = call.args[1].value
-    enabled = argument(call, None, "enabled")
-    if enabled is not None and constant(enabled) is not True:
+    if constant(argument(call, None, "enabled")) is False:
         plan.refuse(
-            call,
-            "whether it computes in half precision is decided while it runs.",
-            "Leave `enabled` out; unipar.yaml's precision decides.",
-        )
+            call, "a region is kept in fp32 within half precision.",
+            "Leave it out; unipar.yaml's precision holds for the whole forward pass.",
+        )  # fmt: skip
         return None
     if dtype is not None:
         found = {_DTYPES.get(name) for name in plan.flow.names(dtype)} - {None}
@@ -129,10 +136,61 @@ def _is_device(one: cst.Arg) -> bool:
     return named and constant(one.value) in ("cuda", "cpu")
 
 
-def _enabled(plan: Plan, call: cst.Call) -> bool:
+def _enabled(plan: Plan, call: cst.Call, casts: list[tuple[Source, cst.Call]]) -> bool:
+    """Whether a GradScaler is on, or on where autocast is."""
+    asked = {
+        source.code(enabled)
+        for source, cast in casts
+        if (enabled := argument(cast, None, "enabled")) is not None
+    }
+    source = plan.flow.source(call)
     rest = [one for one in call.args if not _is_device(one)]
     return all(
-        (one.keyword is not None and one.keyword.value == "enabled" and constant(one.value) is True)
+        (
+            one.keyword is not None
+            and one.keyword.value == "enabled"
+            and (constant(one.value) is True or source.code(one.value) in asked)
+        )
         or (one.keyword is None and "device" in str(getattr(one.value, "value", "")))
         for one in rest
     )
+
+
+def _by_default(plan: Plan, enabled: cst.BaseExpression, precision: str) -> str:
+    """The precision of a script that is given no flags, where that can be seen."""
+    default = _default(plan, enabled)
+    if default is None:
+        plan.tell(
+            enabled,
+            f"unipar.yaml has precision: {precision}, for a run in which this is true.",
+            "Where it is false, set precision: fp32, which the run then asks for.",
+        )
+    elif not default:
+        plan.tell(
+            enabled,
+            "unipar.yaml has precision: fp32, since this is false unless it is asked for.",
+            f"Where it is true, set precision: {precision}, which the run then asks for.",
+        )
+    return "fp32" if default is False else precision
+
+
+def _default(plan: Plan, node: cst.BaseExpression) -> bool | None:
+    """What a flag is if it is not given; ``None`` where that cannot be seen."""
+    source = plan.flow.source(node)
+    write = last_write(source, node)
+    if write is not None and write.operator is None and write.value is not node:
+        return _default(plan, write.value)
+    value = constant(node)
+    if isinstance(value, bool):
+        return value
+    if not isinstance(node, cst.Attribute):
+        return None
+    for _, call, _ in plan.methods("add_argument"):
+        flags = [constant(one.value) for one in call.args if one.keyword is None]
+        names = {str(flag).lstrip("-").replace("-", "_") for flag in flags}
+        if node.attr.value in names | {constant(argument(call, None, "dest"))}:
+            if constant(argument(call, None, "action")) == "store_true":
+                return False
+            given = constant(argument(call, None, "default"))
+            return given if isinstance(given, bool) else None
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import libcst as cst
 
 from unipar.migrate.literals import argument, constant
@@ -40,12 +42,7 @@ def rewrite_group(plan: Plan, *, spawned: bool) -> bool:
     """
     found = plan.calls(*INIT)
     for source, call in found:
-        if is_conditional(source, call):
-            plan.refuse(
-                call,
-                "whether the run is distributed is decided while it runs.",
-                "Call it always: without a launcher unipar runs one process just so.",
-            )
+        check_condition(plan, source, call)
         method = constant(argument(call, 1, "init_method"))
         if not spawned and (method or "env://") != "env://":
             plan.refuse(
@@ -54,6 +51,7 @@ def rewrite_group(plan: Plan, *, spawned: bool) -> bool:
             )  # fmt: skip
         elif not spawned and (argument(call, 3, "world_size") or argument(call, 4, "rank")):
             _check_place(plan, call)
+        _keep_timeout(plan, call)
         plan.replace(call, "script.open()")
     for _, call in plan.calls("torch.distributed.destroy_process_group"):
         plan.replace(call, "script.close()")
@@ -62,12 +60,44 @@ def rewrite_group(plan: Plan, *, spawned: bool) -> bool:
     return bool(found)
 
 
+def _keep_timeout(plan: Plan, call: cst.Call) -> None:
+    """Put how long collectives wait into the settings."""
+    given = argument(call, 2, "timeout")
+    if given is None:
+        return
+    if isinstance(given, cst.Call) and "datetime.timedelta" in plan.flow.names(given.func):
+        parts = {one.keyword.value: constant(one.value) for one in given.args if one.keyword}
+        if len(parts) == len(given.args) and all(isinstance(one, int) for one in parts.values()):
+            plan.set(call, "timeout", timedelta(**parts).total_seconds())
+            return
+    plan.tell(
+        given, "collectives wait for 1800 seconds, unless unipar.yaml says otherwise.",
+        "Set timeout there, in seconds.",
+    )  # fmt: skip
+
+
 def refuse_groups(plan: Plan, call: cst.Call) -> None:
     """Note that ranks are divided into groups of the script's own."""
     plan.refuse(
         call, "groups of ranks are for other divisions than data parallelism's.",
         "Port this by hand (docs/how-to/own-loop.md).",
     )  # fmt: skip
+
+
+def check_condition(plan: Plan, source: Source, call: cst.Call) -> None:
+    """Tell what becomes of ``if distributed:``, and refuse what only some ranks would do."""
+    if on_some_ranks(plan, source, call):
+        plan.refuse(
+            call,
+            "only some ranks come to it, as far as can be seen.",
+            "Ask for the number of processes instead (world_size > 1), or call it always.",
+        )
+    elif is_conditional(source, call):
+        plan.tell(
+            call,
+            "the run is joined in any case: without a launcher it is one process, as before, and "
+            "with one all of its processes train together, whatever the condition says.",
+        )
 
 
 def is_conditional(source: Source, node: cst.CSTNode) -> bool:

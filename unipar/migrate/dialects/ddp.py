@@ -16,7 +16,7 @@ from unipar.migrate.numerics import warn_of_ranks
 from unipar.migrate.plan import Plan
 from unipar.migrate.processes import (
     INIT,
-    is_conditional,
+    check_condition,
     refuse_groups,
     rewrite_group,
     rewrite_spawn,
@@ -38,6 +38,8 @@ class Ddp(Dialect):
         Row("dist.init_process_group(...)", "script.open()"),
         Row("dist.destroy_process_group()", "script.close()"),
         Row("DDP(model, device_ids=[rank])", "model; its options go to unipar.yaml"),
+        Row("if distributed: ...",
+            "unchanged; without a launcher unipar runs one process just so"),
         Row("ddp.module", "model: it is not wrapped"),
         Row("with ddp.no_sync():", "with script.no_sync():"),
         Row("int(os.environ[\"LOCAL_RANK\"])", "script.placement().local_rank"),
@@ -51,8 +53,7 @@ class Ddp(Dialect):
     )  # fmt: skip
 
     refused: ClassVar[tuple[Row, ...]] = (
-        Row("if distributed: init_process_group()",
-            "Call it always: without a launcher unipar runs one process just so."),
+        Row("if rank > 0: init_process_group()", "Only some ranks come to it. Call it always."),
         Row("init_process_group(init_method=\"tcp://...\", rank=args.rank)",
             "Start the processes with torchrun, srun or mpirun."),
         Row("dist.new_group, DDP(process_group=g)",
@@ -89,12 +90,7 @@ class Ddp(Dialect):
             if model is None:
                 plan.refuse(call, "it cannot be seen what it wraps.", "Name the model.")
                 continue
-            if is_conditional(source, call):
-                plan.refuse(
-                    call,
-                    "whether the model is wrapped is decided while it runs.",
-                    "Wrap it always: without a launcher unipar runs one process just so.",
-                )
+            check_condition(plan, source, call)
             for one in call.args[1:]:
                 name = one.keyword.value if one.keyword is not None else "device_ids"
                 value = constant(one.value)

@@ -30,6 +30,8 @@ LOOP_ROWS = (
     Row("clip_grad_norm_(model.parameters(), 1.0)", "max_grad_norm=1.0 in script.prepare"),
     Row("torch.autocast(\"cuda\", torch.bfloat16)",
         "script.autocast(), and precision: bf16 in unipar.yaml"),
+    Row("autocast(enabled=args.amp)",
+        "script.autocast(enabled=args.amp), which wants precision in unipar.yaml to say the same"),
     Row("GradScaler, scale, unscale_, update", "removed: the engine scales under precision: fp16"),
     Row("torch.device(\"cuda\"), .cuda(), .to(\"cuda\")", "script.device()"),
     Row("model.state_dict(), optimizer.load_state_dict(s)",
@@ -51,7 +53,7 @@ LOOP_REFUSED = (
     Row("zero_grad() at the start of an epoch, step by modulo",
         "The end of a ragged epoch is thrown away. Step on the rest too: "
         "(i + 1) % n == 0 or i + 1 == len(loader)."),
-    Row("autocast(enabled=args.amp)", "Leave it out; precision in unipar.yaml decides."),
+    Row("autocast(enabled=False)", "A region in fp32 within half precision. Leave it out."),
     Row("clip before scaler.unscale_()", "It clips to max_norm / 65536. Unscale first."),
     *(Row(name, f"{why[0].upper()}{why[1:]} {todo}") for name, (why, todo) in REFUSED.items()),
 )  # fmt: skip
