@@ -61,7 +61,8 @@ class Plan:
             its loss.
         clips: the clipping that is a framework's (``model.clip_grad_norm_(1.0)``).
         norms: for optimizers, the code of a norm that a framework's settings clip to.
-        understood: packages that take part in training, and that the dialect follows.
+        understood: names that take part in training, and that the dialect follows; a trailing
+            dot takes all below.
         handled: calls that a dialect has dealt with, whatever they are given.
         words: what the rewritten loop calls.
         launcher: what starts the script: a name among ``unipar.migrate.launchers.LAUNCHERS``.

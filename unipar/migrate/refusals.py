@@ -61,7 +61,8 @@ def _refuse_imports(plan: Plan) -> None:
                 plan.refuse(node, "it hides what names mean.", "Import the names that are used.")
         for node in (*source.all(cst.Import), *source.all(cst.ImportFrom)):
             for name in imported(node):
-                if f"{name}.".startswith(plan.understood or "\0"):
+                if any(f"{name}.".startswith(one) if one[-1] == "." else name == one
+                       for one in plan.understood):  # fmt: skip
                     continue
                 if any(f"{name}.".startswith(f"{package}.") for package in _TRAINERS):
                     plan.refuse(

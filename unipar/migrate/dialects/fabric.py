@@ -86,7 +86,7 @@ class Fabric(Dialect):
         plan.understood = (*_PACKAGES, "lightning.Fabric", "lightning.seed_everything")
         lone = all(name in ("", "lightning") for name in self._of_lightning(plan))
         if lone:
-            plan.understood += ("lightning.",)
+            plan.understood += ("lightning",)
         if not plan.calls(*FABRIC) and not plan.methods("backward"):
             return
         find_optimizers(plan)
@@ -225,10 +225,8 @@ class Fabric(Dialect):
                     plan.refuse(
                         class_.name, "it is a Fabric itself.", "Hold one, and call its methods."
                     )
-        gone = [(plan.flow.source(one), plan.flow.source(one).span(one)) for one in settings.taken]
-        gone += [
-            (source, source.span(call.func)) for source, call in plan.calls(*_SEEDS, *FABRIC)
-        ]  # fmt: skip
+        gone = list(settings.gone)
+        gone += [(source, source.span(call.func)) for source, call in plan.calls(*_SEEDS)]
         for node in leaves(plan, gone, *_PACKAGES, "lightning."):
             source = plan.flow.source(node)
             names = plan.flow.names(node)

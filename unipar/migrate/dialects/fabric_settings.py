@@ -7,10 +7,11 @@ from typing import Any
 import libcst as cst
 
 from unipar.migrate.dialects.fsdp_options import Options
+from unipar.migrate.edits import Span
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
-from unipar.migrate.tracing import is_none, trace
+from unipar.migrate.tracing import is_none, sweep, trace
 
 _DEVICES = {"auto": None, "cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
 _PRECISIONS = {"32-true": "fp32", "32": "fp32", 32: "fp32", "bf16-mixed": "bf16",
@@ -35,12 +36,15 @@ class Settings:
         plan: the program.
 
     Attributes:
-        taken: the calls that are rewritten.
+        taken: the calls of Fabric.
+        gone: the pieces of the program that are taken out.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.flow = plan, plan.flow
         self.taken: list[cst.Call] = []
+        self.gone: list[tuple[Source, Span]] = []
+        self._objects: list[cst.Call] = []
         self._device: str | None = None
         self._strategy: str | dict[str, Any] = "auto"
         self._several = False
@@ -50,10 +54,13 @@ class Settings:
         if self.taken:
             self.plan.refuse(call, "a second Fabric; a process has one run.", "Use the first.")
         self.taken.append(call)
+        self.gone.append((source, source.span(call.func)))
         kept: list[str | cst.CSTNode] = []
         for one in call.args:
             name = one.keyword.value if one.keyword is not None else ""
             read = getattr(self, f"_read_{name}", None)
+            if name not in ("devices", "loggers"):
+                self.gone.append((source, source.span(one)))
             if name in ("devices", "loggers"):
                 kept += [", " if kept else "", f"{name}=", one.value]
                 count = self._literal(one.value) if name == "devices" else None
@@ -71,7 +78,13 @@ class Settings:
         self.plan.launcher = "python"
 
     def write(self) -> None:
-        """Put into the run's settings what was read."""
+        """Put into the run's settings what was read, and take out what said it."""
+        for made in sweep(self.plan, self._objects, self.gone):
+            source = self.flow.source(made)
+            self.gone.append((source, source.span(made)))
+            self.plan.tell(
+                made, "unipar.yaml says this now; what is left here has no effect.", "Take it out."
+            )
         self.plan.config.pop("device", None)
         # Fabric takes DDP for several devices.
         several = self._several and self._strategy == "auto"
@@ -129,7 +142,7 @@ class Settings:
 
     def _read_object(self, call: cst.Call, made: cst.Call) -> None:
         names = {name.rpartition(".")[2] for name in self.flow.names(made.func)}
-        self.taken.append(made)
+        self._objects.append(made)
         if "DDPStrategy" in names:
             self._read_ddp(call, made)
         elif "FSDPStrategy" in names:

@@ -99,6 +99,7 @@ class Options:
 
     def _read_sharding_strategy(self, call: cst.Call, value: cst.BaseExpression) -> None:
         names = {name.rpartition(".")[2] for name in self.flow.names(value)}
+        names |= {str(constant(value))}
         found = names & set(_SHARDING)
         if len(found) != 1:
             self.plan.refuse(
@@ -121,7 +122,7 @@ class Options:
 
     def _read_cpu_offload(self, call: cst.Call, value: cst.BaseExpression) -> None:
         asked = argument(value, 0, "offload_params") if isinstance(value, cst.Call) else None
-        if constant(asked) is True:
+        if constant(asked) is True or constant(value) is True:
             self._options["cpu_offload"] = True
         elif asked is not None and constant(asked) is not False:
             self.plan.refuse(call, "whether it offloads is decided while it runs.", "Write True.")
@@ -135,6 +136,9 @@ class Options:
 
     def _read_auto_wrap_policy(self, call: cst.Call, value: cst.BaseExpression) -> None:
         self.policy = True
+        if isinstance(value, cst.Set):
+            self.classes |= {self.class_name(one.value) for one in value.elements}
+            return
         policy = value.func if isinstance(value, cst.Call) else value
         if isinstance(value, cst.Call) and "functools.partial" in self.flow.names(policy):
             policy = value.args[0].value
