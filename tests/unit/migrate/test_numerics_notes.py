@@ -249,6 +249,33 @@ def test_learning_rates_that_do_not_are_not_called_out(old: str, new: str) -> No
     assert notes(DDP, (old, new))[0] == []
 
 
+ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(data, batch_size=2)
+model, opt, loader = accelerator.prepare(model, opt, loader)
+for x, y in loader:
+    with accelerator.accumulate(model):
+        loss = (model(x) - y).square().mean()
+        accelerator.backward(loss)
+        opt.step()
+        opt.zero_grad()
+"""
+
+
+def test_a_loss_that_the_script_and_the_framework_divide() -> None:
+    assert notes(ACCELERATE)[0] == []
+    for divided in ("loss / 4", "loss / accelerator.gradient_accumulation_steps"):
+        (note,), _ = notes(ACCELERATE, ("backward(loss)", f"backward({divided})"))
+        assert "twice: by accelerator.backward too. The gradient of a step is 1/" in note.why
+    other = ("gradient_accumulation_steps=4", "gradient_accumulation_steps=1")
+    assert notes(ACCELERATE, other, ("backward(loss)", "backward(loss / 4)"))[0] == []
+    assert notes(ACCELERATE, ("backward(loss)", "backward(loss / len(x))"))[0] == []
+
+
 def test_clipping_gradients_that_are_still_scaled_is_refused_with_its_effect() -> None:
     source = TORCH.replace("(loss / accum).backward()", "scaler.scale(loss / accum).backward()")
     source = source.replace(

@@ -12,7 +12,7 @@ from unipar.migrate.dialects.accelerate_settings import (
     ACCELERATOR,
     rewrite_accelerators,
 )
-from unipar.migrate.dialects.accelerate_uses import rewrite_uses
+from unipar.migrate.dialects.accelerate_uses import rewrite_uses, warn_of_double_division
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.imports import imported
@@ -94,6 +94,7 @@ class Accelerate(Dialect):
         read_files(plan)
         rewrite_uses(plan)
         if trains:
+            warn_of_double_division(plan)
             device = plan.config.pop("device", None)
             rewrite_training(plan, wrapped=False)
             # Accelerate takes the GPU where there is one, whatever tensors the script moves.

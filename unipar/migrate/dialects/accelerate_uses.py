@@ -7,6 +7,7 @@ import libcst as cst
 from unipar.migrate.dialects.accelerate_places import answered, rewrite_places
 from unipar.migrate.dialects.accelerate_prepare import PREPARING, rewrite_prepare
 from unipar.migrate.dialects.accelerate_settings import ACCELERATOR
+from unipar.migrate.divisions import warn_of_divisions
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Clip, Plan
 from unipar.migrate.source import Source
@@ -142,6 +143,13 @@ def _guard(plan: Plan, source: Source, call: cst.Call) -> cst.If | None:
     test = above.test
     asks = isinstance(test, cst.Attribute) and test.attr.value == "sync_gradients"
     return above if asks and len(above.body.body) == 1 else None
+
+
+def warn_of_double_division(plan: Plan) -> None:
+    """Call out losses that the script divides, and ``accelerator.backward`` divides too."""
+    if _accumulation(plan) != 1:
+        losses = [(plan.flow.source(call), call, loss) for call, loss in plan.losses.items()]
+        warn_of_divisions(plan, losses, divided_by="accelerator.backward")
 
 
 def _accumulation(plan: Plan) -> int | None:
