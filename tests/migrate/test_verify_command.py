@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -66,3 +67,22 @@ def test_the_words_of_a_script_that_fails_come_without_its_launchers(tmp_path: P
     told = str(caught.value)
     assert "there is no data here" in told
     assert "ChildFailedError" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_a_launcher_has_started_ends_with_it(
+    tmp_path: Path, still_running: Callable[[Iterable[int]], list[int]]
+) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    (tmp_path / "train.py").write_text(
+        f"import os, pathlib, time\n"
+        f"pathlib.Path({str(pids)!r}, str(os.getpid())).touch()\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(ConfigError, match="did not come to its end in 20 s"):
+        verify(tmp_path, "train.py", {}, "", launcher="torchrun", timeout=20)
+    started = [int(path.name) for path in pids.iterdir()]
+    assert started
+    assert not still_running(started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,6 +13,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+import psutil
 
 from unipar.errors import ConfigError
 from unipar.migrate.launchers import REPORTS, command
@@ -209,13 +212,22 @@ def _run(
         ) from error
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _kill(process)
     if process.returncode:
         raise ConfigError(
             f"the {name} script failed ({' '.join(command)} gave {process.returncode}):\n"
             + _last_words(output)
         )
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a launcher and all that it has started, for some put their workers into new sessions."""
+    started = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGKILL)
+    for one in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def _last_words(output: str) -> str:

@@ -15,22 +15,27 @@ import time
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets torch be imported as always, and acts once it is."""
+    """Lets some modules be imported as always, and acts once they are."""
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        act = _ACTS.pop(name, None)
+        if act is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def exec_module(module):
                 load(module)
-                _record(module)
+                act(module)
 
             spec.loader.exec_module = exec_module  # pyright: ignore[reportAttributeAccessIssue]
         return spec
+
+
+def _compile_nothing(ops):
+    # DeepSpeed compiles this on CPUs when it is first used, for minutes; sums are the same without.
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _record(torch):
@@ -67,6 +72,8 @@ def _write(torch, losses):
     with open(path, "w") as file:
         json.dump(losses, file)
 
+
+_ACTS = {"torch": _record, "deepspeed.ops": _compile_nothing}
 
 if "UNIPAR_CAPTURE_DIR" in os.environ:
     sys.meta_path.insert(0, _Finder())
