@@ -290,3 +290,32 @@ def test_clipping_gradients_that_are_still_scaled_is_refused_with_its_effect() -
     assert "multiplied by the loss scale (65536 at first): to max_norm / 65536" in note.why
     mended = source.replace("        nn.utils", "        scaler.unscale_(opt)\n        nn.utils")
     assert migrate_source(mended).changed
+
+
+DEEPSPEED = """\
+import torch, deepspeed
+data = torch.utils.data.TensorDataset(torch.randn(50, 4), torch.randn(50, 1))
+loader = torch.utils.data.DataLoader(data, batch_size=8)
+model = torch.nn.Linear(4, 1)
+config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+          "gradient_clipping": 0.5}
+engine, _, _, _ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config
+)
+total = 0.0
+for x, y in loader:
+    loss = (engine(x) - y).square().mean()
+    total += loss.item()
+    engine.backward(loss)
+    engine.step()
+"""
+
+
+def test_scripts_for_deepspeed_are_read_for_means_and_dropped_samples_too() -> None:
+    assert notes(DEEPSPEED)[0] == []
+    (note,), _ = notes(
+        DEEPSPEED, ("engine.step()\n", "engine.step()\nprint(total / len(loader))\n")
+    )
+    assert "8/b times as much" in note.why
+    (note,), _ = notes(DEEPSPEED, ("batch_size=8", "batch_size=8, drop_last=True"))
+    assert "the last ones, up to 7" in note.why

@@ -11,8 +11,10 @@ from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.deepspeed_engine import check_engines
 from unipar.migrate.dialects.deepspeed_initialize import rewrite_initialize, take_factories
 from unipar.migrate.dialects.deepspeed_optimizers import rewrite_own_optimizers
+from unipar.migrate.dropping import warn_of_dropped
 from unipar.migrate.leftovers import Leftovers
 from unipar.migrate.loaders import rewrite_samplers
+from unipar.migrate.means import warn_of_means
 from unipar.migrate.models import find_optimizers, rewrite_optimizers
 from unipar.migrate.numerics import warn_of_ranks
 from unipar.migrate.plan import Plan
@@ -117,6 +119,8 @@ class DeepSpeed(Dialect):
         rewrite_environment(plan)
         _rewrite_local_rank(plan)
         warn_of_ranks(plan)
+        warn_of_means(plan)
+        warn_of_dropped(plan)
         for name, (why, todo) in _REFUSED.items():
             left.refuse_below(f"deepspeed.{name}", why, todo)
         left.refuse(*_OWN)
