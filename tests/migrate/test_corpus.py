@@ -18,7 +18,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 # Of each dialect what the others do not have; the changes of all of them are compared below.
 QUICK = (
     "accelerate/functions", "ddp/functions", "ddp/spawned_trainer", "deepspeed/arguments",
-    "horovod/trainer", "torch/amp", "torch/gan",
+    "fabric/resume", "fsdp/trainer", "horovod/trainer", "notebook/two_moons", "torch/amp",
+    "torch/gan",
 )  # fmt: skip
 
 
