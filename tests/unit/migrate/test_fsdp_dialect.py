@@ -202,3 +202,21 @@ def test_full_tensors_of_a_state_dict_are_there_already() -> None:
     ).code  # fmt: skip
     tail = "for p in model.parameters(): print(p.full_tensor())\n"
     assert "it cannot be seen that this is of a state dict" in refusal(TWO + LOOP + tail)
+
+
+def test_fp16_wants_its_scaler() -> None:
+    head = (
+        "from torch.distributed.fsdp import MixedPrecision\n"
+        "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
+        "scaler = ShardedGradScaler()\n"
+    )
+    half = ONE.replace("4, 1))", "4, 1), mixed_precision=MixedPrecision(torch.float16))")
+    scaled = LOOP.replace("loss.backward()", "scaler.scale(loss).backward()").replace(
+        "opt.step()", "scaler.step(opt)\n    scaler.update()"
+    )
+    migration = migrate_source(head + half + scaled)
+    assert migration.config["precision"] == "fp16"
+    assert "scaler = None\n" in migration.code
+    assert any("overflows above 65504" in note.why for note in migration.notes)
+    head = head.rpartition("from")[0]
+    assert "fp16 without a ShardedGradScaler" in refusal(head + half + LOOP)

@@ -228,7 +228,7 @@ class Fsdp(Dialect):
                     call,
                     "if ranks have built it under seeds of their own, FSDP began with parts of "
                     "different models; rank 0's weights are taken for all now.",
-                    "Nothing, or seed all ranks alike while the model is built.",
+                    "Seed all ranks alike while the model is built, if that was not meant.",
                 )
 
     def _clear_away(self, plan: Plan, wrapping: Wrapping) -> None:

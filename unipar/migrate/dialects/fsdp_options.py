@@ -207,7 +207,7 @@ class Options:
         elif reduce == "fp16":
             self.plan.warn(
                 call, "gradients were summed in float16, which overflows above 65504; they are "
-                "in float32 now.", "Nothing.",
+                "in float32 now.", "Nothing is to be done.",
             )  # fmt: skip
         if value not in self.plan.handled:
             self.plan.handled.add(value)
@@ -218,7 +218,7 @@ class Options:
                 "included; unipar's precision is autocast's, which computes these in float32: "
                 f"losses differ by up to {'2^-8' if param == 'bf16' else '2^-11'} of themselves, "
                 "towards float32's.",
-                "Nothing, unless you rely on the rounding.",
+                "Nothing is to be done unless you rely on the rounding.",
             )
 
     _read_mp_policy = _read_mixed_precision
