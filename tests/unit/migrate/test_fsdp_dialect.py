@@ -220,3 +220,18 @@ def test_fp16_wants_its_scaler() -> None:
     assert any("overflows above 65504" in note.why for note in migration.notes)
     head = head.rpartition("from")[0]
     assert "fp16 without a ShardedGradScaler" in refusal(head + half + LOOP)
+
+
+def test_an_optimizer_from_before_the_division_is_called_out() -> None:
+    lines = TWO.splitlines(keepends=True)
+    early = "".join([*lines[:4], lines[5], lines[4]])
+    (note,) = migrate_source(early + LOOP).notes
+    assert note.kind == "training"
+    assert "the model stayed as it was; now it trains" in note.why
+    lines = ONE.replace("model = FSDP(torch.nn", "model = torch.nn").splitlines(keepends=True)
+    lines[3] = lines[3].replace("1))", "1)")
+    for kept in (True, False):
+        wrap = f"model = FSDP(model, use_orig_params={kept})\n"
+        notes = migrate_source("".join([*lines, wrap]) + LOOP).notes
+        assert bool(notes) != kept
+    assert not migrate_source(TWO + LOOP).notes

@@ -6,11 +6,12 @@ import libcst as cst
 
 from unipar.migrate.dialects.fsdp_options import Options
 from unipar.migrate.edits import Span
-from unipar.migrate.literals import argument
+from unipar.migrate.literals import argument, constant
 from unipar.migrate.models import FSDP
 from unipar.migrate.plan import Plan
 from unipar.migrate.processes import is_conditional
 from unipar.migrate.source import BLOCKS, Source
+from unipar.migrate.tracing import keywords
 
 PACKAGES = ("torch.distributed.fsdp.", "torch.distributed._composable.")
 SHARD = ("torch.distributed.fsdp.fully_shard", "torch.distributed._composable.fsdp.fully_shard",
@@ -48,6 +49,8 @@ class Wrapping:
                     "whether the model is divided is decided while it runs.",
                     "Divide it always; unipar.yaml's strategy decides.",
                 )
+            if root:
+                self._warn_of_order(source, call, model)
             self._options.read(call)
             self.plan.handled.add(call)
             if root:
@@ -63,6 +66,25 @@ class Wrapping:
                 "Give migrate the file that does it too.",
             )  # fmt: skip
         self.plan.config["strategy"] = self._options.settings(units=self._units)
+
+    def _warn_of_order(self, source: Source, call: cst.Call, model: cst.BaseExpression) -> None:
+        """Call out an optimizer that holds the weights from before they are divided."""
+        kept = (keywords(self.plan, call) or {}).get("use_orig_params", [])
+        if kept and constant(kept[0]) is not False:
+            return  # FSDP 1 leaves the optimizer's parameters in their places then.
+        for origin, owned in self.plan.optimizers.items():
+            node = origin.node
+            if node is None or self.flow.source(node) is not source:
+                continue
+            same = source.function(node) is source.function(call)
+            mine = self.flow.values(owned) & self.flow.values(model) & self.plan.models
+            if same and mine and source.span(node)[0] < source.span(call)[0]:
+                self.plan.warn(
+                    node,
+                    "it was built before the model was divided, so it updated weights that "
+                    "nothing computed with, and the model stayed as it was; now it trains.",
+                    "This mends it.",
+                )
 
     def _drop(self, source: Source, call: cst.Call, model: cst.BaseExpression) -> None:
         """Leave the model in place of the call; nothing where that would only name it."""
