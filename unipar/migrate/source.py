@@ -46,6 +46,7 @@ class Source:
         self._scopes: dict[cst.CSTNode, Scope] = {}
         self._parents: dict[cst.CSTNode, cst.CSTNode] = {}
         self._unwrapped: set[cst.CSTNode | None] = set()
+        self._functions: dict[cst.CSTNode, Function] = {}
         self._kinds: dict[type[cst.CSTNode], list[cst.CSTNode]] = {}
         self.nodes = self._walk()
 
@@ -84,7 +85,17 @@ class Source:
 
     def function(self, node: cst.CSTNode) -> Function:
         """The innermost function around a node, or the module."""
-        return next(n for n in self.around(node) if isinstance(n, (cst.FunctionDef, cst.Module)))
+        on_the_way: list[cst.CSTNode] = []
+        while node not in self._functions:
+            on_the_way.append(node)
+            above = self._parents[node]
+            if type(above) in (cst.FunctionDef, cst.Module):
+                self._functions[node] = above  # pyright: ignore[reportArgumentType]
+                break
+            node = above
+        found = self._functions[node]
+        self._functions |= dict.fromkeys(on_the_way, found)
+        return found
 
     def class_(self, function: cst.CSTNode) -> cst.ClassDef | None:
         """The class that a method belongs to."""
