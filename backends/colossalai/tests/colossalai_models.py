@@ -76,17 +76,17 @@ def language_model(kind: str = "Llama", *, seed: int = 0, **settings: Any) -> An
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Rows of tokens whose first labels are left out; one row in nine has none at all.
 
-    The first two tokens of every third row are masked.
+    Two tokens of every third row are masked: the first, or the last.
     """
 
-    def __init__(self, samples: int = SAMPLES) -> None:
+    def __init__(self, samples: int = SAMPLES, *, mask_last: bool = False) -> None:
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(0, VOCABULARY, (samples, LENGTH), generator=generator)
         self.labels = self.tokens.clone()
         for i, row in enumerate(self.labels):
             row[: LENGTH if i % 9 == 4 else i % 6] = -100
         self.mask = torch.ones_like(self.tokens)
-        self.mask[::3, :2] = 0
+        self.mask[::3, slice(-2, None) if mask_last else slice(2)] = 0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -123,7 +123,7 @@ def entropy(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, t
     labels = batch["labels"][:, 1:].flatten()
     output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     total = nn.functional.cross_entropy(
-        output.logits[:, :-1].flatten(0, 1), labels, ignore_index=-100, reduction="sum"
+        output.logits[:, :-1].flatten(0, 1).float(), labels, ignore_index=-100, reduction="sum"
     )
     return total, (labels != -100).sum()
 

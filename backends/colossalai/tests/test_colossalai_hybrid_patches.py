@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 GPT2: dict[str, Any] = {"kind": "GPT2"}
 QWEN2: dict[str, Any] = {"kind": "Qwen2"}
-NO_MASK, NO_LABELS = {"attention_mask"}, {"labels"}
+NO_MASK, NO_LABELS, HALF = {"attention_mask"}, {"labels"}, {"fp32"}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,8 @@ NO_MASK, NO_LABELS = {"attention_mask"}, {"labels"}
         ("gptj-on-cpu", "pp_size=2", {"kind": "GPTJ"}, set(), "Expected a cuda device"),
         ("gpt2-masks", "pp_size=2", GPT2, NO_MASK, "'NoneType' object has no attribute 'size'"),
         ("gpt2-without-labels", "pp_size=2", GPT2, NO_LABELS, "local variable 'loss'"),
+        ("autocast-linear", "tp_size=2", {}, HALF, "same dtype"),
+        ("", "tp_size=2", {}, HALF, "it runs"),
     ],
 )
 def test_without_each_change_a_step_fails(
@@ -62,7 +64,8 @@ def step_without(
         return "it runs"
 
     try:
-        return engine_without(placement, left_out, sizes, run, model)
+        precision = "bf16" if "fp32" in without else "fp32"
+        return engine_without(placement, left_out, sizes, run, model, precision)
     except (AttributeError, ValueError, RuntimeError, NameError) as error:
         return str(error)
 
@@ -74,14 +77,21 @@ def batch_of(without: Collection[str]) -> Batch:
 
 
 def engine_without(
-    placement: Placement, left_out: str, sizes: str, run: Any, model: dict[str, Any]
+    placement: Placement,
+    left_out: str,
+    sizes: str,
+    run: Any,
+    model: dict[str, Any],
+    precision: Any = "fp32",
 ) -> Any:
     kept = patches.ALL
     patches.ALL = tuple(patch for patch in kept if patch.name != left_out)
     strategy = registry.resolve(f"colossalai:plugin=hybrid,{sizes}")
     world = strategy.setup(placement)
     try:
-        engine = strategy.prepare(EngineSpec(language_model(**model), adamw), world)
+        engine = strategy.prepare(
+            EngineSpec(language_model(**model), adamw, precision=precision), world
+        )
         return run(engine)
     finally:
         patches.ALL = kept
@@ -187,6 +197,9 @@ def set_up_and_tear_down(placement: Placement) -> tuple[Any, Any, Any]:
     from colossalai.shardformer.layer import (  # pyright: ignore[reportMissingImports]
         DropoutForParallelInput,
     )
+    from colossalai.shardformer.layer._operation import (  # pyright: ignore[reportMissingImports]
+        LinearWithAsyncCommunication,
+    )
     from colossalai.shardformer.policies.gpt2 import (  # pyright: ignore[reportMissingImports]
         GPT2LMHeadModelPolicy,
     )
@@ -202,6 +215,7 @@ def set_up_and_tear_down(placement: Placement) -> tuple[Any, Any, Any]:
         found = *found, Qwen2ForCausalLMPolicy.module_policy
         found = *found, qwen2.Qwen2PipelineForwards.qwen2_model_forward
         found = *found, qwen2._prepare_4d_causal_attention_mask
+        found = *found, LinearWithAsyncCommunication.forward
         return tuple(map(id, found))
 
     before = seen()

@@ -18,6 +18,7 @@ from unipar.state import EngineState, StateSource
 from unipar_colossalai import hybrid_state, parts
 from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.hybrid_models import check_model, check_training
+from unipar_colossalai.scaling import PartScaler
 
 
 class HybridEngine(BoosterEngine):
@@ -35,6 +36,11 @@ class HybridEngine(BoosterEngine):
         check_model(module, plugin.tp_size, plugin.pp_size)
         start.send_weights()
         super().__init__(start)
+        if self._scaler is not None:
+            # Of the parts of a gradient, one may overflow alone.
+            self._scaler = PartScaler(self._device.type, process_group=None)
+            # A stage without the loss has none to scale, and unscales its gradients all the same.
+            self._scaler.scale(torch.zeros((), device=self._device))
         # Only now: Colossal-AI replaces the methods of the modules that it divides.
         self._undo.append(checkpoint_activations(module, start.spec.activation_checkpointing))
 

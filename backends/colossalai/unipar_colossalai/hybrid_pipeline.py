@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +14,11 @@ from colossalai.pipeline.schedule import (  # pyright: ignore[reportMissingImpor
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data import move_to
-from unipar.loss import LossFn, LossSum, check_loss
+from unipar.loss import LossFn, LossSum
 from unipar.strategy import Engine, StepResult
 from unipar_colossalai.engine import Start
 from unipar_colossalai.hybrid import HybridEngine
-from unipar_colossalai.hybrid_calls import arguments_of, loss_of
+from unipar_colossalai.hybrid_calls import answering, arguments_of
 
 Stage = Callable[[MicroBatch, "dict[str, Any] | None"], Any]
 """Runs this rank's stage on a micro-batch and what the stage before has sent."""
@@ -49,8 +50,9 @@ class Schedule(OneForwardOneBackwardSchedule):
 class PipelineEngine(HybridEngine):
     """Each rank holds some of the layers, or a part of each of them; the last stage has the loss.
 
-    Gradients are those of the sum over all items, and are divided by their number at the end, when
-    the last stage has counted them.
+    How many items a global batch has is known at the end, when the last stage has counted them.
+    Until then gradients are divided by the nearest power of two to the number of the step before,
+    which rounds nothing, and keeps them where fp16 can hold them.
     """
 
     __call__ = Engine.__call__
@@ -65,6 +67,7 @@ class PipelineEngine(HybridEngine):
         )
         self._is_last: bool = plugin.stage_manager.is_last_stage()
         self._last_rank = dist.get_global_rank(plugin.pp_group, plugin.pp_size - 1)
+        self._num_items = 0.0
         super().__init__(start)
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
@@ -73,6 +76,8 @@ class PipelineEngine(HybridEngine):
         try:
             self._drop_gradients()
             self._total = torch.zeros((), device=self._device)
+            num_items = self._num_items or batch.global_num_samples
+            self._normalizer = 2.0 ** round(math.log2(num_items))
             self.booster.execute_pipeline(
                 iter(batch.microbatches),
                 self.wrapper,
@@ -80,9 +85,10 @@ class PipelineEngine(HybridEngine):
                 self.framework_optimizer,
                 return_loss=False,
             )
-            self._normalizer = 1.0
             self._start_reduction()
-            return self._update()
+            result = self._update()
+            self._num_items = result.num_items
+            return result
         except BaseException:
             self._clear()
             raise
@@ -103,19 +109,23 @@ class PipelineEngine(HybridEngine):
     def _stage(self, loss_fn: LossFn, *, training: bool) -> Stage:
         def run(microbatch: MicroBatch, received: dict[str, Any] | None) -> Any:
             data = move_to(microbatch.data, self._device)
-            arguments = arguments_of(loss_fn, self.module, data)
-            output = self.wrapper(**arguments, **(received or {}))
+            with torch.autocast(self._device.type, self._dtype, enabled=self._mixed):
+                arguments = arguments_of(loss_fn, self.module, data)
+                output = self.wrapper(**arguments, **(received or {}))
             if not self._is_last:
                 return output
-            loss = loss_of(loss_fn, self.module, data, output)
-            check_loss(loss, training=training)
             samples = microbatch.num_samples
+            model = answering(self.module, output)
+            loss = self._loss(model, MicroBatch(data, samples), loss_fn, training=training)
             total = loss.total if isinstance(loss, LossSum) else loss * samples
             if samples:
                 assert self._total is not None
                 self._total = self._total + total.detach()
                 self._count = self._count + (loss.count if isinstance(loss, LossSum) else samples)
+            if not training:
+                return total
             # Gradients are averaged over data-parallel ranks, and should be summed.
-            return total * (self.world.data_size if samples else 0.0)
+            total = total * (self.world.data_size / self._normalizer if samples else 0.0)
+            return total if self._scaler is None else self._scaler.scale(total)
 
         return run

@@ -256,6 +256,7 @@ class ColossalAIOptions(StrategyOptions):
             return {
                 "tp_size": self.tp_size,
                 "pp_size": self.pp_size,
+                # Half precision is autocast's, here too.
                 "precision": "fp32",
                 # Whole logits, which a loss of the user's own can be computed from.
                 "parallel_output": False,

@@ -168,7 +168,7 @@ class Hybrid(Plugin):
     def capabilities(self) -> Capabilities:
         pipeline = self.options.pp_size > 1
         return Capabilities(
-            frozenset({"fp32"}),
+            _ALL,
             _DEVICES,
             sharded=frozenset(_SHARDED),
             custom_loop=not pipeline,

@@ -7,6 +7,7 @@ taken back when it ends.
 from __future__ import annotations
 
 from unipar_colossalai.patches import (
+    autocast,
     batchnorm,
     chunks,
     device,
@@ -32,6 +33,7 @@ ALL: tuple[Patch, ...] = (
     monitor.PATCH,
     optimizers.PATCH,
     p2p.PATCH,
+    autocast.PATCH,
     gpt2_logits.PATCH,
     gpt2_masks.PATCH,
     gpt2_labels.PATCH,
