@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unipar.migrate.literals import argument
 from unipar.migrate.models import optimizers_of
 from unipar.migrate.plan import Plan
 
@@ -13,6 +14,9 @@ def rewrite_states(plan: Plan) -> None:
             continue
         values = plan.flow.values(func.value)
         if values & plan.models or optimizers_of(values):
+            plan.replace(func.value, "script.whole(", func.value, ")")
+    for _, call, func in plan.methods("save_pretrained"):
+        if plan.flow.values(func.value) & plan.models and not argument(call, None, "state_dict"):
             plan.replace(func.value, "script.whole(", func.value, ")")
 
 

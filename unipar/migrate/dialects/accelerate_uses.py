@@ -39,9 +39,6 @@ def rewrite_uses(plan: Plan) -> None:
         for _, call in plan.calls(*ACCELERATOR, "accelerate.DataLoaderConfiguration",
                                   "accelerate.utils.DataLoaderConfiguration")
     )  # fmt: skip
-    for _, call, func in plan.methods("save_pretrained"):
-        if plan.flow.values(func.value) & plan.models and not argument(call, None, "state_dict"):
-            plan.replace(func.value, "script.whole(", func.value, ")")
     rewrite_places(plan)
     for source in plan.sources:
         for node in source.all(cst.Attribute):
