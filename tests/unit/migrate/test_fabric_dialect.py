@@ -207,3 +207,30 @@ def test_a_number_of_devices_that_is_none_is_refused(run: fabricated.Run) -> Non
         fabricated.Run(devices="many").launch()
     with pytest.raises(ConfigError, match=r"reduce_op='max' is not known"):
         run.all_reduce(torch.ones(1), reduce_op="max")
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("from lightning_fabric import Fabric", ""),
+        ("from lightning_fabric import Fabric\nimport math, lightning_fabric.utilities as u",
+         "import math\n"),
+        ("from lightning_fabric import Fabric, loggers, seed_everything\nloggers.CSVLogger('a')",
+         "from lightning_fabric import loggers\n"),
+        ("from lightning_fabric import Fabric, loggers as kept\nkept.CSVLogger('a')",
+         "from lightning_fabric import loggers as kept\n"),
+    ],
+)  # fmt: skip
+def test_what_is_imported_of_fabric_goes_where_nothing_is_left(given: str, left: str) -> None:
+    head = HEAD.replace("from lightning_fabric import Fabric", given)
+    migration = migrate_source(f"{head}{LOOP}")
+    assert not migration.refused
+    assert left in migration.code
+    assert migration.code.count("lightning_fabric") == left.count("lightning_fabric")
+
+
+def test_an_annotation_says_what_takes_fabrics_place() -> None:
+    head = HEAD.replace("fabric.launch()", "def report(fabric: Fabric) -> None: ...")
+    code = migrate_source(f"{head}{LOOP}").code
+    assert "def report(fabric: fabricated.Run) -> None: ..." in code
+    assert "lightning_fabric" not in code

@@ -8,6 +8,7 @@ import libcst as cst
 
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.dialects.fabric_imports import drop_imports, rewrite_annotation
 from unipar.migrate.dialects.fabric_settings import Settings
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.expressions import FABRIC
@@ -227,16 +228,19 @@ class Fabric(Dialect):
                     )
         gone = list(settings.gone)
         gone += [(source, source.span(call.func)) for source, call in plan.calls(*_SEEDS)]
+        left: list[cst.CSTNode] = []
         for node in leaves(plan, gone, *_PACKAGES, "lightning."):
             source = plan.flow.source(node)
             names = plan.flow.names(node)
             kept = all(name.startswith(_HARMLESS) or name in _PREFIXES for name in names)
-            above = source.parent(node)
-            if kept or isinstance(above, (cst.Annotation, cst.Param)) or self._is_type(
+            typed = isinstance(source.parent(node), (cst.Annotation, cst.Param)) or self._is_type(
                 source, node
-            ):  # fmt: skip
-                continue
-            plan.refuse(node, "this is Fabric's own; a run has nothing like it.", _BY_HAND)
+            )
+            if not kept and not typed:
+                plan.refuse(node, "this is Fabric's own; a run has nothing like it.", _BY_HAND)
+            elif not (typed and rewrite_annotation(plan, node)):
+                left.append(node)
+        drop_imports(plan, _PREFIXES, left)
 
     def _is_type(self, source: Source, node: cst.CSTNode) -> bool:
         annotated = any(isinstance(one, cst.Annotation) for one in source.around(node))
