@@ -18,7 +18,7 @@ PINS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all suites test-matrix tables lint format docs bench constraints clean
+.PHONY: help demo test test-all suites test-matrix tables compare lint format docs bench constraints clean
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-all  run them at greater length too, and make test-matrix"
 	@echo "make test-matrix  resume every strategy's checkpoint under every other, for the docs"
 	@echo "make tables  measure every framework's strategies, for the docs"
+	@echo "make compare  run unipar bench with every framework on two examples, for the docs"
 	@echo "make lint    check style and types"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make bench   measure overhead, memory and checkpoint speed"
@@ -64,6 +65,10 @@ test-matrix: $(VENV)/.backends $(ALONE)/.backends
 
 tables: $(VENV)/.backends $(ALONE)/.backends
 	$(BIN)/python survey/tables.py
+	$(BIN)/python docs/generate.py
+
+compare: $(VENV)/.backends $(ALONE)/.backends
+	$(BIN)/python benchmarks/frameworks.py
 	$(BIN)/python docs/generate.py
 
 lint: $(VENV)/.dev

@@ -13,6 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import benched
 import surveyed
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -25,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     ROOT / "README.md",
     *(ROOT / "docs" / name for name in ("strategies.md", "settings.md", "backends/index.md")),
+    ROOT / "docs" / "benchmarks" / "frameworks.md",
 )
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
@@ -131,6 +133,12 @@ TABLES = {
     "survey: half matrix": lambda: _table(*surveyed.half_matrix()),
     "survey: half bound": surveyed.half_bound,
     "survey: about matrix": lambda: surveyed.about("matrix.json"),
+    "bench: about gpt": lambda: benched.about("gpt"),
+    "bench: gpt": lambda: benched.compared("gpt"),
+    "bench: about digits": lambda: benched.about("digits"),
+    "bench: digits": lambda: benched.compared("digits"),
+    "bench: about by hand": lambda: benched.about("by-hand"),
+    "bench: by hand": lambda: _table(*benched.by_hand("by-hand")),
 }
 
 

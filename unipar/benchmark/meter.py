@@ -116,5 +116,6 @@ class Meter(Callback):
             threads=torch.get_num_threads(),
             memory=memory,
             traffic=self._collectives.traffic,
-            overlap=self._profile.overlap,
+            # The profiler sees nothing of what a framework sends by means of its own.
+            overlap=None if self._collectives.told else self._profile.overlap,
         )

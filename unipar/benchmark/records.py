@@ -79,7 +79,7 @@ class Rank(Stored):
         threads: that torch computes with.
         memory: ``None`` where it was not measured, as in a hand-written loop.
         traffic: of one step; ``None`` where it was not measured.
-        overlap: of one step; ``None`` where the profiler sees no collective.
+        overlap: of one step; ``None`` where the profiler does not see all collectives, or none.
     """
 
     rank: int

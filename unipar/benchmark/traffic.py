@@ -57,9 +57,12 @@ class Collectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[str, list[int]] = defaultdict(list)
+        self.told = False
+        """Whether a framework sends by means of its own."""
 
     def add(self, kind: str, size: int) -> None:
-        """Count one collective over a tensor of ``size`` bytes."""
+        """Count one collective of a framework's own over a tensor of ``size`` bytes."""
+        self.told = True
         self._seen[kind].append(size)
 
     @property
@@ -82,7 +85,7 @@ class Collectives(TorchDispatchMode):
             name = func._schema.name.partition("::")[2]
             if name in _KINDS:
                 kind, place = _KINDS[name]
-                self.add(kind, size_of(result if place is None else args[place]))
+                self._seen[kind].append(size_of(result if place is None else args[place]))
         return result
 
 
