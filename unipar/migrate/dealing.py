@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from unipar.data.move import move_to
 from unipar.errors import ConfigError
+from unipar.migrate.sharing import settings_of
 from unipar.world import World
 
 
@@ -152,20 +153,3 @@ def _batches_of(loader: DataLoader, world: World) -> Any:
             "ranks. Use a map-style dataset and a batch_size, or run on one process."
         )
     return batches
-
-
-def settings_of(loader: DataLoader) -> dict[str, Any]:
-    """What a loader was built with, apart from its data and batches."""
-    settings: dict[str, Any] = {
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "generator": loader.generator,
-    }
-    if loader.num_workers:
-        settings["prefetch_factor"] = loader.prefetch_factor
-        settings["persistent_workers"] = loader.persistent_workers
-        settings["multiprocessing_context"] = loader.multiprocessing_context
-    return settings

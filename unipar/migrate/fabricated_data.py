@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from unipar.data.move import move_to
 from unipar.errors import ConfigError
-from unipar.migrate.dealing import settings_of
+from unipar.migrate.sharing import settings_of
 from unipar.session import Session
 
 

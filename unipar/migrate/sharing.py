@@ -30,19 +30,7 @@ class SharedLoader(DataLoader):
     ) -> None:
         self._world, self._tell = world, tell
         self._shares = _Shares(loader.batch_sampler, world)
-        settings: dict[str, Any] = {
-            "collate_fn": loader.collate_fn,
-            "num_workers": loader.num_workers,
-            "pin_memory": loader.pin_memory,
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "generator": loader.generator,
-        }
-        if loader.num_workers:
-            settings["prefetch_factor"] = loader.prefetch_factor
-            settings["persistent_workers"] = loader.persistent_workers
-            settings["multiprocessing_context"] = loader.multiprocessing_context
-        super().__init__(loader.dataset, batch_sampler=self._shares, **settings)
+        super().__init__(loader.dataset, batch_sampler=self._shares, **settings_of(loader))
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         for index, batch in enumerate(super().__iter__()):
@@ -74,3 +62,20 @@ class _Shares(Sampler[list[int]]):
             begin, end = len(batch) * rank // size, len(batch) * (rank + 1) // size
             self.counts.append((end - begin, len(batch)))
             yield batch[begin:end] if begin < end else batch[:1]
+
+
+def settings_of(loader: DataLoader) -> dict[str, Any]:
+    """What a loader was built with, apart from its data and batches."""
+    settings: dict[str, Any] = {
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "generator": loader.generator,
+    }
+    if loader.num_workers:
+        settings["prefetch_factor"] = loader.prefetch_factor
+        settings["persistent_workers"] = loader.persistent_workers
+        settings["multiprocessing_context"] = loader.multiprocessing_context
+    return settings
