@@ -57,20 +57,27 @@ def is_number_of_ranks(plan: Plan, node: cst.CSTNode) -> bool:
     return plan.made_by(plan.flow.values(node), *_SIZE)
 
 
-def _warn_of_seeds(plan: Plan) -> None:
+def seeds_of_ranks(plan: Plan) -> list[cst.Call]:
+    """The calls that give each rank a seed of its own."""
     seeds = plan.calls(*_SEED)
     seeds += [
         (source, call) for source, call, func in plan.methods("manual_seed")
         if plan.made_by(plan.flow.values(func.value), "torch.Generator")
     ]  # fmt: skip
-    for source, call in seeds:
-        if call.args and _of_rank(plan, source, call.args[0].value):
-            plan.warn(
-                call,
-                "each rank has a seed of its own: dropout and shuffling differ between ranks, "
-                "and a run on another number of ranks is another run.",
-                "Kept as it is; weights still begin equal, as rank 0's are taken.",
-            )
+    return [
+        call for source, call in seeds
+        if call.args and _of_rank(plan, source, call.args[0].value)
+    ]  # fmt: skip
+
+
+def _warn_of_seeds(plan: Plan) -> None:
+    for call in seeds_of_ranks(plan):
+        plan.warn(
+            call,
+            "each rank has a seed of its own: dropout and shuffling differ between ranks, "
+            "and a run on another number of ranks is another run.",
+            "Kept as it is; weights still begin equal, as rank 0's are taken.",
+        )
     for source, call in plan.calls(*SAMPLER):
         seed = argument(call, 4, "seed")
         shuffled = constant(argument(call, 3, "shuffle")) is not False

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from telling import told
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from unipar.errors import ConfigError
@@ -47,7 +48,7 @@ def refused(*changes: tuple[str, str], settings: dict[str, str] | None = None) -
     migration = migrated(*changes, settings=settings)
     assert migration.refused
     assert not migration.changed
-    return "\n".join(str(note) for note in migration.notes if note.kind == "refused")
+    return told(migration, "refused")
 
 
 def test_nothing_of_accelerate_is_left() -> None:

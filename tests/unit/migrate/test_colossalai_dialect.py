@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from telling import told
 
 from unipar.errors import ConfigError
 from unipar.migrate import Migration, boosted, migrate_source
@@ -42,7 +43,7 @@ def refused(*changes: tuple[str, str]) -> str:
     migration = migrated(*changes)
     assert migration.refused
     assert not migration.changed
-    return "\n".join(str(note) for note in migration.notes if note.kind == "refused")
+    return told(migration, "refused")
 
 
 def test_nothing_of_colossalai_is_left() -> None:

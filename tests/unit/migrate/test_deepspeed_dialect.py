@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from telling import refusal, told
 
-from unipar.migrate import Migration, migrate_files, migrate_source
+from unipar.migrate import migrate_files, migrate_source
 from unipar.migrate.schedules import Warmup
 
 HEAD = """\
@@ -28,17 +29,6 @@ for x, y in data:
 
 def script(config: Any, call: str = CALL, built: str = BUILT) -> str:
     return f"{HEAD}config = {config!r}\n{built}{call}{LOOP}"
-
-
-def told(migration: Migration, kind: str) -> str:
-    return "\n".join(str(note) for note in migration.notes if note.kind == kind)
-
-
-def refusal(source: str, settings: dict[str, str] | None = None) -> str:
-    migration = migrate_source(source, file="train.py", settings=settings)
-    assert migration.refused
-    assert migration.code == source
-    return told(migration, "refused")
 
 
 SMALL = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
@@ -173,11 +163,11 @@ def test_json_files_are_found(given: str) -> None:
 def test_json_files_that_are_not_there_are_refused() -> None:
     source = script({}, CALL.replace("config=config", "config='ds.json'"))
     assert "ds.json is not found beside the script" in refusal(source)
-    assert "ds.json is no JSON" in refusal(source, {"ds.json": "{'a': 1}"})
+    assert "ds.json is no JSON" in refusal(source, settings={"ds.json": "{'a': 1}"})
     named = script({}, CALL.replace("config=config", "args=args"))
     assert "no JSON file of DeepSpeed's is there" in refusal(named)
     two = {"a.json": json.dumps(SMALL), "b.json": json.dumps(SMALL)}
-    assert "beside the script there are a.json, b.json" in refusal(named, two)
+    assert "beside the script there are a.json, b.json" in refusal(named, settings=two)
 
 
 @pytest.mark.parametrize(

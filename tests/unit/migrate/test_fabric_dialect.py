@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from telling import refusal
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
@@ -29,13 +30,6 @@ for x, y in data:
     fabric.backward(loss)
     opt.step()
 """
-
-
-def refusal(source: str) -> str:
-    migration = migrate_source(source, file="train.py")
-    assert migration.refused
-    assert migration.code == source
-    return "\n".join(str(note) for note in migration.notes if note.kind == "refused")
 
 
 @pytest.mark.parametrize(

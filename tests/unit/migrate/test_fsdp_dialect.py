@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from telling import refusal
 
 from unipar.migrate import migrate_source
 
@@ -28,13 +29,6 @@ for x, y in data:
     loss.backward()
     opt.step()
 """
-
-
-def refusal(source: str) -> str:
-    migration = migrate_source(source, file="train.py")
-    assert migration.refused
-    assert migration.code == source
-    return "\n".join(str(note) for note in migration.notes if note.kind == "refused")
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from telling import refusal, told
 
-from unipar.migrate import Migration, migrate_source
+from unipar.migrate import migrate_source
 
 SCRIPT = """\
 import torch
@@ -22,17 +23,6 @@ for x, y in data:
 """
 WRAP = "opt = hvd.DistributedOptimizer(opt, named_parameters=model.named_parameters())"
 ADAM = SCRIPT.replace("optim.SGD", "optim.AdamW")
-
-
-def told(migration: Migration, kind: str) -> str:
-    return "\n".join(str(note) for note in migration.notes if note.kind == kind)
-
-
-def refusal(source: str) -> str:
-    migration = migrate_source(source, file="train.py")
-    assert migration.refused
-    assert migration.code == source
-    return told(migration, "refused")
 
 
 def test_nothing_of_horovod_is_left() -> None:

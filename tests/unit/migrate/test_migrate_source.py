@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from telling import refusal
 
 from unipar.errors import ConfigError
 from unipar.migrate import Migration, migrate_source
@@ -31,15 +32,6 @@ dist.init_process_group("gloo")
 model = DDP(torch.nn.Linear(4, 1))
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 """
-
-
-def refusal(source: str) -> str:
-    migration = migrate_source(source, file="train.py")
-    assert migration.refused
-    assert not migration.changed
-    assert migration.code == source
-    assert not migration.config
-    return "\n".join(str(note) for note in migration.notes if note.kind == "refused")
 
 
 def test_the_smallest_loop() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from unipar.errors import CheckpointError, ConfigError
 from unipar.migrate import script
 
-
-@pytest.fixture(autouse=True)
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    file = tmp_path / "unipar.yaml"
-    file.write_text("strategy: single\ndevice: cpu\n")
-    monkeypatch.setattr(script._run, "file", file)
-    yield file
-    script.close()
+pytestmark = pytest.mark.usefixtures("run")
 
 
 def sgd(named):

@@ -15,7 +15,7 @@ from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains,
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import DDP, FSDP, find_optimizers, holds_wrapper
-from unipar.migrate.numerics import warn_of_ranks
+from unipar.migrate.numerics import seeds_of_ranks, warn_of_ranks
 from unipar.migrate.plan import Clip, Plan
 from unipar.migrate.precision import AUTOCAST
 from unipar.migrate.processes import is_conditional, rewrite_group, rewrite_spawn
@@ -219,8 +219,7 @@ class Fsdp(Dialect):
 
     def _warn_of_seeds(self, plan: Plan) -> None:
         """Where ranks build other weights, FSDP begins with a part of each rank's."""
-        seeded = any(one.why.startswith("each rank has a seed of its own") for one in plan.notes)
-        for _, call in plan.calls(*FSDP, *SHARD) if seeded else ():
+        for _, call in plan.calls(*FSDP, *SHARD) if seeds_of_ranks(plan) else ():
             model = argument(call, 0, "module")
             synced = constant(argument(call, None, "sync_module_states")) is True
             if not synced and model is not None and plan.flow.values(model) & plan.models:
