@@ -136,6 +136,19 @@ def test_amdahls_law_starts_at_one_and_passes_where_it_should(result: BenchResul
     assert share[2].y[-1] == pytest.approx(100 * traces[2].y[-1] / 4)
 
 
+def test_where_nothing_gains_no_serial_fraction_is_claimed(result: BenchResult) -> None:
+    slowed = [
+        one.model_copy(
+            update={"speedup": [1 / count for count in one.devices], "serial_fraction": 7.0}
+        )
+        for one in result.scaling
+    ]
+    chart = drawn(result.model_copy(update={"scaling": slowed}), "speedup")
+    assert isinstance(chart, Chart)
+    assert re.search(r"None gains: \w+ loses least, with 0\.25 times on 4 devices\.", chart.alt)
+    assert {"Amdahl, no gain"} == {t.name for t in chart.figure.data if "Amdahl" in t.name}
+
+
 def test_memory_stacks_up_to_what_a_rank_holds_with_the_formula_below(result: BenchResult) -> None:
     figure = figure_of(result, "memory-by-kind")
     names = list(figure.layout.yaxis.ticktext)

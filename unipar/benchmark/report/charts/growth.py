@@ -29,9 +29,8 @@ def speedup(result: BenchResult) -> Chart | Missing:
     best = max(result.scaling, key=lambda one: one.speedup[-1])
     return Chart(
         figure,
-        f"Speed-up by number of devices; points are measured, and lines are Amdahl's law with the "
-        f"serial fraction that fits best. {best.label} gains most, {best.speedup[-1]:.2f} times "
-        f"{drawing.on(best.devices[-1])}{_serial(best)}.",
+        "Speed-up by number of devices; points are measured, and lines are Amdahl's law with the "
+        f"serial fraction that fits best. {_gain(best)}.",
     )
 
 
@@ -137,7 +136,7 @@ def _draw(
         span = max(one.devices) - 1
         counts = [1 + span * place / (_POINTS - 1) for place in range(_POINTS)]
         figure.add_scatter(
-            name=f"Amdahl, serial {one.serial_fraction:.1%}",
+            name=f"Amdahl, {_serial(one.serial_fraction)}",
             legendgroup=one.label,
             mode="lines",
             x=counts,
@@ -148,10 +147,17 @@ def _draw(
     drawing.device_axis(figure, [count for one in result.scaling for count in one.devices])
 
 
-def _serial(one: Scaling) -> str:
-    if one.serial_fraction is None:
-        return ""
-    return f", with a serial fraction of {one.serial_fraction:.1%}"
+def _gain(best: Scaling) -> str:
+    gain = f"{best.speedup[-1]:.2f} times {drawing.on(best.devices[-1])}"
+    if best.speedup[-1] <= 1:
+        return f"None gains: {best.label} loses least, with {gain}"
+    fitted = "" if best.serial_fraction is None else f" ({_serial(best.serial_fraction)})"
+    return f"{best.label} gains most, {gain}{fitted}"
+
+
+def _serial(fraction: float) -> str:
+    # The law knows of no loss: beyond 1 the fit says nothing of the job.
+    return f"serial {fraction:.1%}" if fraction <= 1 else "no gain"
 
 
 def _most(result: BenchResult) -> int:
