@@ -12,7 +12,7 @@ import pytest
 SCRIPT = """\
 import torch
 from torch import nn
-from unipar.migrate import script
+from unipar.migrated import script
 
 script.open()
 rank = script.world().rank

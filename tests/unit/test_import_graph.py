@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,22 +14,35 @@ import pytest
 import unipar
 
 CORE = Path(unipar.__file__).parent
+RUNTIME = CORE / "migrated"
 FOREIGN = {
     "accelerate", "apex", "bmtrain", "colossalai", "deepspeed", "fairscale", "horovod", "libcst",
     "lightning", "lightning_fabric", "megatron", "mpi4py", "plotly", "ray", "submitit",
     "transformers",
 }  # fmt: skip
+TRACKERS = {"mlflow", "tensorboard", "trackio", "wandb"}
+
+
+def in_core(path: Path) -> str:
+    return str(path.relative_to(CORE))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """The full names of what a file imports: of ``from a import b`` both ``a`` and ``a.b``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.split(".")[0]
+    """The packages that a file imports from."""
+    return (name.split(".")[0] for name in imported_modules(path))
 
 
-@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(CORE)))
+@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=in_core)
 def test_no_file_of_the_core_imports_a_backend_or_a_framework(path: Path) -> None:
     names = set(imported(path))
     if path.is_relative_to(CORE / "benchmark" / "report"):
@@ -37,6 +51,12 @@ def test_no_file_of_the_core_imports_a_backend_or_a_framework(path: Path) -> Non
     own = {"libcst"} if path.is_relative_to(CORE / "migrate") else set()
     assert (FOREIGN - own).isdisjoint(names)
     assert not [name for name in names if name.startswith("unipar_")]
+
+
+@pytest.mark.parametrize("path", sorted(RUNTIME.rglob("*.py")), ids=in_core)
+def test_what_migrated_scripts_call_imports_nothing_that_rewrites_scripts(path: Path) -> None:
+    rewriting = [n for n in imported_modules(path) if f"{n}.".startswith("unipar.migrate.")]
+    assert not rewriting
 
 
 def test_a_backend_imports_no_other_backend() -> None:
@@ -56,20 +76,33 @@ def loaded_after(code: str) -> set[str]:
         check=True,
         timeout=60,
     )
-    return {name.split(".")[0] for name in done.stdout.split()}
+    return set(done.stdout.split())
+
+
+def packages(modules: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in modules}
 
 
 def test_importing_unipar_imports_no_framework() -> None:
     everything = "import unipar\nfor name in unipar.__all__: getattr(unipar, name)"
-    migrated = "import unipar\nfrom unipar.migrate import script"
-    for code in ("import unipar", everything, migrated):
-        loaded = loaded_after(code)
+    for code in ("import unipar", everything):
+        loaded = packages(loaded_after(code))
         assert "unipar" in loaded
-        assert loaded.isdisjoint(FOREIGN | {"tensorboard", "wandb", "mlflow", "trackio"})
+        assert loaded.isdisjoint(FOREIGN | TRACKERS)
+
+
+def test_importing_what_migrated_scripts_call_imports_no_framework() -> None:
+    public = sorted(info.name for info in pkgutil.iter_modules([str(RUNTIME)]))
+    assert {"accelerated", "boosted", "fabricated", "folded", "script", "stepped"} <= {*public}
+    loaded = loaded_after(f"from unipar.migrated import {', '.join(public)}")
+    assert {f"unipar.migrated.{name}" for name in public} <= loaded
+    assert "unipar.migrate" not in loaded
+    assert packages(loaded).isdisjoint(FOREIGN | TRACKERS)
 
 
 def test_plotly_waits_for_a_report_to_be_drawn() -> None:
-    loaded = loaded_after("import unipar.benchmark.report.table, unipar.benchmark.report.html")
+    code = "import unipar.benchmark.report.table, unipar.benchmark.report.html"
+    loaded = packages(loaded_after(code))
     assert "unipar" in loaded
     assert loaded.isdisjoint({"plotly", "pandas"})
 

@@ -14,7 +14,7 @@ from unipar.migrate.notes import Kind, Note
 from unipar.migrate.source import Source
 
 _SHOWN = 70
-_FROM = "from unipar.migrate import "
+_FROM = "from unipar.migrated import "
 _MODULES = ("accelerated", "boosted", "fabricated", "script", "stepped")
 """What edits may call, which the file then imports."""
 

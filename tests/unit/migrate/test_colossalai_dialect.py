@@ -7,7 +7,8 @@ import torch
 from telling import told
 
 from unipar.errors import ConfigError
-from unipar.migrate import Migration, boosted, migrate_source
+from unipar.migrate import Migration, migrate_source
+from unipar.migrated import boosted
 
 SCRIPT = """\
 import colossalai

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from unipar.errors import ConfigError
-from unipar.migrate import migrate_source, script
+from unipar.migrate import migrate_source
+from unipar.migrated import script
+from unipar.migrated.script.run import current
 
 DDP = """\
 import os, argparse, torch, torch.distributed as dist
@@ -112,9 +114,9 @@ def test_a_region_in_fp32_is_refused() -> None:
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     script.close()
-    monkeypatch.setattr(script._run, "config", None)
+    monkeypatch.setattr(current, "config", None)
     file = tmp_path / "unipar.yaml"
-    monkeypatch.setattr(script._run, "file", file)
+    monkeypatch.setattr(current, "file", file)
     yield file
     script.close()
 

@@ -11,7 +11,7 @@ import torch
 from telling import refusal, told
 
 from unipar.migrate import migrate_files, migrate_source
-from unipar.migrate.schedules import Warmup
+from unipar.migrated.stepped import Warmup
 
 HEAD = """\
 import torch, deepspeed
@@ -38,7 +38,7 @@ def test_nothing_of_deepspeed_is_left_and_the_loop_stays() -> None:
     migration = migrate_source(script(SMALL), file="train.py")
     assert migration.code == (
         "import torch\n"
-        "from unipar.migrate import script, stepped\n"
+        "from unipar.migrated import script, stepped\n"
         "model = torch.nn.Linear(4, 1)\n"
         "opt = script.prepare(model, optimizer=lambda named: "
         "torch.optim.SGD([p for _, p in named], lr=0.1)).optimizer\n"

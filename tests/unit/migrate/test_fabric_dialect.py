@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from unipar.errors import ConfigError
-from unipar.migrate import fabricated, migrate_source, script
+from unipar.migrate import migrate_source
+from unipar.migrated import fabricated, script
+from unipar.migrated.script.run import current
 
 HEAD = """\
 import torch
@@ -144,7 +146,7 @@ def test_a_function_that_is_launched_is_followed() -> None:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fabricated.Run]:
     file = tmp_path / "unipar.yaml"
     file.write_text("strategy: ddp\ndevice: cpu\n")
-    monkeypatch.setattr(script._run, "file", file)
+    monkeypatch.setattr(current, "file", file)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     yield fabricated.Run(devices=1)
     script.close()

@@ -74,7 +74,7 @@ def refusal(source: str) -> str:
 def test_the_smallest_loop() -> None:
     migration = fold(HEAD + LOOP)
     assert migration.code.endswith(FOLDED)
-    assert "import unipar\nfrom unipar.migrate import folded\n" in migration.code
+    assert "import unipar\nfrom unipar.migrated import folded\n" in migration.code
     assert "opt =" not in migration.code
     assert migration.config == {"strategy": "auto", "device": "cpu", "checkpoint": False}
 

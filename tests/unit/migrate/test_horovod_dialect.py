@@ -29,7 +29,7 @@ def test_nothing_of_horovod_is_left() -> None:
     migration = migrate_source(SCRIPT, file="train.py")
     assert migration.code == (
         "import torch\n"
-        "from unipar.migrate import script\n"
+        "from unipar.migrated import script\n"
         "script.open()\n"
         "model = torch.nn.Linear(4, 1)\n"
         "opt = script.prepare(model, optimizer=lambda named: "

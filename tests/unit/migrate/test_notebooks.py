@@ -78,7 +78,7 @@ def test_only_the_code_that_changes_is_written_anew(style: Any, end: str, as_lis
     )
     _, first, *rest = sources(migration.code)
     assert (
-        first == "%load_ext autoreload\nimport torch\nimport os\nfrom unipar.migrate import script"
+        first == "%load_ext autoreload\nimport torch\nimport os\nfrom unipar.migrated import script"
     )
     assert rest[0] == CELLS[1]
     assert "script.prepare(model, optimizer=lambda named: torch.optim.SGD(" in rest[1]
@@ -98,7 +98,7 @@ def test_lines_that_stay_keep_the_way_they_are_written() -> None:
     code = migrate(odd.replace('"import torch\\n"', '"import torch\\u000a"')).code
     assert '"import torch\\u000a"' in code
     assert '"\\u0023 loss' in code
-    assert '"import os\\n",\n    "from unipar.migrate import script"' in code
+    assert '"import os\\n",\n    "from unipar.migrated import script"' in code
 
 
 @pytest.mark.parametrize("cells", [[], [""], ["import torch\n"], CELLS[:2], ["x = 1 ;"]])

@@ -25,7 +25,7 @@ def check_engines(plan: Plan) -> bool:
     Returns:
         Whether the script asks an engine where its device is.
     """
-    from unipar.migrate.stepping import SteppedEngine
+    from unipar.migrated.stepped import SteppedEngine
 
     members = {*dir(SteppedEngine), "module", "lr_scheduler", "micro_steps", "global_steps"}
     placed = False

@@ -36,7 +36,7 @@ def write(plan: Plan, fold: Fold) -> None:
     if fold.scheduler is not None:
         source.remove(fold.scheduler[1])
     plan.use(source, "import unipar")
-    plan.use(source, "from unipar.migrate import folded")
+    plan.use(source, "from unipar.migrated import folded")
     _rewrite_saves(plan, fold)
     plan.config["strategy"] = "auto"
     if not _picks_device(plan):

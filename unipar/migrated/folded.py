@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from unipar import launch
 from unipar.config import RunConfig
 from unipar.errors import ConfigError
-from unipar.migrate.runconfig import read_settings
+from unipar.migrated.runconfig import file_beside_script, read_settings
 
 
 def config() -> RunConfig:
@@ -24,9 +22,7 @@ def config() -> RunConfig:
     Raises:
         ConfigError: every wrong key and value, with its place.
     """
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    file = (Path(main).resolve().parent if main else Path.cwd()) / "unipar.yaml"
-    return read_settings(RunConfig, file)
+    return read_settings(RunConfig, file_beside_script())
 
 
 def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:

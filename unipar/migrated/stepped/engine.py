@@ -1,4 +1,4 @@
-"""The engine that :mod:`unipar.migrate.stepped` makes, and its checkpoints."""
+"""The engine that :mod:`unipar.migrated.stepped` makes, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from unipar.checkpoint.directory import find
 from unipar.errors import CheckpointError
-from unipar.migrate import script
+from unipar.migrated import script
 from unipar.strategy import Engine
 
 _OWN = "engine.pt"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
+from unipar.migrated.loaders import settings_of
 from unipar.world import World
 
 
@@ -62,20 +63,3 @@ class _Shares(Sampler[list[int]]):
             begin, end = len(batch) * rank // size, len(batch) * (rank + 1) // size
             self.counts.append((end - begin, len(batch)))
             yield batch[begin:end] if begin < end else batch[:1]
-
-
-def settings_of(loader: DataLoader) -> dict[str, Any]:
-    """What a loader was built with, apart from its data and batches."""
-    settings: dict[str, Any] = {
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "generator": loader.generator,
-    }
-    if loader.num_workers:
-        settings["prefetch_factor"] = loader.prefetch_factor
-        settings["persistent_workers"] = loader.persistent_workers
-        settings["multiprocessing_context"] = loader.multiprocessing_context
-    return settings

@@ -1,24 +1,8 @@
-"""Engines that count micro-batches by themselves: what scripts migrated from DeepSpeed call.
-
-``backward()`` and ``step()`` are called for every micro-batch, and every so many of them the
-weights are updated::
-
-    from unipar.migrate import stepped
-
-    engine, optimizer, _, _ = stepped.initialize(
-        model, optimizer=lambda named: SGD([p for _, p in named], 0.1), accumulation_steps=4
-    )
-    for x, y in loader:
-        loss = criterion(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-"""
+"""What makes an engine that counts micro-batches, with its loader."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from unipar.errors import ConfigError
-from unipar.migrate import script
-from unipar.migrate.schedules import Warmup
-from unipar.migrate.stepping import SteppedEngine
+from unipar.migrated import script
+from unipar.migrated.stepped.engine import SteppedEngine
 from unipar.strategy import OptimizerFactory
 
 _WORKERS = 2
@@ -97,29 +80,6 @@ def initialize(
     return made, engine.optimizer, loader, lr_scheduler
 
 
-def add_config_arguments(
-    parser: argparse.ArgumentParser, settings: str = ""
-) -> argparse.ArgumentParser:
-    """Let the command line go on naming the settings, which now stand in ``unipar.yaml``.
-
-    Args:
-        parser: gets ``--deepspeed`` and ``--deepspeed_config``.
-        settings: the file that ``unipar.yaml`` was made of; any other is an error.
-    """
-
-    def check(given: str) -> str:
-        if settings and Path(given).name != settings:
-            raise argparse.ArgumentTypeError(
-                f"unipar.yaml was made of {settings}, not of {given}. Change unipar.yaml instead."
-            )
-        return given
-
-    group = parser.add_argument_group("settings that now stand in unipar.yaml")
-    group.add_argument("--deepspeed", action="store_true", help="accepted, and means nothing")
-    group.add_argument("--deepspeed_config", type=check, help="accepted, and means nothing")
-    return parser
-
-
 def _batch(train: int | None, micro: int | None, accumulation: int | None) -> tuple[int, int]:
     """Samples of a micro-batch on a rank, and micro-batches of a step."""
     ranks = script.world().data_size
@@ -136,6 +96,3 @@ def _batch(train: int | None, micro: int | None, accumulation: int | None) -> tu
             "call of stepped.initialize."
         )
     return micro, accumulation
-
-
-__all__ = ["SteppedEngine", "Warmup", "add_config_arguments", "initialize"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unipar.errors import CheckpointError, ConfigError
-from unipar.migrate import script, stepped
+from unipar.migrated import script, stepped
 
 pytestmark = pytest.mark.usefixtures("run")
 

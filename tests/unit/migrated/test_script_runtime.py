@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from unipar.errors import CheckpointError, ConfigError
-from unipar.migrate import script
+from unipar.migrated import script
 
 pytestmark = pytest.mark.usefixtures("run")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unipar.migrate.accelerated import Run
+    from unipar.migrated.accelerated.run import Run
 
 
 class Paced:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from unipar.data.move import move_to
 from unipar.errors import ConfigError
-from unipar.migrate.sharing import settings_of
+from unipar.migrated.loaders import settings_of
 from unipar.world import World
 
 
@@ -104,6 +105,13 @@ class DealtLoader(DataLoader):
             sampler.generator = torch.Generator()
             sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
         return sampler.generator
+
+
+def skip_first_batches(loader: DealtLoader, num_batches: int = 0) -> DealtLoader:
+    """The loader without the first batches; the original is left as it is."""
+    skipping = copy.copy(loader)
+    skipping.skipped = num_batches
+    return skipping
 
 
 class _Dealt(Sampler[list[int]]):

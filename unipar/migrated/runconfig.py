@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from unipar.merging import merge
 from unipar.settings import ENV_PREFIX, read_environment
 from unipar.strategy import OnNaN, Precision
 
+FILE = "unipar.yaml"
 _Config = TypeVar("_Config", bound=BaseModel)
 
 
@@ -31,6 +33,12 @@ class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Seconds that a collective waits for a missing rank."""
     on_nan: OnNaN = "raise"
     """What a step with a non-finite loss does."""
+
+
+def file_beside_script() -> Path:
+    """Where the settings of the running script are; in a notebook, the current directory."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return (Path(main).resolve().parent if main else Path.cwd()) / FILE
 
 
 def read_config(file: Path) -> ScriptConfig:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from unipar.migrate import script
+from unipar.migrated import script
+from unipar.migrated.script.run import current
 
 
 @pytest.fixture
@@ -15,6 +16,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The settings of a run on one process, which is ended."""
     file = tmp_path / "unipar.yaml"
     file.write_text("strategy: single\ndevice: cpu\n")
-    monkeypatch.setattr(script._run, "file", file)
+    monkeypatch.setattr(current, "file", file)
     yield file
     script.close()

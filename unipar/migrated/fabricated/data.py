@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 from unipar.data.move import move_to
 from unipar.errors import ConfigError
-from unipar.migrate.sharing import settings_of
+from unipar.migrated.loaders import settings_of
 from unipar.session import Session
 
 

@@ -9,7 +9,7 @@ import torch
 
 from unipar.checkpoint.directory import find
 from unipar.errors import CheckpointError, ConfigError
-from unipar.migrate import script
+from unipar.migrated import script
 
 
 class Checkpoints:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unipar.migrate import script
+from unipar.migrated import script
 
 
 class Processes:

@@ -1,32 +1,25 @@
-"""What a script migrated from Accelerate calls beside :mod:`unipar.migrate.script`.
-
-Accelerate counts micro-batches, deals out the data, steps schedulers and gathers metrics by rules
-of its own, which training depends on. A :class:`Run` keeps them under every strategy, and names
-its methods as Accelerate does; Accelerate itself is not imported.
-"""
+"""The run of a script migrated from Accelerate."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unipar.errors import ConfigError
-from unipar.migrate import collecting, script
-from unipar.migrate.accelerated_processes import Processes
-from unipar.migrate.accelerated_state import Checkpoints
-from unipar.migrate.dealing import DealtLoader
-from unipar.migrate.pacing import Paced
-from unipar.migrate.trackers import Trackers
-from unipar.migrate.widening import Widened
+from unipar.migrated import script
+from unipar.migrated.accelerated import collecting
+from unipar.migrated.accelerated.checkpoints import Checkpoints
+from unipar.migrated.accelerated.dealing import DealtLoader, skip_first_batches
+from unipar.migrated.accelerated.pacing import Paced
+from unipar.migrated.accelerated.processes import Processes
+from unipar.migrated.accelerated.trackers import Trackers
 
 _current: list[Run] = []
 
@@ -215,9 +208,6 @@ class Run(Processes):
         return skip_first_batches(dataloader, num_batches)
 
 
-# -- what needs no Run at hand -------------------------------------------------------------------
-
-
 def current() -> Run:
     """The process's run.
 
@@ -227,60 +217,3 @@ def current() -> Run:
     if not _current:
         raise ConfigError("there is no run yet: accelerated.Run(...) comes first.")
     return _current[0]
-
-
-def backward(loss: torch.Tensor, of: Any = None) -> None:
-    """Add the gradients of a micro-batch: those of its loss, divided by the number of them."""
-    script.backward(loss / current().gradient_accumulation_steps, of)
-
-
-def step(optimizer: Optimizer) -> None:
-    """Step, if this micro-batch is the last of its step."""
-    run = current()
-    if run.sync_gradients:
-        run.optimizer_step_was_skipped = script.engine(optimizer).step().skipped
-
-
-def engine(model: nn.Module) -> Callable[..., Any]:
-    """What computes as the strategy has it, and gives fp32 whatever the run's precision."""
-    computes = script.engine(model)
-    return computes if script.settings().precision == "fp32" else Widened(computes)
-
-
-def skip_first_batches(loader: DealtLoader, num_batches: int = 0) -> DealtLoader:
-    """The loader without the first batches; the original is left as it is."""
-    import copy
-
-    skipping = copy.copy(loader)
-    skipping.skipped = num_batches
-    return skipping
-
-
-def set_seed(seed: int, device_specific: bool = False) -> None:
-    """Seed the generators of Python, NumPy and torch; of each rank otherwise, if so asked."""
-    import random
-
-    import numpy as np
-
-    seed += script.world().rank if device_specific else 0
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def get_logger(name: str, log_level: str | None = None) -> logging.LoggerAdapter[Any]:
-    """A logger that speaks on rank 0, or everywhere with ``main_process_only=False``."""
-    logger = logging.getLogger(name)
-    if log_level is not None:
-        logger.setLevel(log_level.upper())
-    return _RankLogger(logger, {})
-
-
-class _RankLogger(logging.LoggerAdapter[Any]):
-    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        everywhere = not kwargs.pop("main_process_only", True)
-        if kwargs.pop("in_order", False):
-            raise ConfigError("loggers speak in no order here: leave in_order out.")
-        if everywhere or script.placement().rank == 0:
-            kwargs.setdefault("stacklevel", 2)
-            super().log(level, msg, *args, **kwargs)

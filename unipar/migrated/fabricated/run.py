@@ -1,14 +1,9 @@
-"""What a script migrated from Lightning Fabric calls beside :mod:`unipar.migrate.script`.
-
-A :class:`Run` names its methods as ``Fabric`` does, so that most of a script stays as it is; Fabric
-itself is not imported. The strategy, the precision and the device stand in ``unipar.yaml``.
-"""
+"""The run of a script migrated from Lightning Fabric."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,10 +16,11 @@ from torch.utils.data import DataLoader
 from unipar.data.move import move_to
 from unipar.errors import ConfigError
 from unipar.launch import detect
-from unipar.migrate import fabricated_state, script
-from unipar.migrate.fabricated_data import EpochLoader, share
-from unipar.migrate.fabricated_exchange import all_gather, all_reduce
-from unipar.migrate.widening import Widened
+from unipar.migrated import script
+from unipar.migrated.fabricated import states
+from unipar.migrated.fabricated.data import EpochLoader, share
+from unipar.migrated.fabricated.exchange import all_gather, all_reduce
+from unipar.migrated.fabricated.training import seed_everything
 
 
 class Run:
@@ -189,7 +185,7 @@ class Run:
             state: a dictionary, also of objects that have a ``state_dict``.
             filter: by key of ``state``, which entries of a state dict to keep.
         """
-        fabricated_state.save(path, state, filter or {}, script.world())
+        states.save(path, state, filter or {}, script.world())
 
     def load(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -205,13 +201,13 @@ class Run:
         Returns:
             What is left over.
         """
-        return fabricated_state.load(path, state, strict=strict, weights_only=weights_only)
+        return states.load(path, state, strict=strict, weights_only=weights_only)
 
     def load_raw(
         self, path: Any, obj: Any, strict: bool = True, weights_only: bool | None = None
     ) -> None:
         """Take over a file that holds the state dict of one model or optimizer. Collective."""
-        fabricated_state.load(path, obj, strict=strict, weights_only=weights_only)
+        states.load(path, obj, strict=strict, weights_only=weights_only)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Tell all loggers of a value."""
@@ -227,29 +223,6 @@ class Run:
     def logger(self) -> Any:
         """The first logger."""
         return self.loggers[0]
-
-
-def engine(model: nn.Module) -> Callable[..., Any]:
-    """What computes a model: in the run's precision, and given out in fp32."""
-    computes = script.engine(model)
-    return computes if script.settings().precision == "fp32" else Widened(computes)
-
-
-def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed the generators of Python, NumPy and torch, and the order of shuffled loaders.
-
-    Args:
-        seed: left out: what ``PL_GLOBAL_SEED`` says, or 0.
-        workers: taken for compatibility; workers are seeded as torch does it.
-        verbose: likewise.
-    """
-    seed = int(os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed)
-    os.environ["PL_GLOBAL_SEED"] = str(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-    torch.manual_seed(seed)
-    return seed
 
 
 def _count(devices: Any) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unipar.errors import ConfigError
-from unipar.migrate import script
+from unipar.migrated import script
 from unipar.strategy import Engine
 from unipar.world import World
 

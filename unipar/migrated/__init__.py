@@ -1,0 +1,8 @@
+"""What migrated scripts import when they run, and nothing that reads or rewrites scripts.
+
+:mod:`~unipar.migrated.script` is what each of them calls; beside it, one module for each framework
+whose rules training depends on: :mod:`~unipar.migrated.accelerated` (Accelerate),
+:mod:`~unipar.migrated.boosted` (Colossal-AI), :mod:`~unipar.migrated.fabricated` (Lightning Fabric)
+and :mod:`~unipar.migrated.stepped` (DeepSpeed). A loop that was folded into ``unipar.fit`` calls
+:mod:`~unipar.migrated.folded` instead.
+"""
