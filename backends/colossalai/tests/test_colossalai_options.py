@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from unipar.strategy import EngineSpec
 from unipar.world import Placement
 from unipar_colossalai import installed
 from unipar_colossalai.options import ColossalAIOptions
+from unipar_colossalai.plugins import PLUGINS
 
 ZERO2 = "colossalai:plugin=zero2"
 
@@ -124,6 +125,13 @@ def test_options_reach_the_plugin_and_change_no_number(strategy: str, world_pool
     for weights, _ in results:
         for name, parameter in expected.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-6, atol=0)
+
+
+def test_each_option_is_some_plugins_and_each_plugin_can_be_asked_for() -> None:
+    fields = ColossalAIOptions.model_fields
+    tuned = {name for plugin in PLUGINS.values() for name in plugin.tunes}
+    assert tuned == fields.keys() - {"plugin", "native"}
+    assert tuple(PLUGINS) == get_args(fields["plugin"].annotation)
 
 
 def test_options_are_a_public_type() -> None:

@@ -6,102 +6,15 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from unipar.errors import ConfigError, did_you_mean
+from unipar.errors import ConfigError
 from unipar.strategy import StrategyOptions
+from unipar_colossalai.plugins import PLUGINS
 
 Plugin = Literal["ddp", "zero1", "zero2", "gemini", "fsdp", "hybrid"]
-ZERO: frozenset[str] = frozenset({"zero1", "zero2"})
 
 _NOT_OFFERED = {
     "moe": "its expert parallelism is not proved. Use plugin='zero2'",
 }
-
-_DDP_ONLY = (
-    "bucket_cap_mb",
-    "find_unused_parameters",
-    "static_graph",
-    "gradient_as_bucket_view",
-    "broadcast_buffers",
-)
-
-_GEMINI_ONLY = (
-    "placement",
-    "chunk_size_m",
-    "shard_param_frac",
-    "offload_optim_frac",
-    "offload_param_frac",
-)
-
-_PLUGINS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(_DDP_ONLY, ("ddp",)),
-    "reduce_bucket_size_m": ("zero1", "zero2"),
-    "elementwise_optimizer": ("zero1", "zero2", "gemini", "fsdp", "hybrid"),
-    "sharding": ("fsdp",),
-    "wrap": ("fsdp",),
-    "tp_size": ("hybrid",),
-    "pp_size": ("hybrid",),
-    **dict.fromkeys(_GEMINI_ONLY, ("gemini",)),
-}
-"""The plugins that an option has a meaning for; one that is not here has it for all."""
-
-_SCALER = (
-    *("initial_scale", "min_scale", "max_scale", "hysteresis"),
-    *("growth_factor", "backoff_factor", "growth_interval"),
-)
-
-_PRECISION = {
-    "precision": "the run's precision",
-    "master_weights": "the run's precision",
-    "max_norm": "the run's max_grad_norm",
-    "norm_type": "the run's max_grad_norm",
-    **dict.fromkeys(_SCALER, "the run's fp16 loss scaler"),
-}
-
-_OWNED: dict[str, dict[str, str]] = {
-    "ddp": {name: f"the option '{name}'" for name in _DDP_ONLY},
-    "zero": {
-        "stage": "the option 'plugin'",
-        "reduce_bucket_size_in_m": "the option 'reduce_bucket_size_m'",
-        "cast_inputs": "the run's precision",
-        **_PRECISION,
-    },
-    "gemini": {
-        "placement_policy": "the option 'placement'",
-        "min_chunk_size_m": "the option 'chunk_size_m'",
-        "search_range_m": "the option 'chunk_size_m'",
-        "hidden_dim": "the option 'chunk_size_m'",
-        "chunk_config_dict": "the option 'chunk_size_m'",
-        "force_outputs_fp32": "the run's precision",
-        "enable_gradient_accumulation": "the run's micro_batch_size",
-        **{name: f"the option '{name}'" for name in _GEMINI_ONLY if name.endswith("frac")},
-        **_PRECISION,
-    },
-    "fsdp": {
-        "sharding_strategy": "the option 'sharding'",
-        "auto_wrap_policy": "the option 'wrap'",
-        "mixed_precision": "the run's precision",
-        "sync_module_states": "rank 0's weights, which all ranks begin with",
-        "process_group": "the run's processes",
-    },
-    "hybrid": {
-        "tp_size": "the option 'tp_size'",
-        "pp_size": "the option 'pp_size'",
-        "num_microbatches": "the run's micro_batch_size",
-        "microbatch_size": "the run's micro_batch_size",
-        "gradient_checkpoint_config": "the run's activation_checkpointing",
-        **_PRECISION,
-    },
-}
-"""The plugins' arguments that unipar fills in, and from what."""
-
-_FREE: dict[str, tuple[str, ...]] = {
-    "ddp": ("check_reduction",),
-    "zero": ("verbose",),
-    "gemini": ("verbose", "warmup_non_model_data_ratio", "steady_cuda_cap_ratio"),
-    "fsdp": (),
-    "hybrid": ("make_vocab_size_divisible_by", "ddp_bucket_cap_mb", "gradient_as_bucket_view"),
-}
-"""The plugins' arguments that a user may set natively: they change no number."""
 
 
 class ColossalAIOptions(StrategyOptions):
@@ -207,85 +120,15 @@ class ColossalAIOptions(StrategyOptions):
 
     @model_validator(mode="after")
     def _fits_the_plugin(self) -> ColossalAIOptions:
-        for name in sorted(self.model_fields_set & _PLUGINS.keys()):
-            if self.plugin not in _PLUGINS[name]:
-                *others, last = _PLUGINS[name]
+        for name in sorted(self.model_fields_set - {"plugin", "native"}):
+            if name not in PLUGINS[self.plugin].tunes:
+                *others, last = (key for key, plugin in PLUGINS.items() if name in plugin.tunes)
                 only = f"{', '.join(others)} or {last}" if others else last
                 raise ValueError(f"{name} has no meaning with plugin='{self.plugin}'; {only} only")
-        fractions = (self.shard_param_frac, self.offload_optim_frac, self.offload_param_frac)
-        if self.placement == "auto" and fractions != (1.0, 0.0, 0.0):
-            raise ValueError("placement='auto' decides by itself: leave the fractions out")
-        if self.offload_param_frac and fractions[:2] != (1.0, 1.0):
-            raise ValueError("offload_param_frac needs shard_param_frac=1 and offload_optim_frac=1")
+        PLUGINS[self.plugin].check_options(self)
         return self
 
     @property
     def stage(self) -> int:
         """The ZeRO stage; 0 for replicas."""
-        return {"ddp": 0, "zero1": 1, "zero2": 2, "gemini": 3, "fsdp": 3, "hybrid": 0}[self.plugin]
-
-    @property
-    def _family(self) -> str:
-        return "zero" if self.plugin in ZERO else self.plugin
-
-    def check_native(self) -> None:
-        """Refuse native arguments that unipar fills in itself, or that no test has proved.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        family = self._family
-        for name in self.native:
-            if name in _OWNED[family]:
-                raise ConfigError(
-                    f"colossalai: native sets '{name}', which follows from "
-                    f"{_OWNED[family][name]}. Set that one, and leave it out of native."
-                )
-            if name not in _FREE[family]:
-                allowed = ", ".join(_FREE[family]) or "none"
-                raise ConfigError(
-                    f"colossalai: native sets '{name}', which plugin='{self.plugin}' does not take "
-                    f"here.{did_you_mean(name, _FREE[family])} It takes: {allowed}."
-                )
-
-    def arguments(self) -> dict[str, Any]:
-        """The arguments that the plugin's class is called with."""
-        if self.plugin == "ddp":
-            return {**{name: getattr(self, name) for name in _DDP_ONLY}, **self.native}
-        if self.plugin == "hybrid":
-            return {
-                "tp_size": self.tp_size,
-                "pp_size": self.pp_size,
-                # Half precision is autocast's, here too.
-                "precision": "fp32",
-                # Whole logits, which a loss of the user's own can be computed from.
-                "parallel_output": False,
-                # The schedule is told by each step.
-                "num_microbatches": 1,
-                **self.native,
-            }
-        if self.plugin == "fsdp":
-            return {}
-        if self.plugin == "gemini":
-            return {
-                "placement_policy": self.placement,
-                "shard_param_frac": self.shard_param_frac,
-                "offload_optim_frac": self.offload_optim_frac,
-                "offload_param_frac": self.offload_param_frac,
-                # What it finds by searching is the least waste, at the price of larger chunks.
-                "search_range_m": 0,
-                # Gradients get a place of their own beside the weights.
-                "enable_gradient_accumulation": True,
-                "enable_async_reduce": False,
-                **self.native,
-            }
-        return {
-            "stage": self.stage,
-            # Half precision is autocast's: weights, gradients and reductions stay fp32.
-            "precision": "fp32",
-            "cast_inputs": False,
-            "reduce_bucket_size_in_m": self.reduce_bucket_size_m,
-            # It uses streams that only CUDA has, and its result is not proved.
-            "overlap_communication": False,
-            **self.native,
-        }
+        return PLUGINS[self.plugin].stage

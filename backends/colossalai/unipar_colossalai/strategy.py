@@ -44,7 +44,7 @@ class ColossalAIStrategy(Strategy):
         available = self.availability()
         if not available.ok:
             raise ConfigError(f"colossalai: {available.reason} To mend it: {available.remedy}")
-        self.options.check_native()
+        self._plugin.check_native()
         self._plugin.check(spec, placement)
 
     def data_size(self, placement: Placement) -> int:
@@ -64,19 +64,17 @@ class ColossalAIStrategy(Strategy):
 
         module = seeded_model(spec).to(world.device)
         undo = self._plugin.change(module, spec)
-        booster = self._booster(**self._plugin.chosen(module, spec, world))
+        booster = self._booster(self._plugin.arguments(module, spec, world))
         promised = self.options.elementwise_optimizer
         return self._plugin.engine()(Start(spec, world, module, booster, undo, promised))
 
-    def _booster(self, **chosen: Any) -> Any:
+    def _booster(self, arguments: dict[str, Any]) -> Any:
         from unipar_colossalai.framework import quiet
 
         booster = self._framework.booster
         with quiet():
-            made = getattr(booster.plugin, self._plugin.booster)(
-                **self.options.arguments(), **chosen
-            )
-            return booster.Booster(plugin=made)
+            kind = getattr(booster.plugin, self._plugin.booster)
+            return booster.Booster(plugin=kind(**arguments, **self.options.native))
 
     def teardown(self) -> None:
         self._framework.stop()

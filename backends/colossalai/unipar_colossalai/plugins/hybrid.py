@@ -1,0 +1,76 @@
+"""``hybrid``: the layers of a model of transformers divided, or the row of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from unipar.strategy import Capabilities, EngineSpec
+from unipar.world import Placement, World
+from unipar_colossalai.hybrid_models import check_model, check_sizes, share_replicas
+from unipar_colossalai.plugins.base import ALL, DEVICES, PRECISION, SHARDED, Plugin
+
+if TYPE_CHECKING:
+    from unipar_colossalai.engine import BoosterEngine
+
+
+class Hybrid(Plugin):
+    """Its modules hold parts of the user's."""
+
+    booster = "HybridParallelPlugin"
+    rewrites_module = True
+    tunes = ("elementwise_optimizer", "tp_size", "pp_size")
+    owned: ClassVar[Mapping[str, str]] = {
+        "tp_size": "the option 'tp_size'",
+        "pp_size": "the option 'pp_size'",
+        "num_microbatches": "the run's micro_batch_size",
+        "microbatch_size": "the run's micro_batch_size",
+        "gradient_checkpoint_config": "the run's activation_checkpointing",
+        **PRECISION,
+    }
+    free = ("make_vocab_size_divisible_by", "ddp_bucket_cap_mb", "gradient_as_bucket_view")
+
+    def capabilities(self) -> Capabilities:
+        pipeline = self.options.pp_size > 1
+        return Capabilities(
+            ALL,
+            DEVICES,
+            sharded=frozenset(SHARDED),
+            custom_loop=not pipeline,
+            several_engines=False,
+            compile=False,
+            pipeline=pipeline,
+        )
+
+    def check(self, spec: EngineSpec, placement: Placement) -> None:
+        check_sizes(self.options.tp_size, self.options.pp_size, placement)
+        # A session asks before there is a model, with one that does nothing in its place.
+        if isinstance(spec.model, nn.Module) and not isinstance(spec.model, nn.Identity):
+            check_model(spec.model, self.options.tp_size, self.options.pp_size)
+
+    def share(self, world: World) -> None:
+        share_replicas(world, self.options.tp_size, self.options.pp_size)
+
+    def change(self, module: nn.Module, spec: EngineSpec) -> list[Callable[[], None]]:
+        # The engine does, later: Colossal-AI replaces the methods of the modules that it divides.
+        return []
+
+    def arguments(self, module: nn.Module, spec: EngineSpec, world: World) -> dict[str, Any]:
+        return {
+            "tp_size": self.options.tp_size,
+            "pp_size": self.options.pp_size,
+            # Half precision is autocast's, here too.
+            "precision": "fp32",
+            # Whole logits, which a loss of the user's own can be computed from.
+            "parallel_output": False,
+            # The schedule is told by each step.
+            "num_microbatches": 1,
+        }
+
+    def engine(self) -> type[BoosterEngine]:
+        from unipar_colossalai.hybrid import HybridEngine
+        from unipar_colossalai.hybrid_pipeline import PipelineEngine
+
+        return HybridEngine if self.options.pp_size == 1 else PipelineEngine
