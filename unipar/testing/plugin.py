@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from unipar.testing.checkpoints import Saved
     from unipar.testing.kit import Measurements
     from unipar.testing.pool import WorldPools
 
@@ -94,6 +95,14 @@ def world_pool(request: pytest.FixtureRequest) -> Iterator[WorldPools]:
     pools = WorldPools(request.config.getoption("unipar_device_type", None) or "cpu")
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def saved_checkpoints(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """``saved_checkpoints[Where("fsdp", 2)]`` is a checkpoint that other places can resume."""
+    from unipar.testing.checkpoints import Saved
+
+    return Saved(world_pool, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(scope="session")

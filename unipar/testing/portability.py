@@ -193,35 +193,6 @@ def save_all(
     return saved
 
 
-class Saved:
-    """A checkpoint of step :data:`HALF` from each place, made when it is first asked for."""
-
-    def __init__(self, pools: WorldPools, root: Path, precision: Precision = "fp32") -> None:
-        self._pools, self._root = pools, root
-        self._precision: Precision = precision
-        self._paths: dict[Where, Path] = {}
-
-    def __getitem__(self, place: Where) -> Path:
-        if place not in self._paths:
-            root = self._root / str(len(self._paths))
-            self._paths |= save_all([place], self._pools, root, self._precision)
-        return self._paths[place]
-
-    def of(self, places: Iterable[Where]) -> dict[Where, Path]:
-        return {place: self[place] for place in places}
-
-
-def ring(targets: Sequence[Where], sources: Sequence[Where] = ()) -> list[tuple[Where, Where]]:
-    """A pair of source and target for each target, in which the sources come in turn.
-
-    Args:
-        targets: where checkpoints are resumed.
-        sources: where they are saved; the targets themselves, where none are given.
-    """
-    sources = sources or targets
-    return [(sources[n % len(sources) - 1], target) for n, target in enumerate(targets)]
-
-
 def go_on(
     target: Where, saved: Mapping[Where, Path], pools: WorldPools, precision: Precision = "fp32"
 ) -> dict[Where, float]:

@@ -9,8 +9,9 @@ from torch import nn
 
 from unipar import Session
 from unipar.errors import CheckpointError
+from unipar.testing.checkpoints import Saved, checkpoint_tests
 from unipar.testing.pool import WorldPools
-from unipar.testing.portability import Saved, Where, assert_goes_on, make_optimizer, ring
+from unipar.testing.portability import Where, make_optimizer
 from unipar.world import Placement
 
 PLACES = [
@@ -20,25 +21,10 @@ PLACES = [
 
 pytestmark = pytest.mark.slow
 
-
-@pytest.fixture(scope="module")
-def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(world_pool, tmp_path_factory.mktemp("saved"))
-
-
-@pytest.mark.parametrize(("source", "target"), ring(PLACES), ids=str)
-def test_resumes_what_its_neighbor_has_saved(
-    source: Where, target: Where, saved: Saved, world_pool: WorldPools
-) -> None:
-    assert_goes_on(target, saved.of([source]), world_pool)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("target", PLACES, ids=str)
-def test_resumes_what_any_other_has_saved(
-    target: Where, saved: Saved, world_pool: WorldPools
-) -> None:
-    assert_goes_on(target, saved.of(PLACES), world_pool)
+(
+    test_resumes_what_its_neighbor_has_saved,
+    test_resumes_what_any_other_has_saved,
+) = checkpoint_tests(PLACES)
 
 
 def load_into_another_model(placement: Placement, path: Path) -> None:
@@ -47,6 +33,8 @@ def load_into_another_model(placement: Placement, path: Path) -> None:
         session.load(path)
 
 
-def test_a_checkpoint_of_another_model_is_refused(saved: Saved, world_pool: WorldPools) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    saved_checkpoints: Saved, world_pool: WorldPools
+) -> None:
     with pytest.raises(CheckpointError, match=r"embedding\.weight"):
-        world_pool(2).run(load_into_another_model, saved[Where("accelerate", 2)])
+        world_pool(2).run(load_into_another_model, saved_checkpoints[Where("accelerate", 2)])

@@ -15,8 +15,9 @@ from torch import nn
 from unipar import Session, fit
 from unipar.errors import ConfigError
 from unipar.strategy import Availability
+from unipar.testing.checkpoints import checkpoint_tests
 from unipar.testing.pool import WorldPools
-from unipar.testing.portability import Saved, Where, assert_goes_on, ring
+from unipar.testing.portability import Where
 from unipar.world import Placement
 from unipar_accelerate import zero
 from unipar_deepspeed.strategy import DeepSpeedStrategy
@@ -160,27 +161,10 @@ def test_an_accelerator_made_before_is_refused(world_pool: WorldPools) -> None:
 
 PLACES = [Where("ddp", 2), Where(f"{ZERO},stage=2", 2), Where(f"{ZERO},stage=3", 4)]
 
-
-@pytest.fixture(scope="module")
-def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(world_pool, tmp_path_factory.mktemp("saved"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), ring(PLACES), ids=str)
-def test_resumes_what_its_neighbor_has_saved(
-    source: Where, target: Where, saved: Saved, world_pool: WorldPools
-) -> None:
-    assert_goes_on(target, saved.of([source]), world_pool)
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-@pytest.mark.parametrize("target", PLACES, ids=str)
-def test_resumes_what_any_other_has_saved(
-    target: Where, saved: Saved, world_pool: WorldPools
-) -> None:
-    assert_goes_on(target, saved.of(PLACES), world_pool)
+(
+    test_resumes_what_its_neighbor_has_saved,
+    test_resumes_what_any_other_has_saved,
+) = checkpoint_tests(PLACES)
 
 
 # -- what is refused before any process starts -----------------------------------------------------

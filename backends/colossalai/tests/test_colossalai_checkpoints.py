@@ -11,10 +11,11 @@ from torch import nn
 
 from unipar import Session
 from unipar.errors import CheckpointError
+from unipar.testing.checkpoints import Saved, checkpoint_tests
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported
 from unipar.testing.pool import WorldPools
-from unipar.testing.portability import Saved, Where, assert_goes_on, make_optimizer, ring
+from unipar.testing.portability import Where, make_optimizer
 from unipar.world import Placement
 
 DDP, ZERO1, ZERO2, GEMINI, FSDP = (
@@ -41,49 +42,20 @@ HALF_TARGETS = [
 
 pytestmark = pytest.mark.slow
 
+(
+    test_resumes_what_one_source_has_saved,
+    test_resumes_what_any_source_has_saved,
+) = checkpoint_tests(TARGETS, SOURCES)
+(
+    test_resumes_in_bf16_what_one_source_has_saved,
+    test_resumes_in_bf16_what_any_source_has_saved,
+) = checkpoint_tests(HALF_TARGETS, HALF_SOURCES, "bf16")
 
-@pytest.fixture(scope="module")
-def saved(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(world_pool, tmp_path_factory.mktemp("sources"))
 
-
-@pytest.mark.parametrize(("source", "target"), ring(TARGETS, SOURCES), ids=str)
-def test_resumes_what_one_source_has_saved(
-    source: Where, target: Where, saved: Saved, world_pool: WorldPools
+def test_a_checkpoint_of_another_model_is_refused(
+    saved_checkpoints: Saved, world_pool: WorldPools
 ) -> None:
-    assert_goes_on(target, saved.of([source]), world_pool)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_resumes_what_any_source_has_saved(
-    target: Where, saved: Saved, world_pool: WorldPools
-) -> None:
-    assert_goes_on(target, saved.of(SOURCES), world_pool)
-
-
-@pytest.fixture(scope="module")
-def saved_in_bf16(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(world_pool, tmp_path_factory.mktemp("bf16"), "bf16")
-
-
-@pytest.mark.parametrize(("source", "target"), ring(HALF_TARGETS, HALF_SOURCES), ids=str)
-def test_resumes_in_bf16_what_one_source_has_saved(
-    source: Where, target: Where, saved_in_bf16: Saved, world_pool: WorldPools
-) -> None:
-    assert_goes_on(target, saved_in_bf16.of([source]), world_pool, "bf16")
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("target", HALF_TARGETS, ids=str)
-def test_resumes_in_bf16_what_any_source_has_saved(
-    target: Where, saved_in_bf16: Saved, world_pool: WorldPools
-) -> None:
-    assert_goes_on(target, saved_in_bf16.of(HALF_SOURCES), world_pool, "bf16")
-
-
-def test_a_checkpoint_of_another_model_is_refused(saved: Saved, world_pool: WorldPools) -> None:
-    path = saved[Where(ZERO2, 2)]
+    path = saved_checkpoints[Where(ZERO2, 2)]
     with pytest.raises(CheckpointError, match=r"embedding\.weight"):
         world_pool(2).run(load_into_another_model, path)
 
