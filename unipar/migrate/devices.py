@@ -12,6 +12,10 @@ from unipar.migrate.tree import inside
 LOCAL_RANK = "unipar:local_rank"
 _ENVIRONMENT = {"LOCAL_RANK": "local_rank", "RANK": "rank", "WORLD_SIZE": "size",
                 "LOCAL_WORLD_SIZE": "local_size"}  # fmt: skip
+_TEXTS = (cst.SimpleString, cst.FormattedString)
+_OTHERS = ("cpu", "mps", "xpu")
+_ASKING = ("torch.cuda.is_available", "torch.backends.mps.is_available", "torch.xpu.is_available",
+           "torch.accelerator.is_available")  # fmt: skip
 
 
 def rewrite_devices(plan: Plan) -> None:
@@ -30,11 +34,15 @@ def rewrite_devices(plan: Plan) -> None:
                 plan.tell(call, "unipar.yaml's `device` decides now, not the command line.")
             plan.replace(call, "script.device()")
     for source in plan.sources:
-        for node in source.all(cst.IfExp):
-            if _picks(plan, node):
-                found = True
-                if not _in_torch_device(plan, source, node):
-                    plan.replace(node, "script.device().type")
+        for node in source.nodes:
+            if isinstance(node, cst.IfExp):
+                chosen = _picks(plan, node)
+            else:
+                chosen = isinstance(node, _TEXTS) and _names_device(source, node)
+            found |= chosen
+            if chosen and not _is_settled(plan, source, node):
+                plain = not any(isinstance(one, cst.FormattedString) for one in inside(node))
+                plan.replace(node, "script.device().type" if plain else "str(script.device())")
     found |= _rewrite_moves(plan)
     for _, call in plan.calls("torch.cuda.set_device"):
         found = True
@@ -111,17 +119,50 @@ def _reads_local_rank(plan: Plan, node: cst.BaseExpression) -> bool:
     return False
 
 
-def _picks(plan: Plan, node: cst.IfExp) -> bool:
-    test = node.test
+def _picks(plan: Plan, node: cst.BaseExpression) -> bool:
+    """Whether an expression chooses among the names of devices by what there is."""
+    if not isinstance(node, cst.IfExp):
+        return _is_literal_cuda(node) or constant(node) in _OTHERS or any(
+            "torch.accelerator.current_accelerator" in plan.flow.names(one.func)
+            for one in inside(node) if isinstance(one, cst.Call)
+        )  # fmt: skip
     asks = any(
-        "torch.cuda.is_available" in plan.flow.names(one.func)
-        for one in inside(test) if isinstance(one, cst.Call)
+        name in _ASKING
+        for one in inside(node.test) if isinstance(one, cst.Call)
+        for name in plan.flow.names(one.func)
     )  # fmt: skip
-    return asks and {constant(node.body), constant(node.orelse)} <= {"cuda", "cuda:0", "cpu"}
+    return asks and _picks(plan, node.body) and _picks(plan, node.orelse)
 
 
-def _in_torch_device(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
-    call = source.parent(source.parent(node) or node)
+def _names_device(source: Source, node: cst.BaseExpression) -> bool:
+    """Whether a text is the GPU that a variable, parameter or option called device is given."""
+    above = source.parent(node)
+    named: cst.CSTNode | None = None
+    if isinstance(above, cst.Assign):
+        named = above.targets[0].target
+    elif isinstance(above, cst.AnnAssign):
+        named = above.target
+    elif isinstance(above, cst.Param):
+        named = above.name if above.default is node else None
+    elif isinstance(above, cst.DictElement):
+        named = above.key if above.value is node else None
+    elif isinstance(above, cst.Arg) and above.keyword is not None:
+        call = source.parent(above)
+        option = above.keyword.value == "default" and isinstance(call, cst.Call)
+        named = call.args[0].value if option and isinstance(call, cst.Call) else above.keyword
+    return (
+        named is not None
+        and source.code(named).strip("'\"").endswith("device")
+        and _is_literal_cuda(node)
+    )
+
+
+def _is_settled(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
+    """Whether a choice of a device is part of another one, or of a ``torch.device``."""
+    above = source.parent(node)
+    if isinstance(above, cst.IfExp):
+        return _picks(plan, above)
+    call = source.parent(above) if above is not None else None
     return isinstance(call, cst.Call) and "torch.device" in plan.flow.names(call.func)
 
 

@@ -57,8 +57,9 @@ def is_optimizer(origin: Origin) -> bool:
         last = name.rpartition(".")[2]
         return last[:1].isupper() and ".lr_scheduler." not in name and ".swa_utils" not in name
     first = origin.node.args[0].value if origin.node.args else None
+    last = name.rpartition(".")[2]
     return (
-        bool(name)
+        (last[:1].isupper() or "optim" in last)
         and isinstance(first, cst.Call)
         and isinstance(first.func, cst.Attribute)
         and first.func.attr.value == "parameters"

@@ -66,6 +66,16 @@ Holder(t.nn.Linear(2, 2)).go([])
     assert "lambda named: make([p for _, p in named])" in code
 
 
+def test_an_average_of_weights_is_no_optimizer() -> None:
+    source = HEAD + "mean = nn.Linear(4, 1)\n" + LOOP + (
+        "    for a, b in zip(mean.parameters(), model.parameters()):\n"
+        "        a.data.lerp_(b.data, 0.1)\n"
+    )  # fmt: skip
+    code = migrate_source(source).code
+    assert "in zip(mean.parameters(), model.parameters()):" in code
+    assert code.count("script.prepare") == 1
+
+
 def test_text_that_only_looks_alike_is_left() -> None:
     source = HEAD + LOOP + 'print("loss.backward()")\nclass DDP: ...\nDDP()\n'
     assert migrate_source(source).code.endswith('print("loss.backward()")\nclass DDP: ...\nDDP()\n')

@@ -50,6 +50,15 @@ def test_a_model_without_an_engine_is_named() -> None:
         script.engine(nn.Linear(1, 1))
 
 
+def test_a_model_that_is_not_trained_computes_by_itself() -> None:
+    script.prepare(nn.Linear(1, 1), optimizer=sgd)
+    average = nn.Linear(1, 1)
+    with torch.no_grad():
+        assert script.engine(average) is average
+    assert script.engine(average.eval()) is average
+    assert script.engine(average.train().requires_grad_(False)) is average
+
+
 def test_parameters_that_are_not_the_models_are_refused() -> None:
     other = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="would never be updated"):

@@ -50,8 +50,11 @@ def prepare(
     return engine
 
 
-def engine(of: Any = None) -> Engine:
+def engine(of: Any = None) -> Any:
     """The engine of a model or of its optimizer; left out: the only one.
+
+    Gives back a model that has none and is not trained here: an average of weights, or one that is
+    read from a file after training.
 
     Raises:
         ConfigError: it was not prepared.
@@ -61,6 +64,8 @@ def engine(of: Any = None) -> Engine:
     for one in reversed(current.engines):
         if any(of is key for key in one.keys):
             return one.engine
+    if isinstance(of, nn.Module) and not _is_trained(of):
+        return of
     what = "this run" if of is None else f"this {type(of).__name__}"
     raise ConfigError(
         f"{what} has {'not one engine' if of is None else 'no engine'}: call "
@@ -84,7 +89,7 @@ def backward(loss: torch.Tensor, of: Any = None) -> None:
         loss: scalar tensor.
         of: the optimizer or model; left out: the only one.
     """
-    one = engine(of)
+    one: Engine = engine(of)
     first = current.begun.get(id(one)) != one.num_steps
     current.begun[id(one)] = one.num_steps
     if current.share is not None:
@@ -117,6 +122,12 @@ def autocast(enabled: bool | None = None) -> torch.autocast:
             "UNIPAR_PRECISION."
         )
     return torch.autocast(device().type, dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    """Whether what a model computes now may lead to gradients of it."""
+    learns = any(parameter.requires_grad for parameter in model.parameters())
+    return model.training and torch.is_grad_enabled() and learns
 
 
 def _checked(optimizer: OptimizerFactory) -> OptimizerFactory:
