@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from colossalai_models import (
-    BATCH,
-    CLIP,
-    Sentences,
-    Step,
-    adamw,
-    entropy,
-    language_model,
-    plain_loop,
-    schedule,
-)
+from colossalai_hybrid import BOTH, PP, TP, prepare, take
+from colossalai_models import Sentences, Step, adamw, entropy, language_model, plain_loop
 
 from unipar import Session
 from unipar.errors import ConfigError
@@ -29,21 +19,6 @@ from unipar.world import Placement
 pytestmark = pytest.mark.slow
 
 STEPS = 12
-TP, PP, BOTH = (
-    f"colossalai:plugin=hybrid,{sizes}"
-    for sizes in ("tp_size=2", "pp_size=2", "tp_size=2,pp_size=2")
-)
-
-
-def batches(session: Session, micro: int | None = None) -> Any:
-    return session.loader(
-        Sentences(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
-    )
-
-
-def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
 
 
 def train(
@@ -56,22 +31,10 @@ def train(
     activations: str = "off",
 ) -> list[Step]:
     with Session(strategy, device="cpu", placement=placement) as session:
-        engine = session.prepare(
-            # Each rank's own weights, of which those of rank 0 must be what is trained.
-            language_model(seed=placement.rank, **(settings or {})),
-            optimizer=adamw,
-            lr_scheduler=schedule,
-            max_grad_norm=CLIP,
-            activation_checkpointing=activations,  # pyright: ignore[reportArgumentType]
-        )
-        done: list[Step] = []
-        for batch in endless(batches(session, micro)):
-            step = engine.train_step(batch, loss)
-            assert step.grad_norm is not None
-            done.append(Step(step.loss, step.grad_norm, step.num_items))
-            if len(done) == steps:
-                return done
-        raise AssertionError
+        # Each rank's own weights, of which those of rank 0 must be what is trained.
+        model = language_model(seed=placement.rank, **(settings or {}))
+        engine, loader = prepare(session, model, micro, activation_checkpointing=activations)
+        return take(engine, loader, steps, loss)
 
 
 @functools.cache
@@ -137,11 +100,9 @@ def test_a_loss_of_the_users_own_is_honored(
 
 def own_loop(placement: Placement) -> list[float]:
     with Session(TP, device="cpu", placement=placement) as session:
-        engine = session.prepare(
-            language_model(), optimizer=adamw, lr_scheduler=schedule, max_grad_norm=CLIP
-        )
+        engine, loader = prepare(session, language_model(), 3)
         losses: list[float] = []
-        for batch in batches(session, 3):
+        for batch in loader:
             for microbatch in batch:
                 loss = own_loss(engine, microbatch.data)
                 engine.backward(loss if microbatch.num_samples else LossSum(loss.total * 0, 0))
@@ -170,10 +131,11 @@ def predict(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def measure(placement: Placement, strategy: str) -> dict[str, float]:
     with Session(strategy, device="cpu", placement=placement) as session:
-        engine = session.prepare(language_model())
+        nothing = dict.fromkeys(("optimizer", "lr_scheduler", "max_grad_norm"))
+        engine, loader = prepare(session, language_model(), 3, **nothing)
         return session.evaluate(
             engine,
-            batches(session, 3),
+            loader,
             model_output_loss,
             metrics={"accuracy": accuracy},
             predict=predict,

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from colossalai_models import BATCH, CLIP, Sentences, adamw, language_model, plain_loop, schedule
+from colossalai_hybrid import BOTH, PP, TP, prepare, take
+from colossalai_models import adamw, language_model, plain_loop
 
 from unipar import Session
 from unipar.checkpoint import load_model
 from unipar.errors import CheckpointError
-from unipar.loss import model_output_loss
+from unipar.testing.checkpoints import ring
 from unipar.testing.compare import assemble_weights
 from unipar.testing.harness import Exported
 from unipar.testing.pool import WorldPools
@@ -24,10 +24,6 @@ from unipar.world import Placement
 pytestmark = pytest.mark.slow
 
 HALF, STEPS = 7, 14
-TP, PP, BOTH = (
-    f"colossalai:plugin=hybrid,{sizes}"
-    for sizes in ("tp_size=2", "pp_size=2", "tp_size=2,pp_size=2")
-)
 SINGLE = Where("single", 1)
 SOURCES = {
     False: [SINGLE, Where("fsdp", 2), Where(TP, 2), Where(BOTH, 4)],
@@ -40,33 +36,10 @@ TARGETS = [
 ]
 
 
-def prepare(session: Session, tied: bool, seed: int) -> tuple[Any, Any]:
-    engine = session.prepare(
-        language_model(tie_word_embeddings=tied, seed=seed),
-        optimizer=adamw,
-        lr_scheduler=schedule,
-        max_grad_norm=CLIP,
-    )
-    return engine, session.loader(Sentences(), global_batch_size=BATCH, shuffle=False)
-
-
-def train(engine: Any, loader: Iterable[Any], steps: int) -> list[float]:
-    def endless() -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    losses: list[float] = []
-    for batch in endless():
-        losses.append(engine.train_step(batch, model_output_loss).loss)
-        if len(losses) == steps:
-            return losses
-    raise AssertionError
-
-
 def train_and_save(placement: Placement, strategy: str, tied: bool, directory: Path) -> None:
     with Session(strategy, device="cpu", placement=placement) as session:
-        engine, loader = prepare(session, tied, 0)
-        train(engine, loader, HALF)
+        engine, loader = prepare(session, language_model(tie_word_embeddings=tied))
+        take(engine, loader, HALF)
         session.save(directory, loader=loader)
 
 
@@ -74,11 +47,11 @@ def resume_each(
     placement: Placement, strategy: str, tied: bool, paths: list[Path]
 ) -> list[list[float]]:
     with Session(strategy, device="cpu", placement=placement) as session:
-        engine, loader = prepare(session, tied, 1)
+        engine, loader = prepare(session, language_model(tie_word_embeddings=tied, seed=1))
         runs = []
         for path in paths:
             assert session.load(path, loader=loader) == HALF
-            runs.append(train(engine, loader, STEPS - HALF))
+            runs.append([step.loss for step in take(engine, loader, STEPS - HALF)])
         return runs
 
 
@@ -87,12 +60,15 @@ def uninterrupted(tied: bool) -> list[float]:
     return [step.loss for step in plain_loop(language_model(tie_word_embeddings=tied), STEPS)]
 
 
+Saved = tuple[bool, dict[Where, Path]]
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def saved(
     request: pytest.FixtureRequest,
     world_pool: WorldPools,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[bool, dict[Where, Path]]:
+) -> Saved:
     tied: bool = request.param
     root = tmp_path_factory.mktemp("saved")
     paths = {where: root / str(number) for number, where in enumerate(SOURCES[tied])}
@@ -101,20 +77,34 @@ def saved(
     return tied, paths
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_resumes_what_any_source_has_saved(
-    target: Where, saved: tuple[bool, dict[Where, Path]], world_pool: WorldPools
+def assert_goes_on(
+    target: Where, sources: Sequence[Where], saved: Saved, pools: WorldPools
 ) -> None:
     tied, paths = saved
     wanted = uninterrupted(tied)[HALF:]
-    for runs in world_pool(target.ranks).run(
-        resume_each, target.strategy, tied, list(paths.values())
-    ):
-        for source, losses in zip(paths, runs, strict=True):
+    own = [paths[source] for source in sources]
+    for runs in pools(target.ranks).run(resume_each, target.strategy, tied, own):
+        for source, losses in zip(sources, runs, strict=True):
             assert losses == pytest.approx(wanted, rel=1e-5), f"{source} -> {target}"
 
 
-def test_a_whole_model_takes_the_weights(saved: tuple[bool, dict[Where, Path]]) -> None:
+@pytest.mark.parametrize("number", range(len(TARGETS)), ids=map(str, TARGETS))
+def test_resumes_what_one_source_has_saved(
+    number: int, saved: Saved, world_pool: WorldPools
+) -> None:
+    source, target = ring(TARGETS, SOURCES[saved[0]])[number]
+    assert_goes_on(target, [source], saved, world_pool)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_resumes_what_any_source_has_saved(
+    target: Where, saved: Saved, world_pool: WorldPools
+) -> None:
+    assert_goes_on(target, SOURCES[saved[0]], saved, world_pool)
+
+
+def test_a_whole_model_takes_the_weights(saved: Saved) -> None:
     tied, paths = saved
     whole, divided = (
         load_model(paths[where], language_model(seed=2, tie_word_embeddings=tied))
@@ -126,9 +116,7 @@ def test_a_whole_model_takes_the_weights(saved: tuple[bool, dict[Where, Path]]) 
         torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_checkpoint_of_another_model_is_refused(
-    saved: tuple[bool, dict[Where, Path]], world_pool: WorldPools
-) -> None:
+def test_a_checkpoint_of_another_model_is_refused(saved: Saved, world_pool: WorldPools) -> None:
     _, paths = saved
     with pytest.raises(CheckpointError, match=r"layers\.2"):
         world_pool(2).run(load_into_another_model, paths[SINGLE])

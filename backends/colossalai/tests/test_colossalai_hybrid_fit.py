@@ -32,7 +32,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", ["tp_size=2", "pp_size=2"])
+@pytest.mark.parametrize(
+    "sizes", ["pp_size=2", pytest.param("tp_size=2", marks=pytest.mark.thorough)]
+)
 def test_a_run_trains_the_callers_model_and_is_quiet(sizes: str) -> None:
     done = run(sizes, "warning")
     assert (done.returncode, done.stderr) == (0, "")

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from colossalai_models import (
-    BATCH,
-    CLIP,
-    KINDS,
-    Sentences,
-    Step,
-    adamw,
-    entropy,
-    language_model,
-    plain_loop,
-    schedule,
-)
+from colossalai_hybrid import BOTH, PP, TP, prepare, take
+from colossalai_models import KINDS, Step, entropy, language_model, plain_loop
 
 from unipar import Session
 from unipar.loss import LossSum, model_output_loss
@@ -32,40 +21,8 @@ from unipar.world import Placement
 pytestmark = pytest.mark.slow
 
 STEPS, HALF = 10, 5
-TP, PP, BOTH = (
-    f"colossalai:plugin=hybrid,{sizes}"
-    for sizes in ("tp_size=2", "pp_size=2", "tp_size=2,pp_size=2")
-)
 NEW = [kind for kind in KINDS if kind not in ("Llama", "Mistral")]
 """Those that no other test has compared."""
-
-
-def prepare(
-    session: Session, kind: str, seed: int, micro: int | None = None, **settings: Any
-) -> tuple[Any, Any]:
-    engine = session.prepare(
-        language_model(kind, seed=seed, **settings),
-        optimizer=adamw,
-        lr_scheduler=schedule,
-        max_grad_norm=CLIP,
-    )
-    loader = session.loader(
-        Sentences(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
-    )
-    return engine, loader
-
-
-def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader
-
-
-def take(engine: Any, loader: Any, steps: int, loss: Any = model_output_loss) -> list[Step]:
-    done = []
-    for _, batch in zip(range(steps), endless(loader), strict=False):
-        step = engine.train_step(batch, loss)
-        done.append(Step(step.loss, step.grad_norm, step.num_items))
-    return done
 
 
 def train(
@@ -78,7 +35,9 @@ def train(
 ) -> tuple[list[Step], Exported]:
     with Session(strategy, device="cpu", placement=placement) as session:
         # Each rank's own weights, of which those of rank 0 must be what is trained.
-        engine, loader = prepare(session, kind, placement.rank, micro, **settings)
+        engine, loader = prepare(
+            session, language_model(kind, seed=placement.rank, **settings), micro
+        )
         return take(engine, loader, STEPS, loss), Exported.of(engine)
 
 
@@ -93,7 +52,15 @@ def assert_same(done: list[Step], wanted: list[Step]) -> None:
     assert done == [pytest.approx(step, rel=1e-5) for step in wanted]
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [(TP, 2), (PP, 2), (BOTH, 4)])
+# Divided in one way, each model is compared below: with its own loss where a checkpoint goes on,
+# and with the user's.
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        (BOTH, 4),
+        *(pytest.param(name, 2, marks=pytest.mark.thorough) for name in (TP, PP)),
+    ],
+)
 @pytest.mark.parametrize("kind", NEW)
 def test_losses_gradient_norms_and_weights_are_those_of_a_plain_loop(
     kind: str, strategy: str, ranks: int, world_pool: WorldPools
@@ -138,7 +105,7 @@ def no_mask(model: Any, batch: Any) -> torch.Tensor:
 def test_a_mask_may_be_left_out(kind: str, attention: str, world_pool: WorldPools) -> None:
     def run(placement: Placement, strategy: str) -> list[float]:
         with Session(strategy, device="cpu", placement=placement) as session:
-            engine, loader = prepare(session, kind, 0, attn_implementation=attention)
+            engine, loader = prepare(session, language_model(kind, attn_implementation=attention))
             return [step.loss for step in take(engine, loader, 3, no_mask)]
 
     (wanted,) = world_pool(1).run(run, "single")
@@ -150,7 +117,7 @@ def save_or_resume(
     placement: Placement, strategy: str, kind: str, path: Path, resume: bool
 ) -> list[Step]:
     with Session(strategy, device="cpu", placement=placement) as session:
-        engine, loader = prepare(session, kind, int(resume))
+        engine, loader = prepare(session, language_model(kind, seed=int(resume)))
         if resume:
             assert session.load(path, loader=loader) == HALF
         done = take(engine, loader, HALF)

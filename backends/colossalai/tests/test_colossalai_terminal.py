@@ -22,9 +22,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "plugin",
     [
-        "zero2",
         "gemini",
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ddp", "fsdp")),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("ddp", "zero2", "fsdp")),
     ],
 )
 def test_a_run_prints_nothing_of_the_frameworks(plugin: str) -> None:
@@ -40,6 +39,7 @@ def test_debug_shows_what_the_framework_says() -> None:
     assert "tensornvme" in done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_ends_the_run_with_a_report(tmp_path: Path) -> None:
     done = run("zero2", "warning", str(tmp_path))
     assert done.returncode != 0
