@@ -86,9 +86,7 @@ def _called(plan: Plan, source: Source, call: cst.Call) -> tuple[cst.BaseExpress
     functions = plan.flow.functions(call.func)
     if len(functions) == 1:
         there = plan.flow.source(functions[0])
-        returned = [
-            one.value for one in there.all(cst.Return) if there.function(one) is functions[0]
-        ]
+        returned = there.returned(functions[0])
         return (returned[0] if len(returned) == 1 else None), there
     if isinstance(call.func, cst.Attribute) and call.func.attr.value in _KEEPING:
         return call.func.value, source

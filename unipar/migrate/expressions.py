@@ -25,7 +25,8 @@ TRANSPARENT = {
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 # Functions that give back their first argument, or its elements.
 _PASSING = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm", "iter", "reversed", "list", "tuple",
-            "horovod.torch.DistributedOptimizer", "torch.distributed.fsdp.fully_shard",
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "horovod.torch.DistributedOptimizer",
+            "torch.distributed.fsdp.fully_shard",
             "torch.distributed._composable.fsdp.fully_shard"}  # fmt: skip
 
 # Methods that give back what they are given: of several arguments, a tuple of them, or one of

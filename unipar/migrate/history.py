@@ -53,15 +53,27 @@ def last_write(source: Source, name: cst.BaseExpression) -> Write | None:
     """
     if not isinstance(name, (cst.Name, cst.Attribute)):
         return None
-    at, function = source.span(name)[0], source.function(name)
     every = list(writes(source, name))
-    here = [one for one in every if source.function(one.statement) is function]
-    before = [one for one in here if source.span(one.statement)[1] <= at]
+    here = [one for one in every if source.function(one.statement) is source.function(name)]
+    before = writes_before(source, name)
     if not before:
         return every[0] if len(every) == 1 and not here else None
     last = before[-1]
-    certain = _unconditional(source, last.statement, name)
-    return last if certain else None
+    return last if _unconditional(source, last.statement, name) else None
+
+
+def writes_before(source: Source, name: cst.BaseExpression) -> list[Write]:
+    """The assignments of its function that may decide what a name holds where it is read.
+
+    Those of later lines, which a loop may come to first, are not among them.
+    """
+    at, function = source.span(name)[0], source.function(name)
+    before = [
+        one for one in writes(source, name)
+        if source.function(one.statement) is function and source.span(one.statement)[1] <= at
+    ]  # fmt: skip
+    certain = [at for at, one in enumerate(before) if _unconditional(source, one.statement, name)]
+    return before[certain[-1] :] if certain else before
 
 
 def _unconditional(source: Source, statement: cst.CSTNode, name: cst.CSTNode) -> bool:

@@ -9,6 +9,7 @@ from unipar.migrate.imports import imported
 from unipar.migrate.plan import Plan
 
 _BY_HAND = "Port this by hand (docs/how-to/own-loop.md)."
+SYNC_BATCHNORM = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
 REFUSED = {
     "torch.compile": ("the compiled model is another one than the engine's.",
                       "Leave it out."),
@@ -21,7 +22,7 @@ REFUSED = {
                               "Leave it out; strategy: ddp uses a process for each."),
     "torch.nn.parallel.DataParallel": ("one process drives several GPUs.",
                                        "Leave it out; strategy: ddp uses a process for each."),
-    "torch.nn.SyncBatchNorm.convert_sync_batchnorm": (
+    SYNC_BATCHNORM: (
         "the strategy converts the model.",
         "Leave it out, and set sync_batchnorm: true under the strategy ddp."),
     "torch.optim.LBFGS": ("it runs the model several times in a step; an engine does once.",
@@ -50,7 +51,8 @@ def refuse_names(plan: Plan) -> None:
     """Note the functions and packages that do parts of the training themselves."""
     for name, (why, todo) in REFUSED.items():
         for _, call in plan.calls(name):
-            plan.refuse(call, why, todo)
+            if call not in plan.handled:
+                plan.refuse(call, why, todo)
     _refuse_imports(plan)
 
 

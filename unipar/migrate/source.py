@@ -106,6 +106,13 @@ class Source:
                 return above
         return None
 
+    def returned(self, function: cst.CSTNode) -> list[cst.BaseExpression]:
+        """What a function gives back, in the order of its lines."""
+        return [
+            one.value for one in self.all(cst.Return)
+            if one.value is not None and self.function(one) is function
+        ]  # fmt: skip
+
     def loops(self, node: cst.CSTNode) -> list[Loop]:
         """The loops around a node within its function, from inside."""
         found: list[Loop] = []

@@ -92,14 +92,8 @@ def _behind(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
     if isinstance(node, cst.BooleanOperation):
         return [node.left, node.right]
     if isinstance(node, cst.Call):
-        returns: list[cst.BaseExpression] = []
-        for function in plan.flow.functions(node.func):
-            source = plan.flow.source(function)
-            returns += [
-                one.value for one in source.all(cst.Return)
-                if one.value is not None and source.function(one) is function
-            ]  # fmt: skip
-        return returns
+        functions = plan.flow.functions(node.func)
+        return [one for f in functions for one in plan.flow.source(f).returned(f)]
     if isinstance(node, cst.Name):
         found: list[cst.BaseExpression] = []
         for binding in _bindings(plan, node):

@@ -58,6 +58,52 @@ def test_joining_on_a_condition_stays_on_it() -> None:
     assert "whatever the condition says" in told[9]
 
 
+SAVE = "torch.save({'model': SAVED.state_dict()}, 'model.pt')\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "saved", "prefixed"),
+    [
+        ("", "model", True),
+        ("raw = model.module if world_size > 1 else model\n", "raw", False),
+        ("def unwrap(m):\n    return m.module if isinstance(m, DDP) else m\n", "unwrap(model)",
+         False),
+        ("def kept(m):\n    return kept(m) if m.training else m\n", "kept(model)", True),
+    ],
+)  # fmt: skip
+def test_only_names_that_began_with_module_are_told(lines: str, saved: str, prefixed: bool) -> None:
+    notes = migrate_source(DDP + lines + SAVE.replace("SAVED", saved)).notes
+    assert any("no longer begin with `module.`" in note.why for note in notes) is prefixed
+
+
+def test_a_model_that_is_named_before_it_is_wrapped_has_no_prefix() -> None:
+    wrap = "if world_size > 1:\n    model = DDP(model)\n"
+    source = DDP.replace(wrap, f"raw = model\n{wrap}    raw = model.module\n")
+    notes = migrate_source(source + SAVE.replace("SAVED", "raw")).notes
+    assert not any("module." in note.why for note in notes)
+
+
+def test_when_to_reduce_is_the_engines_business() -> None:
+    source = DDP.replace(
+        "    loss.back", "    model.require_backward_grad_sync = True\n    loss.back"
+    )
+    migration = migrate_source(source)
+    assert migration.changed
+    assert "require_backward_grad_sync" not in migration.code
+
+
+def test_batch_norms_are_converted_by_the_strategy() -> None:
+    converted = "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)\n"
+    source = DDP.replace(
+        "if world_size > 1:\n    model", f"{converted}if world_size > 1:\n    model"
+    )
+    migration = migrate_source(source)
+    assert migration.config["strategy"] == {"name": "ddp", "sync_batchnorm": True}
+    assert "SyncBatchNorm" not in migration.code
+    on_demand = source.replace(converted, f"if world_size > 2:\n    {converted}")
+    assert "set sync_batchnorm: true" in str(migrate_source(on_demand).notes)
+
+
 @pytest.mark.parametrize("line", ['    dist.init_process_group("gloo")', "    model = DDP(model)"])
 def test_what_only_some_ranks_come_to_is_refused(line: str) -> None:
     source = DDP.replace(f"if world_size > 1:\n{line}", f"if rank == 0:\n{line}")

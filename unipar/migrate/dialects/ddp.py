@@ -9,6 +9,7 @@ import libcst as cst
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
+from unipar.migrate.history import writes_before
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import DDP, find_optimizers, holds_wrapper
@@ -17,15 +18,18 @@ from unipar.migrate.plan import Plan
 from unipar.migrate.processes import (
     INIT,
     check_condition,
+    is_conditional,
     refuse_groups,
     rewrite_group,
     rewrite_spawn,
 )
+from unipar.migrate.refusals import SYNC_BATCHNORM
 from unipar.migrate.source import Source
 
 _OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
             "broadcast_buffers")  # fmt: skip
 _DROPPED = ("device_ids", "output_device")
+_STATES = ("state_dict", "load_state_dict")
 
 
 class Ddp(Dialect):
@@ -42,6 +46,10 @@ class Ddp(Dialect):
             "unchanged; without a launcher unipar runs one process just so"),
         Row("ddp.module", "model: it is not wrapped"),
         Row("with ddp.no_sync():", "with script.no_sync():"),
+        Row("ddp.require_backward_grad_sync = last",
+            "removed: an engine knows when to reduce"),
+        Row("SyncBatchNorm.convert_sync_batchnorm(model)",
+            "model, and sync_batchnorm: true under the strategy ddp"),
         Row("int(os.environ[\"LOCAL_RANK\"])", "script.placement().local_rank"),
         Row("torch.cuda.set_device(rank)", "removed: the run has done it"),
         Row("DistributedSampler(data, num_replicas=n, rank=r)",
@@ -58,10 +66,13 @@ class Ddp(Dialect):
             "Start the processes with torchrun, srun or mpirun."),
         Row("dist.new_group, DDP(process_group=g)",
             "Groups of ranks are for other divisions than data parallelism's."),
-        Row("register_comm_hook, join, require_backward_grad_sync", "These are DDP's own."),
+        Row("register_comm_hook, join", "These are DDP's own."),
         Row("a trained model that is not wrapped", "Its replicas drift apart. Wrap it."),
         Row("multiprocessing.Process(target=train)", "Use torchrun, or mp.spawn."),
-        *LOOP_REFUSED,
+        Row("if args.sync_bn: convert_sync_batchnorm(model)",
+            "Decided while it runs. Leave it out, and set sync_batchnorm: true under the strategy "
+            "ddp."),
+        *(row for row in LOOP_REFUSED if row.before != SYNC_BATCHNORM),
     )  # fmt: skip
 
     def rewrite(self, plan: Plan) -> None:
@@ -83,8 +94,20 @@ class Ddp(Dialect):
         rewrite_samplers(plan)
         warn_of_ranks(plan)
 
-    def _rewrite_wrappers(self, plan: Plan) -> None:
+    def _convert_batchnorm(self, plan: Plan) -> dict[str, Any]:
+        """Leave the converting of batch norms to the strategy, and give its option for it."""
         options: dict[str, Any] = {}
+        for source, call in plan.calls(SYNC_BATCHNORM):
+            model = argument(call, 0, "module")
+            if model is None or len(call.args) > 1 or is_conditional(source, call):
+                continue
+            options["sync_batchnorm"] = True
+            plan.handled.add(call)
+            _leave(plan, source, call, model)
+        return options
+
+    def _rewrite_wrappers(self, plan: Plan) -> None:
+        options = self._convert_batchnorm(plan)
         for source, call in plan.calls(*DDP):
             model = argument(call, 0, "module")
             if model is None:
@@ -101,13 +124,7 @@ class Ddp(Dialect):
                         call, f"unipar.yaml cannot say `{source.code(one)}`.",
                         f"Leave {name} out, or give a literal to one of {', '.join(_OPTIONS)}.",
                     )  # fmt: skip
-            assign = source.parent(call)
-            if isinstance(assign, cst.Assign) and [
-                source.code(one.target) for one in assign.targets
-            ] == [source.code(model)]:
-                source.remove(assign)
-            else:
-                plan.replace(call, model)
+            _leave(plan, source, call, model)
         if options:
             plan.config["strategy"] = {"name": "ddp", **options}
         for source in plan.sources:
@@ -124,19 +141,23 @@ class Ddp(Dialect):
             plan.replace(node, node.value)
         elif node.attr.value == "no_sync":
             plan.replace(node, "script.no_sync")
+        elif node.attr.value == "require_backward_grad_sync" and isinstance(
+            target := source.parent(node), cst.AssignTarget
+        ):  # An engine knows by itself when gradients are to be reduced.
+            assign = source.parent(target)
+            assert isinstance(assign, cst.Assign)
+            source.remove(assign)
         elif node.attr.value in ("register_comm_hook", "join", "require_backward_grad_sync"):
             plan.refuse(
                 node, "this is DDP's own; an engine has none.",
                 "Set the strategy's `compression`, or leave it out.",
             )  # fmt: skip
-        elif node.attr.value in ("state_dict", "load_state_dict"):
-            inner = isinstance(node.value, cst.Attribute) and node.value.attr.value == "module"
-            if not inner:
-                plan.tell(
-                    node,
-                    "the names in this state dict no longer begin with `module.`.",
-                    "Of files written before, strip it: {k.removeprefix('module.'): v ...}.",
-                )
+        elif node.attr.value in _STATES and _may_be_wrapper(plan, node.value):
+            plan.tell(
+                node,
+                "the names in this state dict no longer begin with `module.`.",
+                "Of files written before, strip it: {k.removeprefix('module.'): v ...}.",
+            )
 
     def _check_wrapped(self, plan: Plan, node: cst.CSTNode, model: cst.CSTNode) -> None:
         owned = plan.flow.values(model)
@@ -149,3 +170,45 @@ class Ddp(Dialect):
             "its model is not wrapped in DDP, so its replicas drift apart.",
             "Wrap it, and let the engine keep the replicas equal.",
         )
+
+
+def _leave(plan: Plan, source: Source, call: cst.Call, model: cst.BaseExpression) -> None:
+    """Leave a model in place of the call that it is given to."""
+    assign = source.parent(call)
+    targets = assign.targets if isinstance(assign, cst.Assign) else ()
+    if isinstance(assign, cst.Assign) and [source.code(one.target) for one in targets] == [
+        source.code(model)
+    ]:
+        source.remove(assign)
+    else:
+        plan.replace(call, model)
+
+
+def _may_be_wrapper(
+    plan: Plan, node: cst.BaseExpression, within: tuple[cst.FunctionDef, ...] = ()
+) -> bool:
+    """Whether an expression may be a wrapper, and not only the module in one.
+
+    Args:
+        plan: the program.
+        node: the expression.
+        within: functions of which it is what they give back.
+    """
+    source = plan.flow.source(node)
+    parts: list[cst.BaseExpression] = []
+    if isinstance(node, cst.Attribute) and node.attr.value == "module":
+        return False
+    if isinstance(node, cst.IfExp):
+        branches = [(node.body, node.orelse), (node.orelse, node.body)]
+        if any(source.code(a) == f"{source.code(b)}.module" for a, b in branches):
+            return False
+        parts = [node.body, node.orelse]
+    elif isinstance(node, cst.Call):
+        functions = [one for one in plan.flow.functions(node.func) if one not in within]
+        within = (*within, *functions)
+        parts = [one for function in functions for one in plan.flow.source(node).returned(function)]
+    elif isinstance(node, (cst.Name, cst.Attribute)):
+        parts = [one.value for one in writes_before(source, node)]
+    if not parts:
+        return holds_wrapper(plan.flow, node)
+    return any(_may_be_wrapper(plan, one, within) for one in parts)
