@@ -6,23 +6,28 @@ import libcst as cst
 
 from unipar.migrate.expressions import Origin
 from unipar.migrate.literals import argument, constant
-from unipar.migrate.loop import TrainingLoop, is_plain
+from unipar.migrate.loop import Step, TrainingLoop, is_plain
 from unipar.migrate.models import optimizers_of
-from unipar.migrate.plan import Clip
+from unipar.migrate.plan import Clip, Words
 from unipar.migrate.source import Source
+from unipar.migrate.tracing import is_none
+from unipar.migrate.tree import children
 from unipar.migrate.tree import inside as parts_of
 
 CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _CLIP_VALUE = ("torch.nn.utils.clip_grad_value_", "torch.nn.utils.clip_grad.clip_grad_value_")
+_COMPUTING = (cst.Integer, cst.Float, cst.Comparison, cst.BooleanOperation, cst.UnaryOperation,
+              cst.BinaryOperation)  # fmt: skip
 
 
-def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
+def drop_clipping(loop: TrainingLoop) -> dict[Origin, str]:
     """Take out clipping by norm, which the strategy does.
 
     Returns:
-        For each optimizer whose gradients are clipped, the norm that they are clipped to.
+        For each optimizer whose gradients are clipped, the code of the norm that they are clipped
+        to.
     """
-    found: dict[Origin, cst.BaseExpression] = {}
+    found: dict[Origin, str] = {}
     for _, call in loop.plan.calls(*_CLIP_VALUE):
         loop.plan.refuse(
             call, "gradients are clipped by value; strategies clip by norm.",
@@ -31,19 +36,17 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
     clips = {call: _torch_clip(call) for _, call in loop.plan.calls(*CLIP)}
     for call, (norm, kind, model) in {**clips, **loop.plan.clips}.items():
         source = loop.flow.source(call)
-        step = next(
-            (
-                one for one in loop.steps
-                if one.source is source and source.block(one.call) is source.block(call)
-                and source.span(one.call)[0] > source.span(call)[0]
-            ),
-            None,
-        )  # fmt: skip
-        if step is None or norm is None or source.statement(call) is None:
+        step, test = _step_after(loop, source, call), None
+        taken = _taken(loop, source, call, step) if step is not None else None
+        if step is None:
+            test = _condition(source, call)
+            step = _step_after(loop, source, test) if test is not None else None
+        if step is None or norm is None or (source.statement(call) is None and taken is None):
             loop.plan.refuse(
                 call,
-                "it does not stand alone in front of the step, in the same block.",
-                "Put it there; the norm is StepResult.grad_norm.",
+                "it does not stand alone in front of the step, in the same block, or its norm is "
+                "used before the step.",
+                "Put it there; script.grad_norm gives the norm after the step.",
             )
             continue
         if kind is not None and constant(kind) != 2:
@@ -58,16 +61,57 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, cst.BaseExpression]:
             )
         for origin in optimizers_of(loop.flow.values(step.optimizer)):
             _check_covered(loop, origin, call, model)
-            if not _known_at(loop, origin, norm):
-                loop.plan.refuse(
-                    call,
-                    f"the norm `{source.code(norm)}` is not known where the optimizer is "
-                    "built, as clipping belongs to the strategy.",
-                    "Use a number, or a name that is bound there.",
-                )
-            found[origin] = norm
-        loop.plan.drop(call)
+            for one, what in ((norm, "norm"), (test, "condition")):
+                if one is not None and not _is_known(loop, origin, one):
+                    loop.plan.refuse(
+                        call,
+                        f"the {what} `{source.code(one)}` is not known where the optimizer is "
+                        "built, as clipping belongs to the strategy.",
+                        "Use a number, or a name that is bound there.",
+                    )
+            asked = f" if {source.code(test)} else None" if test is not None else ""
+            found[origin] = f"{source.code(norm)}{asked}"
+        if taken is None:
+            loop.plan.drop(call)
+        else:
+            source.remove(taken)
+            name = source.code(taken.targets[0].target)
+            loop.plan.replace(step.call, f"{name} = script.grad_norm(", step.call, ")")
     return found
+
+
+def _condition(source: Source, call: cst.Call) -> cst.BaseExpression | None:
+    """What is asked right around a call: ``if args.clip is not None:``."""
+    block = source.block(call)
+    above = source.parent(block)
+    return above.test if isinstance(above, cst.If) and above.body is block else None
+
+
+def _step_after(loop: TrainingLoop, source: Source, node: cst.CSTNode) -> Step | None:
+    """The next step in the block of a node."""
+    return next(
+        (
+            one for one in loop.steps
+            if one.source is source and source.block(one.call) is source.block(node)
+            and source.span(one.call)[0] > source.span(node)[0]
+        ),
+        None,
+    )  # fmt: skip
+
+
+def _taken(loop: TrainingLoop, source: Source, call: cst.Call, step: Step) -> cst.Assign | None:
+    """The statement that names the norm, if the name is not read before the step."""
+    assign = source.parent(call)
+    if not isinstance(assign, cst.Assign) or len(assign.targets) > 1:
+        return None
+    name = assign.targets[0].target
+    start, stop = source.span(assign)[1], source.span(step.call)[0]
+    used = any(
+        source.code(one) == source.code(name) and start <= source.span(one)[0] < stop
+        for one in (*source.all(cst.Name), *source.all(cst.Attribute))
+    )
+    own = loop.plan.words.step == Words().step
+    return assign if is_plain(name) and own and not used else None
 
 
 def _torch_clip(call: cst.Call) -> Clip:
@@ -94,8 +138,21 @@ def _check_covered(
         )  # fmt: skip
 
 
+def _is_known(loop: TrainingLoop, origin: Origin, node: cst.BaseExpression) -> bool:
+    """Whether what an expression computes is known where an optimizer is built."""
+    if isinstance(node, (cst.Name, cst.Attribute)):
+        return _known_at(loop, origin, node)
+    parts = children(node)
+    return isinstance(node, _COMPUTING) and all(
+        _is_known(loop, origin, one) for one in parts if isinstance(one, cst.BaseExpression)
+    ) and all(
+        _is_known(loop, origin, one.comparator)
+        for one in parts if isinstance(one, cst.ComparisonTarget)
+    )  # fmt: skip
+
+
 def _known_at(loop: TrainingLoop, origin: Origin, norm: cst.BaseExpression) -> bool:
-    if constant(norm) is not None:
+    if constant(norm) is not None or is_none(norm):
         return True
     if not is_plain(norm) or origin.node is None:
         return False

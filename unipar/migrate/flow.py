@@ -40,6 +40,8 @@ class Flow(Expressions):
                 self._define(source, node)
             if isinstance(node, cst.ClassDef):
                 yield "bases", node, None
+            elif isinstance(node, cst.FunctionDef):
+                yield "defaults", node, None
             elif isinstance(node, cst.Assign):
                 for target in node.targets:
                     yield "assign", target.target, node.value
@@ -91,6 +93,8 @@ class Flow(Expressions):
         elif what == "bases" and isinstance(node, cst.ClassDef):
             for base in node.bases:
                 self._grow(("bases", id(node)), self.values(base.value))
+        elif what == "defaults" and isinstance(node, cst.FunctionDef):
+            self._bind(node, _defaults(node), 0)
         elif what == "call" and isinstance(node, cst.Call):
             self._pass_arguments(node)
 
@@ -192,6 +196,16 @@ def _parameters(function: cst.FunctionDef) -> list[str]:
     params = function.params
     every = [*params.posonly_params, *params.params, *params.kwonly_params]
     return [one.name.value for one in every]
+
+
+def _defaults(function: cst.FunctionDef) -> list[cst.Arg]:
+    """What parameters hold that nobody gives anything, unless that is a plain value."""
+    params = function.params
+    every = [*params.posonly_params, *params.params, *params.kwonly_params]
+    return [
+        cst.Arg(one.default, keyword=one.name) for one in every
+        if isinstance(one.default, (cst.Call, cst.Attribute))
+    ]  # fmt: skip
 
 
 def _params_nodes(function: cst.FunctionDef) -> Iterable[cst.CSTNode]:

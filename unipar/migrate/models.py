@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import libcst as cst
 
 from unipar.migrate.expressions import Origin, Values
@@ -129,7 +131,7 @@ def holds_wrapper(flow: Flow, node: cst.BaseExpression) -> bool:
     return any(one.name in (*DDP, *FSDP) for one in flow.values(node))
 
 
-def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) -> None:
+def rewrite_optimizers(plan: Plan, clipped: Mapping[Origin, str]) -> None:
     """Build each optimizer once the strategy has the model: ``script.prepare(...).optimizer``."""
     for origin, model in plan.optimizers.items():
         call = origin.node
@@ -151,7 +153,7 @@ def rewrite_optimizers(plan: Plan, clipped: dict[Origin, cst.BaseExpression]) ->
                 name = given
         clip: list[str | cst.CSTNode] = []
         if origin in clipped:
-            clip = [", max_grad_norm=", plan.flow.source(clipped[origin]).code(clipped[origin])]
+            clip = [", max_grad_norm=", clipped[origin]]
         elif origin in plan.norms:
             clip = [", max_grad_norm=", plan.norms[origin]]
         plan.replace(

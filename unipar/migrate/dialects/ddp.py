@@ -8,7 +8,13 @@ import libcst as cst
 
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
-from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
+from unipar.migrate.dialects.torch import (
+    LOOP_REFUSED,
+    LOOP_ROWS,
+    NORM_ROW,
+    check_trains,
+    rewrite_training,
+)
 from unipar.migrate.history import writes_before
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
@@ -58,6 +64,7 @@ class Ddp(Dialect):
         Row("mp.spawn(main, args=(n,), nprocs=n)", "script.spawn(main, args=(n,), nprocs=n)"),
         Row("dist.barrier(), dist.all_reduce(t), dist.get_rank(), if rank == 0:", "unchanged"),
         *LOOP_ROWS,
+        NORM_ROW,
     )  # fmt: skip
 
     refused: ClassVar[tuple[Row, ...]] = (

@@ -11,7 +11,13 @@ from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.fsdp_options import MESH
 from unipar.migrate.dialects.fsdp_states import CHECKPOINT, States
 from unipar.migrate.dialects.fsdp_wrapping import PACKAGES, SHARD, Wrapping
-from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
+from unipar.migrate.dialects.torch import (
+    LOOP_REFUSED,
+    LOOP_ROWS,
+    NORM_ROW,
+    check_trains,
+    rewrite_training,
+)
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import DDP, FSDP, find_optimizers, holds_wrapper
@@ -78,6 +84,7 @@ class Fsdp(Dialect):
         Row("init_process_group, destroy_process_group, LOCAL_RANK, DistributedSampler, mp.spawn",
             "as [of DDP scripts](ddp.md)"),
         *LOOP_ROWS,
+        NORM_ROW,
     )  # fmt: skip
 
     refused: ClassVar[tuple[Row, ...]] = (

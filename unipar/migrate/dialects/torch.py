@@ -28,6 +28,8 @@ LOOP_ROWS = (
     Row("optimizer.step()", "script.engine(optimizer).step()"),
     Row("optimizer.zero_grad()", "removed: an engine clears gradients after each step"),
     Row("clip_grad_norm_(model.parameters(), 1.0)", "max_grad_norm=1.0 in script.prepare"),
+    Row("if args.clip: clip_grad_norm_(model.parameters(), args.clip)",
+        "max_grad_norm=args.clip if args.clip else None in script.prepare"),
     Row("torch.autocast(\"cuda\", torch.bfloat16)",
         "script.autocast(), and precision: bf16 in unipar.yaml"),
     Row("autocast(enabled=args.amp)",
@@ -38,6 +40,10 @@ LOOP_ROWS = (
         "script.whole(model).state_dict(), script.whole(optimizer).load_state_dict(s)"),
     Row("scheduler.step(), model.train(), optimizer.param_groups", "unchanged"),
 )  # fmt: skip
+
+NORM_ROW = Row(
+    "norm = clip_grad_norm_(...)", "norm = script.grad_norm(script.engine(optimizer).step())"
+)
 
 LOOP_REFUSED = (
     Row("loss.backward(retain_graph=True)", "An engine's backward takes a loss and nothing else."),
@@ -67,6 +73,7 @@ class Torch(Dialect):
     marks: ClassVar[tuple[str, ...]] = ("torch.",)
     rows: ClassVar[tuple[Row, ...]] = (
         *LOOP_ROWS,
+        NORM_ROW,
         Row("DataLoader(...) that is trained on", "script.split(DataLoader(...))"),
         Row("torch.save(state, path)", "script.save(state, path), which rank 0 does"),
     )

@@ -24,6 +24,7 @@ from unipar.migrated.script.engines import (
     autocast,
     backward,
     engine,
+    grad_norm,
     is_prepared,
     no_sync,
     prepare,
@@ -49,6 +50,7 @@ from unipar.migrated.script.states import (
 
 __all__ = [
     "ScriptConfig", "all_gather", "all_reduce", "autocast", "backward", "broadcast_optimizer",
-    "broadcast_weights", "close", "device", "engine", "gathered", "is_prepared", "no_sync", "open",
-    "placement", "prepare", "save", "session", "settings", "spawn", "split", "whole", "world",
+    "broadcast_weights", "close", "device", "engine", "gathered", "grad_norm", "is_prepared",
+    "no_sync", "open", "placement", "prepare", "save", "session", "settings", "spawn", "split",
+    "whole", "world",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,7 @@ from unipar.migrated.script.run import (
     settings,
     world,
 )
-from unipar.strategy import Engine, OptimizerFactory
+from unipar.strategy import Engine, OptimizerFactory, StepResult
 
 
 def prepare(
@@ -97,6 +98,18 @@ def backward(loss: torch.Tensor, of: Any = None) -> None:
         share = samples * world().data_size / all_samples
         loss = loss if share == 1 else loss * share
     one.backward(LossSum(loss, 1.0 if first else 0.0))
+
+
+def grad_norm(result: StepResult) -> torch.Tensor:
+    """The 2-norm of the gradient of a step before it was clipped, as ``clip_grad_norm_`` gives it.
+
+    Args:
+        result: of the step of an engine that clips.
+
+    Returns:
+        Scalar tensor, on the CPU; NaN where the engine does not clip.
+    """
+    return torch.tensor(math.nan if result.grad_norm is None else result.grad_norm)
 
 
 def no_sync() -> AbstractContextManager[None]:
