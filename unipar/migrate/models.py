@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import libcst as cst
 
+from unipar.migrate.branches import exclusive
 from unipar.migrate.expressions import Origin, Values
 from unipar.migrate.flow import Flow
 from unipar.migrate.groups import collected, defer, models_behind
@@ -23,7 +24,7 @@ _NO_FACTORY = (cst.Await, cst.NamedExpr, cst.Yield)
 
 def find_optimizers(plan: Plan) -> None:
     """Fill in ``plan.optimizers`` and ``plan.models``, refusing what no engine can hold."""
-    seen: dict[Origin, cst.Call] = {}
+    seen: dict[Origin, list[cst.Call]] = {}
     for source in plan.sources:
         for call in source.all(cst.Call):
             for one in plan.flow.values(call):
@@ -39,13 +40,18 @@ def find_optimizers(plan: Plan) -> None:
                         f"it cannot be seen what `{source.code(model)}` is.",
                         "Give migrate the file that builds it too.",
                     )
-                if any(o in seen and seen[o] is not call for o in owned):
+                others = {each for o in owned for each in seen.get(o, ())} - {call}
+                if any(
+                    plan.flow.source(each) is not source or not exclusive(source, each, call)
+                    for each in others
+                ):
                     plan.refuse(
                         call,
                         "a second optimizer over the same model; an engine has one.",
                         "Use parameter groups of one optimizer.",
                     )
-                seen |= dict.fromkeys(owned, call)
+                for o in owned:
+                    seen.setdefault(o, []).append(call)
                 plan.models |= owned
                 plan.optimizers[one] = model
 

@@ -96,6 +96,14 @@ def test_nothing_of_accelerate_is_left() -> None:
          "unipar.yaml cannot say `hf_ds_config='d.json'`."),
         ([("accelerator = Acc", "other = Accelerator()\naccelerator = Acc")],
          "a second Accelerator, which shares the state of the first."),
+        ([("accelerator = Acc", "if torch.cuda.is_available():\n"
+           "    accelerator = Accelerator(mixed_precision='bf16')\nelse:\n    accelerator = Acc")],
+         "it asks for other settings than the Accelerator of another branch."),
+        ([("(gradient_accumulation_steps=4)", "(**{'mixed_precision': 'bf16'})")],
+         "its arguments cannot be seen. Write them out, by their names."),
+        ([("import DataLoader", "import DataLoader\nfrom accelerate import notebook_launcher"),
+          ("for x in", "notebook_launcher(print, (), num_processes=2)\nfor x in")],
+         "Call the function itself, which trains on one process"),
         ([("import set_seed", "import gather")], ""),
         ([("for x in loader", "set_seed(1, deterministic=True)\nfor x in loader")],
          "deterministic algorithms are torch's to ask for."),
@@ -133,6 +141,28 @@ def test_a_prepared_scheduler_is_called_out_with_its_effect() -> None:
     )
     once = migrated(*changes, ("steps=4)", "steps=4, split_batches=True)"))
     assert not [note for note in once.notes if note.kind == "training"]
+
+
+def test_branches_may_build_the_accelerator_with_other_trackers() -> None:
+    migration = migrated(
+        ("accelerator = Acc", "if tracks:\n    accelerator = Accelerator(log_with='all', "
+         "gradient_accumulation_steps=4)\nelse:\n    accelerator = Acc"),
+    )  # fmt: skip
+    assert not migration.refused
+    assert (
+        "if tracks:\n    accelerator = accelerated.Run(log_with='all', "
+        "gradient_accumulation_steps=4)\n"
+        "else:\n    accelerator = accelerated.Run(gradient_accumulation_steps=4)\n"
+    ) in migration.code
+
+
+def test_a_dictionary_of_the_runs_own_arguments_stays() -> None:
+    migration = migrated(
+        ("accelerator = Acc", "more = {}\nif tracks:\n    more['log_with'] = 'all'\n"
+         "accelerator = Acc"),
+        ("steps=4)", "steps=4, **more)"),
+    )  # fmt: skip
+    assert "accelerated.Run(gradient_accumulation_steps=4, **more)" in migration.code
 
 
 def test_a_plugin_becomes_options() -> None:

@@ -49,7 +49,8 @@ class Accelerate(Dialect):
             "max_grad_norm=1.0 in script.prepare"),
         Row("accelerator.unwrap_model(model)", "model: it is not wrapped"),
         Row("accelerator.accumulate(model), sync_gradients, gather_for_metrics(t), gather(t), "
-            "reduce(t), print(...), is_main_process, wait_for_everyone(), device", "unchanged"),
+            "reduce(t), print(...), is_main_process, wait_for_everyone(), set_trigger(), "
+            "check_trigger(), device", "unchanged"),
         Row("accelerator.save_state(path), load_state(path), save(...), save_model(...), "
             "init_trackers(...), log(...), end_training()", "unchanged"),
         Row("accelerator.distributed_type == DistributedType.XLA", "False"),
@@ -67,16 +68,18 @@ class Accelerate(Dialect):
         Row("norm = accelerator.clip_grad_norm_(...)",
             "The strategy clips in the step. StepResult.grad_norm is the norm."),
         Row("accelerator.prepare(*objects)", "Write out what is prepared."),
-        Row("a second Accelerator", "It shares the state of the first. Build one, and hand it on."),
+        Row("a second Accelerator, but in another branch",
+            "It shares the state of the first. Build one, and hand it on."),
         Row("accelerator.backward(loss, retain_graph=True)",
             "An engine's backward takes a loss and nothing else."),
         Row("accelerator.distributed_type == DistributedType.MULTI_GPU, "
             "accelerator.state.deepspeed_plugin, trackers, get_tracker, "
-            "split_between_processes, join_uneven_inputs, set_trigger, profile, "
+            "split_between_processes, join_uneven_inputs, profile, "
             "register_save_state_pre_hook",
             "These are Accelerate's own. Leave them out, or port them by hand."),
-        Row("PartialState, notebook_launcher, accelerate.utils.gather",
-            "Use the Accelerator's methods; start the processes with torchrun."),
+        Row("PartialState, accelerate.utils.gather", "Use the Accelerator's methods."),
+        Row("notebook_launcher(train, num_processes=2)",
+            "Call train(): a notebook is one process. torchrun starts several of a script."),
         Row("Accelerator(rng_types=..., dynamo_backend=..., mixed_precision=\"fp8\")",
             "unipar has no counterpart. Leave it out."),
         *LOOP_REFUSED,

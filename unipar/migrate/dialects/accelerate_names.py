@@ -19,6 +19,7 @@ _FUNCTIONS = {
     "accelerate.data_loader.skip_first_batches": "skip_first_batches",
 }
 
+_LAUNCHERS = ("accelerate.notebook_launcher", "accelerate.launchers.notebook_launcher")
 _IMPORTS = (cst.Import, cst.ImportFrom)
 
 
@@ -48,6 +49,12 @@ def _rewrite_name(plan: Plan, source: Source, node: cst.BaseExpression) -> None:
     elif name in ACCELERATOR:
         if call is None:
             plan.replace(node, "accelerated.Run")
+    elif name in _LAUNCHERS:
+        plan.refuse(
+            call or node, "a notebook's processes are Accelerate's to start.",
+            "Call the function itself, which trains on one process; as a script torchrun starts "
+            "it on several.",
+        )  # fmt: skip
     elif call is None or name.rpartition(".")[2] not in HOLDERS:
         plan.refuse(
             call or node, f"`{name}` is Accelerate's own; unipar has no counterpart.",

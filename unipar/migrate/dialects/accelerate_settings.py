@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
 
+from unipar.migrate.branches import exclusive
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
+from unipar.migrate.tracing import keywords
 
 ACCELERATOR = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
 _POSITIONS = ("device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps",
@@ -41,17 +44,35 @@ _PLUGINS = {"DeepSpeedPlugin": "deepspeed", "FullyShardedDataParallelPlugin": "f
 def rewrite_accelerators(plan: Plan) -> None:
     """Build the run in place of each ``Accelerator``, and fill in ``plan.config``."""
     found = plan.calls(*ACCELERATOR)
-    if len(found) > 1:
-        plan.refuse(
-            found[1][1], "a second Accelerator, which shares the state of the first.",
-            "Build one, and hand it on.",
-        )  # fmt: skip
-    options: dict[str, Any] = {}
-    for _, call in found:
-        _rewrite_accelerator(plan, call, options)
+    for (first, one), (second, other) in itertools.combinations(found, 2):
+        if first is not second or not exclusive(first, one, other):
+            plan.refuse(
+                other, "a second Accelerator, which shares the state of the first.",
+                "Build one, and hand it on.",
+            )  # fmt: skip
+    options = _read_alike(plan, [call for _, call in found])
     for _, call in _built(plan, *HOLDERS):
         _drop_holder(plan, call)
     plan.config["strategy"] = {"name": "accelerate", **options} if options else "accelerate"
+
+
+def _read_alike(plan: Plan, calls: list[cst.Call]) -> dict[str, Any]:
+    """The strategy's options, which are one run's in whatever branch the run is built."""
+    before, every = plan.config, []
+    for call in calls:
+        plan.config = {}
+        options: dict[str, Any] = {}
+        _rewrite_accelerator(plan, call, options)
+        every.append((options, plan.config))
+        if every[-1] != every[0]:
+            plan.refuse(
+                call, "it asks for other settings than the Accelerator of another branch.",
+                "Build both alike but for trackers and directories; the rest is unipar.yaml's.",
+            )  # fmt: skip
+    plan.config = before
+    for key, value in every[0][1].items():
+        plan.set(calls[0], key, value)
+    return every[0][0]
 
 
 def _rewrite_accelerator(plan: Plan, call: cst.Call, options: dict[str, Any]) -> None:
@@ -60,6 +81,8 @@ def _rewrite_accelerator(plan: Plan, call: cst.Call, options: dict[str, Any]) ->
     for name, value in _arguments(plan, call):
         if name in _KEPT:
             kept.append([f"{name}=", value])
+        elif name == "**":
+            kept.append(["**", value])
         elif name == "mixed_precision":
             _set_precision(plan, call, value)
         elif name == "cpu":
@@ -81,10 +104,20 @@ def _rewrite_accelerator(plan: Plan, call: cst.Call, options: dict[str, Any]) ->
 
 def _arguments(plan: Plan, call: cst.Call) -> Iterator[tuple[str, cst.BaseExpression]]:
     for index, one in enumerate(call.args):
+        if one.star == "**" and _only_kept(plan, call):
+            yield "**", one.value
+            continue
         if one.star or (one.keyword is None and index >= len(_POSITIONS)):
             plan.refuse(call, "its arguments cannot be seen.", "Write them out, by their names.")
             return
         yield one.keyword.value if one.keyword is not None else _POSITIONS[index], one.value
+
+
+def _only_kept(plan: Plan, call: cst.Call) -> bool:
+    """Whether what dictionaries give a call is the run's, under the same names."""
+    written = {one.keyword.value for one in call.args if one.keyword is not None}
+    found = keywords(plan, call)
+    return found is not None and found.keys() - written <= {*_KEPT}
 
 
 def _set_precision(plan: Plan, call: cst.Call, value: cst.BaseExpression) -> None:

@@ -26,7 +26,7 @@ _KEPT: dict[str, tuple[str, ...]] = {
     "log": ("step",), "end_training": (), "save": ("safe_serialization",),
     "save_state": ("output_dir",), "load_state": ("input_dir",), "get_state_dict": (),
     "save_model": ("save_directory", "safe_serialization"), "register_for_checkpointing": (),
-    "skip_first_batches": ("num_batches",),
+    "skip_first_batches": ("num_batches",), "set_trigger": (), "check_trigger": (),
 }  # fmt: skip
 _BY_HAND = "Leave it out, or port it by hand (docs/how-to/own-loop.md)."
 
@@ -151,13 +151,15 @@ def warn_of_double_division(plan: Plan) -> None:
 
 def _accumulation(plan: Plan) -> int | None:
     """The number of micro-batches of a step; ``None`` where it is not known."""
+    found: set[int | None] = set()
     for _, call in plan.calls(*ACCELERATOR):
-        names = [one.keyword.value if one.keyword is not None else "" for one in call.args]
         given = argument(call, 3, "gradient_accumulation_steps")
-        if "gradient_accumulation_plugin" in names:
-            return None
-        return 1 if given is None else constant(given)
-    return None
+        hidden = any(
+            one.star or (one.keyword and one.keyword.value == "gradient_accumulation_plugin")
+            for one in call.args
+        )
+        found.add(None if hidden else 1 if given is None else constant(given))
+    return found.pop() if len(found) == 1 else None
 
 
 def _check_accumulation(plan: Plan, source: Source, with_: cst.With) -> None:

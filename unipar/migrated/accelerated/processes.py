@@ -17,6 +17,7 @@ class Processes:
 
     def __init__(self) -> None:
         self._world = script.world()
+        self._triggered = False
 
     @property
     def device(self) -> torch.device:
@@ -67,6 +68,16 @@ class Processes:
     def wait_for_everyone(self) -> None:
         """Wait until every rank is here. Collective."""
         self._world.barrier()
+
+    def set_trigger(self) -> None:
+        """Have every rank's next :meth:`check_trigger` say so."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether a rank has set the trigger, which is then reset. Collective."""
+        found = any(self._world.gather(self._triggered))
+        self._triggered = self._triggered and not found
+        return found
 
     def print(self, *values: Any, **options: Any) -> None:
         """``print`` in the first process of each node."""
