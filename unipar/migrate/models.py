@@ -139,8 +139,8 @@ def holds_wrapper(flow: Flow, node: cst.BaseExpression) -> bool:
 
 def rewrite_optimizers(plan: Plan, clipped: Mapping[Origin, str]) -> None:
     """Build each optimizer once the strategy has the model: ``script.prepare(...).optimizer``."""
-    for origin, model in plan.optimizers.items():
-        call = origin.node
+    # A call has several origins where it is seen to be of one class or of another.
+    for call, (origin, model) in {one.node: (one, m) for one, m in plan.optimizers.items()}.items():
         assert isinstance(call, cst.Call)
         source = plan.flow.source(call)
         if any(isinstance(one, _NO_FACTORY) for one in inside(call)):

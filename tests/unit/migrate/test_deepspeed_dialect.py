@@ -238,6 +238,37 @@ def test_fused_adam_is_torchs() -> None:
     )
 
 
+def test_fused_adam_may_have_another_name() -> None:
+    built = (
+        "from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam\n"
+        "Adam = DeepSpeedCPUAdam if offload else FusedAdam\n"
+        "opt = Adam(model.parameters(), lr=0.1)\n"
+    )
+    code = migrate_source(script(SMALL, CALL, built)).code
+    assert "Adam = torch.optim.AdamW if offload else torch.optim.AdamW\n" in code
+    assert "Adam([p for _, p in named], lr=0.1, weight_decay=0.0)" in code
+
+
+def test_settings_may_be_keywords_and_constants() -> None:
+    source = script(SMALL).replace(
+        f"config = {SMALL!r}\n",
+        "STAGE = 2\nHALF = False\n"
+        "config = dict(train_micro_batch_size_per_gpu=4, gradient_clipping=0.0,\n"
+        "              zero_optimization=dict(stage=STAGE), bf16=dict(enabled=HALF))\n",
+    )
+    migration = migrate_source(source)
+    assert migration.config["strategy"] == {"name": "deepspeed", "stage": 2}
+    assert "precision" not in migration.config
+    assert "dict(" not in migration.code
+    changed = source.replace("HALF))\n", "HALF))\nconfig['bf16'] = other\n")
+    assert "changed after it was written" in refusal(changed)
+
+
+def test_a_script_may_ask_in_which_precision_it_computes() -> None:
+    source = script(SMALL) + "if engine.bfloat16_enabled() or engine.fp16_enabled(): ...\n"
+    assert "if engine.bfloat16_enabled() or engine.fp16_enabled()" in migrate_source(source).code
+
+
 def test_settings_in_a_function_are_read_in_the_words_of_the_call() -> None:
     source = script(SMALL, CALL.replace("config=config", "config=settings(args, 2)")).replace(
         f"config = {SMALL!r}\n",

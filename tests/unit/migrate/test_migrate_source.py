@@ -66,6 +66,11 @@ Holder(t.nn.Linear(2, 2)).go([])
     assert "lambda named: make([p for _, p in named])" in code
 
 
+def test_an_optimizer_of_one_class_or_another_is_prepared_once() -> None:
+    head = HEAD.replace("torch.optim.SGD(", "(torch.optim.SGD if fast else torch.optim.Adam)(")
+    assert migrate_source(head + LOOP).code.count("script.prepare") == 1
+
+
 def test_an_average_of_weights_is_no_optimizer() -> None:
     source = HEAD + "mean = nn.Linear(4, 1)\n" + LOOP + (
         "    for a, b in zip(mean.parameters(), model.parameters()):\n"

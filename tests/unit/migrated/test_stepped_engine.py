@@ -150,3 +150,12 @@ def test_a_new_optimizers_broadcast_is_a_step_on_zeros() -> None:
     assert [state["step"].item() for state in optimizer.state.values()] == [1.0]
     script.broadcast_optimizer(optimizer)
     assert [state["step"].item() for state in optimizer.state.values()] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "asked"), [("fp32", (False, False)), ("bf16", (False, True))]
+)
+def test_the_precision_is_that_of_the_run(run: Path, precision: str, asked: tuple) -> None:
+    run.write_text(f"strategy: single\ndevice: cpu\nprecision: {precision}\n")
+    _, (engine, _, _, _) = start()
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == asked

@@ -9,11 +9,15 @@ from typing import Any
 
 import libcst as cst
 
+from unipar.migrate.history import last_write
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 
 _KNOWN = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization",
           "gradient_accumulation_steps"}  # fmt: skip
+
+
+Table = cst.Dict | cst.Call
 
 
 class Config:
@@ -39,9 +43,7 @@ def find_config(plan: Plan, call: cst.Call) -> Config | None:
     if given is None or plan.flow.source(given).code(given) == "None":
         return _named_on_command_line(plan, call)
     file = constant(given)
-    dicts = [
-        one.node for one in plan.flow.values(given) if isinstance(one.node, cst.Dict)
-    ]  # fmt: skip
+    dicts = _tables(plan, given)
     if len(dicts) == 1:
         _check_untouched(plan, given, dicts[0])
         return Config(_Reader(plan, given).mapping(dicts[0]))
@@ -54,6 +56,21 @@ def find_config(plan: Plan, call: cst.Call) -> Config | None:
         "Write config= as a dict or as the name of a JSON file beside the script.",
     )  # fmt: skip
     return None
+
+
+def is_table(plan: Plan, node: cst.CSTNode) -> bool:
+    """Whether an expression is written as a dict: ``{"a": b}`` or ``dict(a=b)``."""
+    return isinstance(node, cst.Dict) or (
+        isinstance(node, cst.Call) and "dict" in plan.flow.names(node.func)
+    )
+
+
+def _tables(plan: Plan, node: cst.BaseExpression) -> list[Table]:
+    """The dicts that an expression may hold."""
+    made = [one.node for one in plan.flow.values(node)]
+    return [
+        one for one in made if isinstance(one, (cst.Dict, cst.Call)) and is_table(plan, one)
+    ]  # fmt: skip
 
 
 def default_of(plan: Plan, name: str) -> str | None:
@@ -143,7 +160,7 @@ def _file_of_name(plan: Plan, given: cst.Name) -> str | None:
     return text if isinstance(text, str) else _file_of(plan, values[0])
 
 
-def _check_untouched(plan: Plan, given: cst.BaseExpression, node: cst.Dict) -> None:
+def _check_untouched(plan: Plan, given: cst.BaseExpression, node: Table) -> None:
     """Refuse a dict that is changed after it was written."""
     for source in plan.sources:
         for one in source.all(cst.Subscript):
@@ -172,11 +189,15 @@ class _Reader:
     def __init__(self, plan: Plan, given: cst.BaseExpression) -> None:
         self._plan, self._call = plan, given if isinstance(given, cst.Call) else None
 
-    def mapping(self, node: cst.Dict) -> dict[str, Any]:
+    def mapping(self, node: Table) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for one in node.elements:
-            key = constant(one.key) if isinstance(one, cst.DictElement) else None
-            if not isinstance(one, cst.DictElement) or not isinstance(key, str):
+        for one in node.args if isinstance(node, cst.Call) else node.elements:
+            key: Any = None
+            if isinstance(one, cst.Arg) and one.keyword is not None:
+                key = one.keyword.value
+            elif isinstance(one, cst.DictElement):
+                key = constant(one.key)
+            if not isinstance(key, str):
                 self._plan.refuse(
                     node, "not all keys of the configuration are seen.", "Write them out."
                 )
@@ -186,9 +207,7 @@ class _Reader:
 
     def _value(self, node: cst.BaseExpression) -> Any:
         node = self._argument(node)
-        if isinstance(node, cst.Dict):
-            return self.mapping(node)
-        held = [one.node for one in self._plan.flow.values(node) if isinstance(one.node, cst.Dict)]
+        held = _tables(self._plan, node)
         if len(held) == 1:
             return self.mapping(held[0])
         value = literal(node)
@@ -220,6 +239,17 @@ def literal(node: cst.CSTNode) -> Any:
         value = literal(node.expression)
         return -value if isinstance(value, (int, float)) else None
     return constant(node)
+
+
+def settled(plan: Plan, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with the values of variables that are given a literal once."""
+    found = dict(values)
+    for key, value in values.items():
+        if isinstance(value, cst.BaseExpression):
+            write = last_write(plan.flow.source(value), value)
+            if write is not None and write.operator is None and literal(write.value) is not None:
+                found[key] = literal(write.value)
+    return found
 
 
 def _is_none(node: cst.CSTNode) -> bool:

@@ -9,6 +9,7 @@ from unipar.migrate.dialects.deepspeed_config import (
     default_of,
     expressions,
     find_config,
+    is_table,
     same_words,
 )
 from unipar.migrate.dialects.deepspeed_settings import optimizer_text, scheduler_text, translate
@@ -108,7 +109,8 @@ def _rewrite(plan: Plan, source: Source, call: cst.Call, config: Config) -> None
     parts += [f", {name}={text}" for name, text in arguments.items()]
     plan.replace(call, *parts, ")")
     wanted = given.get("config") or given.get("config_params")
-    if isinstance(wanted, cst.Dict) or (isinstance(wanted, cst.Name) and _remove(source, wanted)):
+    written = wanted is not None and is_table(plan, wanted)
+    if written or (isinstance(wanted, cst.Name) and _remove(plan, source, wanted)):
         return
     plan.tell(
         call,
@@ -117,7 +119,7 @@ def _rewrite(plan: Plan, source: Source, call: cst.Call, config: Config) -> None
     )
 
 
-def _remove(source: Source, wanted: cst.Name) -> bool:
+def _remove(plan: Plan, source: Source, wanted: cst.Name) -> bool:
     """Take out a dict of settings that nothing else uses."""
     uses = [
         one for one in source.all(cst.Name)
@@ -129,7 +131,7 @@ def _remove(source: Source, wanted: cst.Name) -> bool:
         assign = source.parent(target) if isinstance(target, cst.AssignTarget) else None
         if not isinstance(assign, cst.Assign) or len(assign.targets) > 1 or len(uses) > 2:
             continue
-        if isinstance(assign.value, cst.Dict):
+        if is_table(plan, assign.value):
             source.remove(assign)
             return True
     return False

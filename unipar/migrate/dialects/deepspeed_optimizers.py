@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import libcst as cst
+
 from unipar.migrate.leftovers import Leftovers
 from unipar.migrate.literals import argument
 from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
 
 _ADAM = (
     "deepspeed.ops.adam.FusedAdam",
@@ -25,9 +28,23 @@ def rewrite_own_optimizers(plan: Plan, left: Leftovers) -> None:
                     call, f"torch's AdamW does not take `{source.code(one)}`.",
                     "Leave it out; instead of adam_w_mode=False use torch.optim.Adam.",
                 )  # fmt: skip
-        plan.replace(call.func, "torch.optim.AdamW")
-        plan.use(source, "import torch")
         if argument(call, None, "weight_decay") is None and call.args:
             last = call.args[-1].value
             plan.replace(last, last, ", weight_decay=0.0")
-        left.settle(call.func)
+    for source in plan.sources:
+        for node in (*source.all(cst.Name), *source.all(cst.Attribute)):
+            bound = isinstance(source.parent(node), (cst.ImportAlias, cst.AsName, cst.AssignTarget))
+            if bound or not plan.flow.names(node) & {*_ADAM}:
+                continue
+            left.settle(node)
+            if _is_imported(source, node):
+                plan.replace(node, "torch.optim.AdamW")
+                plan.use(source, "import torch")
+
+
+def _is_imported(source: Source, node: cst.Name | cst.Attribute) -> bool:
+    """Whether a name is the framework's own, and not one that the script has given."""
+    scope = source.scope(node)
+    return isinstance(node, cst.Attribute) or (
+        scope is not None and all(one.imported for one in scope[node.value])
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from unipar.migrate.dialects.deepspeed_config import Config
+from unipar.migrate.dialects.deepspeed_config import Config, settled
 from unipar.migrate.plan import Plan
 
 _BATCH = {
@@ -56,7 +56,9 @@ def translate(plan: Plan, call: cst.Call, config: Config) -> dict[str, str]:
         Further arguments of the call that takes its place, by name, as text.
     """
     values = config.values
-    plan.config["strategy"] = _strategy(plan, call, config.section("zero_optimization"))
+    plan.config["strategy"] = _strategy(
+        plan, call, settled(plan, config.section("zero_optimization"))
+    )
     _precision(plan, call, config)
     known = {*_BATCH, *_DROPPED, *_PRECISIONS, "gradient_clipping", "zero_optimization",
              "torch_autocast"}  # fmt: skip
@@ -154,7 +156,7 @@ def _refuse_zero(plan: Plan, call: cst.Call, key: str) -> None:
 
 def _precision(plan: Plan, call: cst.Call, config: Config) -> None:
     for key, precision in _PRECISIONS.items():
-        enabled = config.section(key).get("enabled", False)
+        enabled = settled(plan, config.section(key)).get("enabled", False)
         if isinstance(enabled, cst.BaseExpression) or isinstance(
             config.values.get(key), cst.BaseExpression
         ):

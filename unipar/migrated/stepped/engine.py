@@ -142,6 +142,14 @@ class SteppedEngine:
         """The norm of the last step's gradients before clipping; ``None`` if they are not."""
         return self._norm
 
+    def fp16_enabled(self) -> bool:
+        """Whether the run computes in float16."""
+        return script.settings().precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the run computes in bfloat16."""
+        return script.settings().precision == "bf16"
+
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
 
