@@ -33,6 +33,26 @@ class Flow(Expressions):
                 break
         self._known = {}
 
+    def instantiate(self, node: cst.BaseExpression) -> None:
+        """Let ``self`` of a method also stand for the calls that make instances of its class."""
+        own = {id(one.node) for one in self.values(node) if one.kind == "self"}
+        scope = self.source(node).scope(node) if isinstance(node, cst.Name) else None
+        if not own or scope is None or not isinstance(node, cst.Name):
+            return
+        made = [
+            key[1] for key, classes in self._env.items()
+            if key[0] == "class of" and any(self._is_a(id(one.node), own, set()) for one in classes)
+        ]  # fmt: skip
+        for one in scope[node.value]:
+            self._grow(("name", id(one.scope), node.value), frozenset(made))
+        self._known = {}
+
+    def _is_a(self, class_: int, wanted: set[int], seen: set[int]) -> bool:
+        bases = self._env.get(("bases", class_), NOTHING) if class_ not in seen else NOTHING
+        return class_ in wanted or any(
+            self._is_a(id(one.node), wanted, seen | {class_}) for one in bases
+        )
+
     def _rules(self, source: Source) -> Iterable[tuple[Any, cst.CSTNode, Any]]:
         """(what to do, node, with what) for each statement that moves values."""
         for node in source.nodes:
@@ -141,17 +161,25 @@ class Flow(Expressions):
             self._launched(call, func.value)
             return
         for one in called:
-            function, skip = one.node, 0
-            if one.kind == "class" and one.node is not None:
-                made = self._inherited(id(one.node), "__init__", set())
-                function = next((m.node for m in made), None)
-                skip = 1
-            elif one.kind == "function" and isinstance(function, cst.FunctionDef):
+            function, skip = self._run_by(one), int(one.kind == "class")
+            if one.kind == "function" and function is not None:
                 static = any("static" in str(d.decorator) for d in function.decorators)
                 bound = isinstance(call.func, cst.Attribute) and not static
                 skip = int(bound and self.source(function).class_(function) is not None)
-            if isinstance(function, cst.FunctionDef):
+            if function is not None:
                 self._bind(function, arguments, skip)
+
+    def runs(self, call: cst.Call, function: cst.FunctionDef) -> bool:
+        """Whether a call may be of a function, or of a class whose ``__init__`` it is."""
+        return any(self._run_by(one) is function for one in self.values(call.func))
+
+    def _run_by(self, called: Origin) -> cst.FunctionDef | None:
+        """The function that calling a function or a class runs."""
+        node = called.node if called.kind == "function" else None
+        if called.kind == "class":
+            made = self._inherited(id(called.node), "__init__", set())
+            node = next((one.node for one in made), None)
+        return node if isinstance(node, cst.FunctionDef) else None
 
     def _spawned(self, call: cst.Call) -> None:
         target, args = argument(call, 0, "fn"), argument(call, 1, "args")

@@ -145,6 +145,8 @@ def _given_to(plan: Plan, parameter: cst.Param) -> list[cst.BaseExpression] | No
     function = source.function(parameter)
     if not isinstance(function, cst.FunctionDef):
         return None
+    if function.name.value == "__init__" and _is_base(plan, source.class_(function)):
+        return None  # What super().__init__(...) gives is not followed.
     names = [one.name.value for one in function.params.params]
     name = parameter.name.value
     method = source.class_(function) is not None
@@ -152,7 +154,7 @@ def _given_to(plan: Plan, parameter: cst.Param) -> list[cst.BaseExpression] | No
     found: list[cst.BaseExpression] = []
     for place in plan.sources:
         for call in place.all(cst.Call):
-            if function not in plan.flow.functions(call.func):
+            if not plan.flow.runs(call, function):
                 continue
             if any(one.star for one in call.args):
                 return None
@@ -161,6 +163,16 @@ def _given_to(plan: Plan, parameter: cst.Param) -> list[cst.BaseExpression] | No
                 return None
             found.append(given)
     return found or None
+
+
+def _is_base(plan: Plan, class_: cst.ClassDef | None) -> bool:
+    """Whether another class of the program is derived from one."""
+    return any(
+        any(one.node is class_ for one in plan.flow.values(base.value))
+        for source in plan.sources
+        for other in source.all(cst.ClassDef)
+        for base in other.bases
+    )
 
 
 def _entries(plan: Plan, table: cst.BaseExpression) -> dict[str, list[cst.BaseExpression]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,14 @@ def test_what_the_command_line_decided_is_told() -> None:
     told = [note.why for note in migrate_source(source + LOOP).notes]
     assert "unipar.yaml's `strategy` decides now, not the command line." in told
     assert "unipar.yaml's `device` decides now, not the accelerator." in told
+
+
+@pytest.mark.parametrize(("given", "told"), [("", True), ("devices=2", False)])
+def test_what_fabric_run_decided_is_told(given: str, told: bool) -> None:
+    migration = migrate_source(HEAD.replace("devices=2", given) + LOOP)
+    notes = [note.why for note in migration.notes if note.kind == "changed"]
+    why = "what `fabric run` was given for it on the command line, it is no longer."
+    assert (why in notes) is told
 
 
 def test_seeds_of_ranks_are_called_out() -> None:
@@ -230,3 +239,40 @@ def test_an_annotation_says_what_takes_fabrics_place() -> None:
     code = migrate_source(f"{head}{LOOP}").code
     assert "def report(fabric: fabricated.Run) -> None: ..." in code
     assert "lightning_fabric" not in code
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ("", {"strategy": "ddp", "precision": "bf16", "device": "cpu"}),
+        ("precision=None", {"strategy": "ddp", "device": "cpu"}),
+        ("'cuda', precision='32-true'", {"strategy": "ddp", "device": "cuda"}),
+    ],
+)
+def test_what_a_class_is_built_with_is_followed(given: str, config: dict[str, Any]) -> None:
+    holder = (
+        "class Loop:\n"
+        "    def __init__(self, accelerator='cpu', precision='bf16-mixed', strategy='ddp'):\n"
+        "        self.fabric = Fabric(\n"
+        "            accelerator=accelerator, precision=precision, strategy=strategy)\n"
+        f"fabric = Loop({given}).fabric\n"
+    )
+    source = HEAD.replace("fabric = Fabric(devices=2)\n", holder) + LOOP
+    assert "class Loop" in source
+    migration = migrate_source(source)
+    assert not migration.refused, migration.notes
+    assert migration.config == config
+
+
+def test_what_a_derived_class_gives_is_not_guessed() -> None:
+    holder = (
+        "class Loop:\n"
+        "    def __init__(self, precision='32-true'):\n"
+        "        self.fabric = Fabric(precision=precision)\n"
+        "class Half(Loop):\n"
+        "    def __init__(self):\n"
+        "        super().__init__('bf16-mixed')\n"
+        "fabric = Loop().fabric\n"
+    )
+    source = HEAD.replace("fabric = Fabric(devices=2)\n", holder) + LOOP
+    assert "which precision it computes in is decided while it runs." in refusal(source)

@@ -59,21 +59,30 @@ class Settings:
         for one in call.args:
             name = one.keyword.value if one.keyword is not None else ""
             read = getattr(self, f"_read_{name}", None)
+            default = all(map(is_none, trace(self.plan, one.value))) or (
+                name == "num_nodes" and constant(one.value) == 1
+            )
             if name not in ("devices", "loggers"):
                 self.gone.append((source, source.span(one)))
             if name in ("devices", "loggers"):
                 kept += [", " if kept else "", f"{name}=", one.value]
                 count = self._literal(one.value) if name == "devices" else None
                 self._several |= isinstance(count, int) and count > 1
-            elif name == "num_nodes" and constant(one.value) == 1:
+            elif default:
                 continue
             elif name and read is not None:
                 read(call, one.value)
-            elif not is_none(one.value):
+            else:
                 self.plan.refuse(
                     call, f"a fabricated.Run takes no `{source.code(one)}`.",
                     "Leave it out, or port this by hand (docs/how-to/own-loop.md).",
                 )  # fmt: skip
+        if not call.args:
+            self.plan.tell(
+                call, "what `fabric run` was given for it on the command line, it is no longer.",
+                "Write strategy and device into unipar.yaml, and start several processes with "
+                "torchrun.",
+            )  # fmt: skip
         self.plan.replace(call, "fabricated.Run(", *kept, ")")
         self.plan.launcher = "python"
 
@@ -115,12 +124,12 @@ class Settings:
             self.plan.set(call, "precision", _PRECISIONS[given])
             if _PRECISIONS[given] == "fp32":
                 del self.plan.config["precision"]
-        elif given is None and not is_none(value):
+        elif given is None:
             self.plan.refuse(
                 call, "which precision it computes in is decided while it runs.",
                 "Write it; unipar.yaml holds it, and can be changed there.",
             )  # fmt: skip
-        elif given is not None:
+        else:
             self.plan.refuse(
                 call, f"unipar keeps weights in float32, and knows no precision {given!r}.",
                 "Use bf16-mixed, 16-mixed or 32-true.",
