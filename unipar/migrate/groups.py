@@ -6,6 +6,8 @@ is called once the strategy has given the parameters their final form.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import libcst as cst
 
 from unipar.migrate.literals import argument
@@ -14,6 +16,7 @@ from unipar.migrate.source import Source
 from unipar.migrate.tree import inside
 
 _COLLECTORS = ("parameters", "named_parameters")
+_FILLING = ("append", "extend", "add", "update", "insert")
 
 
 def models_behind(plan: Plan, node: cst.CSTNode) -> list[cst.BaseExpression]:
@@ -66,6 +69,43 @@ def collected(plan: Plan, source: Source, given: cst.BaseExpression) -> list[cst
     if any(one.value in bound and id(one) not in allowed for one in names):
         return []
     return found
+
+
+def sorted_into(source: Source, given: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """What the variables of an expression are filled from, wherever that stands before it.
+
+    ``for n, p in model.named_parameters(): (decay if p.ndim > 1 else rest).append(p)`` fills both
+    lists from what the loop goes over. Optimizers are built over such variables as they are: the
+    run knows parameters by their names.
+    """
+    function, end = source.function(given), source.span(given)[0]
+    fills = [
+        (target, value) for target, value in _fills(source)
+        if source.function(value) is function and source.span(value)[0] < end
+    ]  # fmt: skip
+    found: list[cst.BaseExpression] = []
+    waiting: list[cst.BaseExpression] = [given]
+    while waiting:
+        wanted = {one.value for one in inside(waiting.pop()) if isinstance(one, cst.Name)}
+        for target, value in fills:
+            filled = {one.value for one in inside(target) if isinstance(one, cst.Name)}
+            if filled & wanted and value not in found:
+                found.append(value)
+                waiting.append(value)
+    return found
+
+
+def _fills(source: Source) -> Iterator[tuple[cst.CSTNode, cst.BaseExpression]]:
+    """What something is put into, and what it is."""
+    for one in source.all(cst.Assign):
+        yield from ((target.target, one.value) for target in one.targets)
+    for one in source.all(cst.AugAssign):
+        yield one.target, one.value
+    for one in (*source.all(cst.For), *source.all(cst.CompFor)):
+        yield one.target, one.iter
+    for one in source.all(cst.Call):
+        if isinstance(one.func, cst.Attribute) and one.func.attr.value in _FILLING:
+            yield from ((one.func.value, arg.value) for arg in one.args)
 
 
 def defer(plan: Plan, source: Source, given: cst.BaseExpression) -> None:

@@ -9,7 +9,7 @@ import libcst as cst
 from unipar.migrate.branches import exclusive
 from unipar.migrate.expressions import Origin, Values
 from unipar.migrate.flow import Flow
-from unipar.migrate.groups import collected, defer, models_behind
+from unipar.migrate.groups import collected, defer, models_behind, sorted_into
 from unipar.migrate.literals import argument
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
@@ -33,6 +33,7 @@ def find_optimizers(plan: Plan) -> None:
                 model = _model_of(plan, source, call)
                 if model is None:
                     continue
+                plan.flow.instantiate(model)
                 owned = {o for o in plan.flow.values(model) if o.kind == "call"}
                 if not owned:
                     plan.refuse(
@@ -96,9 +97,10 @@ def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression 
     if given is None:
         return None
     calls, behind = _parameter_calls(given), models_behind(plan, given)
-    for one in collected(plan, source, given):
-        calls += _parameter_calls(one.value)
-        behind += models_behind(plan, one.value)
+    gone_through = [one.value for one in collected(plan, source, given)]
+    for one in gone_through or (() if calls or behind else sorted_into(source, given)):
+        calls += _parameter_calls(one)
+        behind += models_behind(plan, one)
     if not calls and not behind:
         plan.refuse(
             call,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from telling import refusal
 
 from unipar.migrate import migrate_source
 
@@ -43,11 +44,59 @@ def test_a_list_of_parameters_is_one_too() -> None:
         "params = list(model.parameters())\nprint(len(params))\n",
         "params = list(model.parameters())\nparams = params[1:]\n",
         "params = []\nparams.extend(model.parameters())\n",
-        "params = choose(model)\n",
+        "params, rest = [], []\nfor n, p in model.named_parameters():\n"
+        "    (params if 'bias' in n else rest).append(p)\n",
+        "found = dict(model.named_parameters())\nparams = []\nfor n in found:\n"
+        "    params += [found[n]]\nprint(len(params))\n",
     ],
 )
-def test_variables_with_other_uses_are_refused(lines: str) -> None:
-    source = HEAD + lines + "opt = AdamW(params)\n" + LOOP
-    migration = migrate_source(source)
-    assert migration.code == source
-    assert "it cannot be seen which model's parameters these are" in str(migration.notes[0])
+def test_variables_with_other_uses_stay_as_they_are(lines: str) -> None:
+    code = migrate_source(HEAD + lines + "opt = AdamW(params)\n" + LOOP).code
+    assert lines in code
+    assert "opt = script.prepare(model, optimizer=lambda _: AdamW(params)).optimizer\n" in code
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("params = choose(model)\n", "cannot be seen which model's parameters these are"),
+        ("params = list(model.parameters())\nparams.extend(other.parameters())\n",
+         "one optimizer over several models"),
+        ("opt, params = None, []\n", "cannot be seen which model's parameters these are"),
+    ],
+)  # fmt: skip
+def test_variables_of_other_models_are_refused(lines: str, said: str) -> None:
+    head = HEAD + "other = torch.nn.Linear(4, 1)\n"
+    assert said in refusal(head + lines + "opt = AdamW(params)\n" + LOOP)
+
+
+GPT = """\
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return self.linear(x)
+    def optimizers(self, lr):
+        found = {n: p for n, p in self.named_parameters() if p.requires_grad}
+        decay = [p for p in found.values() if p.dim() >= 2]
+        groups = [{"params": decay, "weight_decay": 0.1},
+                  {"params": [p for p in found.values() if p.dim() < 2]}]
+        print(len(decay))
+        optimizer = torch.optim.AdamW(groups, lr=lr)
+        return optimizer
+class Deeper(Net):
+    pass
+model = Deeper()
+opt = model.optimizers(0.1)
+"""
+
+
+def test_a_model_may_build_its_own_optimizer() -> None:
+    migration = migrate_source(GPT + LOOP)
+    code = migration.code
+    assert "optimizer = script.prepare(self, optimizer=lambda _: torch.optim.AdamW(groups" in code
+    assert "(script.engine(model)(x) - y)" in code
+    assert "self.linear(x)" in code
+    assert "fit" in refusal(GPT + LOOP, to="fit")

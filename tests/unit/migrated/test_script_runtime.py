@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unipar.errors import CheckpointError, ConfigError
 from unipar.migrated import script
+from unipar.migrated.script.engines import renewed
 
 pytestmark = pytest.mark.usefixtures("run")
 
@@ -57,6 +58,25 @@ def test_a_model_that_is_not_trained_computes_by_itself() -> None:
         assert script.engine(average) is average
     assert script.engine(average.eval()) is average
     assert script.engine(average.train().requires_grad_(False)) is average
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_optimizer_over_parameters_of_before_updates_the_final_ones(begun: bool) -> None:
+    model = nn.Linear(2, 1)
+    kind = torch.optim.Adagrad if begun else torch.optim.Adam  # Adagrad has state from the start.
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
+    build = renewed(lambda _: kind(groups, lr=0.2), model)
+    model.weight = nn.Parameter(model.weight.detach().clone())  # As a strategy does it.
+    if begun:
+        with pytest.raises(ConfigError, match="would never be updated"):
+            build(model.named_parameters())
+        return
+    held = [
+        (group["lr"], group["params"]) for group in build(model.named_parameters()).param_groups
+    ]
+    assert [rate for rate, _ in held] == [0.1, 0.2]
+    assert held[0][1][0] is model.weight
+    assert held[1][1][0] is model.bias
 
 
 def test_parameters_that_are_not_the_models_are_refused() -> None:

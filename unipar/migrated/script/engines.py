@@ -43,7 +43,7 @@ def prepare(
     with own_randomness():
         engine = run.prepare(
             model,
-            optimizer=_checked(optimizer),
+            optimizer=renewed(optimizer, model),
             max_grad_norm=max_grad_norm,
             name="model" if number == 0 else f"model{number + 1}",
         )
@@ -143,19 +143,31 @@ def _is_trained(model: nn.Module) -> bool:
     return model.training and torch.is_grad_enabled() and learns
 
 
-def _checked(optimizer: OptimizerFactory) -> OptimizerFactory:
-    """Refuse an optimizer that would go on updating what the strategy has replaced."""
+def renewed(optimizer: OptimizerFactory, model: nn.Module) -> OptimizerFactory:
+    """Let an optimizer update a model's final parameters, also where it is given those of before.
+
+    Args:
+        optimizer: the script's.
+        model: before the strategy has it.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        final = list(named)
-        built = optimizer(iter(final))
-        own = {id(parameter) for _, parameter in final}
-        if any(id(p) not in own for group in built.param_groups for p in group["params"]):
-            raise ConfigError(
-                "the optimizer was given parameters that are not the model's final ones, which "
-                "would never be updated. Build its groups inside the function that "
-                "script.prepare calls."
-            )
+        final = dict(named)
+        built = optimizer(iter(final.items()))
+        own = {id(parameter) for parameter in final.values()}
+        for group in built.param_groups:
+            for at, parameter in enumerate(group["params"]):
+                if id(parameter) in own:
+                    continue
+                name = names.get(id(parameter))
+                if name not in final or parameter in built.state:
+                    raise ConfigError(
+                        "the optimizer was given parameters that are not the model's final ones, "
+                        "which would never be updated. Build its groups inside the function that "
+                        "script.prepare calls."
+                    )
+                group["params"][at] = final[name]
         return built
 
     return build
