@@ -102,6 +102,13 @@ def test_what_is_refused(changes: list[tuple[str, str]], said: str) -> None:
     assert said in refused(*changes)
 
 
+def test_what_has_a_reason_of_its_own_is_refused_once() -> None:
+    said = refused(
+        ("plugin = Low", "if ddp:\n    plugin = TorchDDPPlugin()\nelse:\n    plugin = Low")
+    )
+    assert said.count("refused") == 1
+
+
 def test_a_script_without_a_booster_is_refused() -> None:
     migration = migrate_source("import colossalai\ncolossalai.initialize(model)\n", file="t.py")
     assert "t.py:1: refused: import colossalai: no Booster is seen to be built." in str(
@@ -116,6 +123,48 @@ def test_half_precision_is_called_out_and_fp16_is_the_default() -> None:
     (note,) = [one for one in migration.notes if one.kind == "training"]
     assert note.line == 8
     assert note.why.startswith("weights and gradients were rounded to fp16")
+
+
+def test_the_scale_of_losses_matters_under_fp16_alone() -> None:
+    scaled = ("stage=2,", "stage=2, initial_scale=2**5,")
+    assert not [one for one in migrated(scaled).notes if one.kind == "training"]
+    half = migrated(scaled, ('precision="fp32"', 'precision="fp16"'))
+    assert "the loss scale begins at 65536" in told(half, "training")
+
+
+def test_an_argument_that_is_none_says_nothing() -> None:
+    assert not migrated(("stage=2,", "stage=2, communication_dtype=None,")).refused
+
+
+def test_annotations_say_what_is_there_now() -> None:
+    migration = migrated(
+        ("for x in loader", "def save(booster: Booster, plugin: TorchDDPPlugin, model) -> Booster:"
+         "\n    booster.save_model(model, 'm.pt')\nsave(booster, plugin, model)\nfor x in loader"),
+    )  # fmt: skip
+    assert not migration.refused
+    assert "def save(booster: None, plugin: None, model) -> None:\n" in migration.code
+    assert "colossalai" not in migration.code
+
+
+def test_a_booster_that_a_function_gives_back_is_nothing() -> None:
+    migration = migrated(
+        ("booster = Booster(plugin=plugin)",
+         "def build():\n    return Booster(plugin=plugin)\nbooster = build()"),
+    )  # fmt: skip
+    assert not migration.refused
+    assert "    return None\n" in migration.code
+
+
+def test_what_an_accelerator_tells_of_memory_is_torchs() -> None:
+    migration = migrated(
+        ("import colossalai\n", "import colossalai\nfrom colossalai.accelerator import "
+         "get_accelerator\nfrom colossalai.logging import disable_existing_loggers\n"
+         "disable_existing_loggers()\nprint(get_accelerator().max_memory_allocated())\n"),
+    )  # fmt: skip
+    assert not migration.refused
+    assert "print(torch.cuda.max_memory_allocated())" in migration.code
+    assert "loggers" not in migration.code
+    assert torch.cuda.max_memory_allocated() >= 0
 
 
 def test_what_a_plugin_is_given_becomes_options_and_a_norm() -> None:

@@ -47,6 +47,10 @@ class ColossalAI(Dialect):
         Row("DistCoordinator(), get_dist_logger()",
             "boosted.Coordinator(), boosted.get_dist_logger()"),
         Row("get_accelerator().get_current_device(), get_current_device()", "script.device()"),
+        Row("get_accelerator().max_memory_allocated(), empty_cache()",
+            "torch.cuda.max_memory_allocated(), …"),
+        Row("disable_existing_loggers()", "removed"),
+        Row("def train(booster: Booster)", "def train(booster: None)"),
         *(row for row in LOOP_ROWS if not row.before.startswith(("loss.backward", "GradScaler",
                                                                 "torch.autocast"))),
     )  # fmt: skip
@@ -58,8 +62,8 @@ class ColossalAI(Dialect):
             "Build one, unconditionally; unipar.yaml's strategy is where to choose."),
         Row("colossalai.launch(rank=..., world_size=..., host=..., port=...)",
             "Start the processes with torchrun, and call launch_from_torch."),
-        Row("LowLevelZeroPlugin(cpu_offload=True), initial_scale=..., "
-            "HybridParallelPlugin(zero_stage=1), custom_policy=...",
+        Row("LowLevelZeroPlugin(cpu_offload=True), HybridParallelPlugin(zero_stage=1), "
+            "custom_policy=...",
             "unipar.yaml cannot say it. Leave it out."),
         Row("HybridAdam(..., bias_correction=False), nvme_offload_fraction=...",
             "torch.optim.AdamW has none. Leave it out."),

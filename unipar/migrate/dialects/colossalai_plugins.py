@@ -10,6 +10,7 @@ from unipar.migrate.leftovers import Leftovers
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
+from unipar.migrate.tracing import is_none
 
 BOOSTER = ("colossalai.booster.Booster", "colossalai.booster.booster.Booster")
 _PACKAGE = "colossalai.booster.plugin."
@@ -36,6 +37,9 @@ _HOW = ("verbose", "overlap_communication", "overlap_allgather", "cast_inputs", 
         "ddp_bucket_cap_mb", "sync_module_states")  # fmt: skip
 _DEFAULT_PRECISION = {"LowLevelZeroPlugin": "fp16", "GeminiPlugin": "fp16",
                       "HybridParallelPlugin": "fp16"}  # fmt: skip
+# Of fp16's loss scale, which begins at 65536 under unipar.
+_SCALE = ("initial_scale", "min_scale", "max_scale", "growth_factor", "backoff_factor",
+          "growth_interval", "hysteresis")  # fmt: skip
 _SHARDING = {"FULL_SHARD": "full", "SHARD_GRAD_OP": "grad_op"}
 
 
@@ -61,6 +65,8 @@ def rewrite_boosters(plan: Plan, left: Leftovers) -> None:
             "a run has one Booster with one plugin, and it cannot be seen which this is.",
             "Build one of each, unconditionally; unipar.yaml's strategy is where to choose.",
         )  # fmt: skip
+        for _, call in (*boosters, *plugins):
+            left.settle(call.func)
         return
     (_, booster), (_, plugin) = boosters[0], plugins[0]
     kind = next(iter(plan.flow.names(plugin.func))).rpartition(".")[2]
@@ -81,6 +87,7 @@ def rewrite_boosters(plan: Plan, left: Leftovers) -> None:
 def _read_plugin(plan: Plan, call: cst.Call, kind: str, options: dict[str, Any]) -> None:
     source, known = plan.flow.source(call), _PLUGINS[kind][1]
     precision: Any = _DEFAULT_PRECISION.get(kind)
+    scales = False
     for index, one in enumerate(call.args):
         order = _ORDER.get(kind, ())
         name = one.keyword.value if one.keyword else order[index] if index < len(order) else ""
@@ -91,11 +98,13 @@ def _read_plugin(plan: Plan, call: cst.Call, kind: str, options: dict[str, Any])
             options["plugin"] = f"zero{value}"
         elif name == "max_norm":
             _set_norm(plan, source, one)
+        elif name in _SCALE:
+            scales = True
         elif name == "sharding_strategy" and _sharding(plan, one.value) is not None:
             options["sharding"] = _sharding(plan, one.value)
         elif name in known and value is not None:
             options[known[name]] = value
-        elif name not in _HOW and not _says_nothing(name, value):
+        elif name not in _HOW and not is_none(one.value) and not _says_nothing(name, value):
             plan.refuse(
                 call, f"unipar.yaml cannot say `{source.code(one)}`.",
                 "Leave it out, or give a literal.",
@@ -104,6 +113,13 @@ def _read_plugin(plan: Plan, call: cst.Call, kind: str, options: dict[str, Any])
         plan.refuse(call, "its precision cannot be seen.", "Write fp32, bf16 or fp16.")
     elif precision not in (None, "fp32"):
         plan.set(call, "precision", precision)
+        if scales and precision == "fp16":
+            plan.warn(
+                call,
+                "the loss scale begins at 65536 and adapts by rules of torch.amp.GradScaler, so "
+                "that other first steps may be skipped.",
+                "Nothing: the scale itself changes no gradient that is finite.",
+            )
         if kind != "GeminiPlugin":
             plan.warn(
                 call,
@@ -146,18 +162,14 @@ def _read_booster(plan: Plan, call: cst.Call, kind: str) -> None:
         if name == "mixed_precision" and kind in ("TorchDDPPlugin", "TorchFSDPPlugin"):
             if value in ("fp16", "bf16"):
                 plan.set(call, "precision", value)
-            elif not _is_none(one.value):
+            elif not is_none(one.value):
                 plan.refuse(call, f"unipar.yaml cannot say `{source.code(one)}`.",
                             "Write fp16, or leave it out.")  # fmt: skip
-        elif name == "device" and not _is_none(one.value):
+        elif name == "device" and not is_none(one.value):
             plan.tell(call, "unipar.yaml's `device` decides now.")
     if argument(call, 2, "plugin") is None:
         plan.refuse(call, "a Booster without a plugin trains each rank by itself.",
                     "Give it a TorchDDPPlugin().")  # fmt: skip
-
-
-def _is_none(node: cst.BaseExpression) -> bool:
-    return isinstance(node, cst.Name) and node.value == "None"
 
 
 def _is_handed_on(plan: Plan, made: cst.Call, gone: tuple[cst.Call, ...]) -> bool:
@@ -186,7 +198,7 @@ def _take_out(plan: Plan, call: cst.Call, *, used: bool) -> None:
         plan.replace(call, "None")
     elif isinstance(above, (cst.Assign, cst.AnnAssign)):
         source.remove(above)
-    elif not isinstance(above, cst.Arg):
+    elif not isinstance(above, (cst.Arg, cst.Return)):
         plan.refuse(call, "it cannot be seen where this goes.", "Give it a name of its own.")
     else:
         plan.replace(call, "None")

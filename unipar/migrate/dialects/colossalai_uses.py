@@ -25,6 +25,11 @@ _NAMED = {
 _DEVICES = ("colossalai.utils.get_current_device", "colossalai.utils.device.get_current_device")
 _ACCELERATOR = ("colossalai.accelerator.get_accelerator",
                 "colossalai.accelerator.api.get_accelerator")  # fmt: skip
+# Of get_accelerator(), what torch.cuda has too, and answers without a GPU.
+_MEMORY = ("empty_cache", "max_memory_allocated", "max_memory_reserved", "memory_allocated",
+           "memory_reserved")  # fmt: skip
+_SILENCING = ("colossalai.logging.disable_existing_loggers",
+              "colossalai.logging.logger.disable_existing_loggers")  # fmt: skip
 _BY_HAND = "Port it by hand (docs/how-to/own-loop.md)."
 
 
@@ -161,24 +166,42 @@ def rewrite_names(plan: Plan, left: Leftovers) -> None:
             elif last & set(_ADAM):
                 _rewrite_adam(plan, source, call)
                 left.settle(call.func)
-            elif names & set(_DEVICES) or _asks_for_device(plan, call):
+            elif names & set(_DEVICES) or _asked(plan, call) == "get_current_device":
                 plan.replace(call, "script.device()")
                 left.settle(call)
+            elif _asked(plan, call) in _MEMORY:
+                plan.replace(call.func, f"torch.cuda.{_asked(plan, call)}")
+                plan.use(source, "import torch")
+                left.settle(call.func)
+            elif names & set(_SILENCING):
+                plan.drop(call)
+                left.settle(call)
         for node in (*source.all(cst.Name), *source.all(cst.Attribute)):
-            known = next((_NAMED[one] for one in plan.flow.names(node) if one in _NAMED), None)
-            above = source.parent(node)
-            if known is not None and isinstance(above, cst.Annotation):
-                plan.replace(node, known)
-                left.settle(node)
+            if any(isinstance(one, cst.Annotation) for one in source.around(node)):
+                _rewrite_annotation(plan, left, node)
 
 
-def _asks_for_device(plan: Plan, call: cst.Call) -> bool:
+def _rewrite_annotation(plan: Plan, left: Leftovers, node: cst.Name | cst.Attribute) -> None:
+    """Let an annotation say what takes a type's place: ``None`` for boosters and plugins."""
+    names = plan.flow.names(node)
+    known = next((_NAMED[one] for one in names if one in _NAMED), None)
+    if known is None and any(
+        one.startswith("colossalai.booster.") and one.rpartition(".")[2][:1].isupper()
+        for one in names
+    ):
+        known = "None"
+    if known is not None:
+        plan.replace(node, known)
+        left.settle(node)
+
+
+def _asked(plan: Plan, call: cst.Call) -> str:
+    """The method of ``get_accelerator()`` that is called; nothing if it is none."""
     func = call.func
-    return (
-        isinstance(func, cst.Attribute)
-        and func.attr.value == "get_current_device"
-        and plan.made_by(plan.flow.values(func.value), *_ACCELERATOR)
-    )
+    if not isinstance(func, cst.Attribute):
+        return ""
+    owner = plan.made_by(plan.flow.values(func.value), *_ACCELERATOR)
+    return func.attr.value if owner else ""
 
 
 def _rewrite_launch(plan: Plan, source: Source, call: cst.Call) -> None:
