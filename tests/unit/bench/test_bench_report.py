@@ -146,7 +146,8 @@ def test_where_nothing_gains_no_serial_fraction_is_claimed(result: BenchResult) 
     chart = drawn(result.model_copy(update={"scaling": slowed}), "speedup")
     assert isinstance(chart, Chart)
     assert re.search(r"None gains: \w+ loses least, with 0\.25 times on 4 devices\.", chart.alt)
-    assert {"Amdahl, no gain"} == {t.name for t in chart.figure.data if "Amdahl" in t.name}
+    traces: Any = chart.figure.data
+    assert {one.name for one in traces if "Amdahl" in one.name} == {"Amdahl, no gain"}
 
 
 def test_memory_stacks_up_to_what_a_rank_holds_with_the_formula_below(result: BenchResult) -> None:
