@@ -23,8 +23,11 @@ TRANSPARENT = {
 }  # fmt: skip
 # Classes whose instances stand for the module that they are given.
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+# Progress bars around what a loop goes over.
+TQDM = frozenset(f"tqdm.{module}tqdm" for module in
+                 ("", "auto.", "autonotebook.", "notebook.", "rich.", "std."))  # fmt: skip
 # Functions that give back their first argument, or its elements.
-_PASSING = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm", "iter", "reversed", "list", "tuple",
+_PASSING = {*TQDM, "enumerate", "iter", "reversed", "list", "tuple",
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "horovod.torch.DistributedOptimizer",
             "torch.distributed.fsdp.fully_shard",
             "torch.distributed._composable.fsdp.fully_shard"}  # fmt: skip

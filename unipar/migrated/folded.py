@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,12 +31,26 @@ def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     Raises:
         ConfigError: a strategy has left only a part of a model here.
     """
-    parts = obj.values() if isinstance(obj, Mapping) else ()
+    if _writes(obj.values() if isinstance(obj, Mapping) else ()):
+        torch.save(obj, f, *args, **kwargs)
+
+
+def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
+    """A model's ``save_pretrained``, likewise.
+
+    Raises:
+        ConfigError: as for :func:`save`.
+    """
+    if _writes(model.parameters()):
+        model.save_pretrained(*args, **kwargs)
+
+
+def _writes(parts: Iterable[Any]) -> bool:
+    """Whether this is the first process; all of them are told if what there is are parts."""
     if any(isinstance(one, DTensor) for one in parts):
         raise ConfigError(
             "the strategy divides the model among ranks, so its state dict here is only a part. "
             "Load the run's checkpoint instead (checkpoint in unipar.yaml; fit(...).checkpoint)."
         )
     place = launch.detect()
-    if place is None or place.rank == 0:
-        torch.save(obj, f, *args, **kwargs)
+    return place is None or place.rank == 0

@@ -251,3 +251,44 @@ def test_the_command_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     script.write_text(HEAD + LOOP.replace("range(2)", "range(1, 2)"))
     assert main(["migrate", str(script), "--to", "fit", "--check"]) == 2
     assert "Leave --to fit out: the loop then stays as it is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "over", "step"),
+    [
+        ("", "tqdm(enumerate(loader), total=len(loader))", ""),
+        ("    bar = tqdm(enumerate(loader))\n", "bar", "        bar.set_postfix(loss=1.0)\n"),
+        ("    bar = tqdm(enumerate(loader))\n", "bar", "        bar.update(1)\n"),
+    ],
+)
+@pytest.mark.parametrize("module", ["tqdm", "tqdm.auto", "tqdm.notebook"])
+def test_progress_bars_go(module: str, before: str, over: str, step: str) -> None:
+    loop = LOOP.replace("enumerate(loader)", over).replace("    for i", f"{before}    for i") + step
+    code = fold(f"from {module} import tqdm\n{HEAD}{loop}").code
+    assert FOLDED in code
+    assert "bar" not in code
+
+
+def test_what_updates_more_than_a_progress_bar_is_refused() -> None:
+    source = f"{HEAD}average = make(model)\n{LOOP}        average.update(1)\n"
+    (note,) = migrate_source(source, to="fit").notes
+    assert note.construct == "average.update(1)"
+    assert note.why == "this has no place in fit."
+
+
+def test_schedulers_of_transformers_are_steps_too() -> None:
+    made = "get_scheduler('linear', optimizer=opt, num_warmup_steps=2, num_training_steps=8)"
+    head = f"from transformers import get_scheduler\n{HEAD}rates = {made}\n"
+    code = fold(f"{head}{LOOP}        rates.step()\n").code
+    assert f"    lr_scheduler=lambda opt: {made},\n" in code
+    assert "rates" not in code
+
+
+def test_a_pretrained_model_is_saved_by_one_process() -> None:
+    end = "model.save_pretrained('out', max_shard_size='1GB')\n"
+    code = fold(HEAD + LOOP + end).code
+    assert "folded.save_pretrained(model, 'out', max_shard_size='1GB')\n" in code
+    (note,) = [
+        one for one in migrate_source(HEAD + end + LOOP, to="fit").notes if one.kind == "refused"
+    ]
+    assert note.why == "it cannot be seen whether this is saved after training."

@@ -8,12 +8,12 @@ import libcst as cst
 
 from unipar.migrate.expressions import Origin
 from unipar.migrate.loaders import LOADER
+from unipar.migrate.loop import SCHEDULERS
 from unipar.migrate.models import optimizers_of
 from unipar.migrate.plan import Plan
 
 PREPARING = {"prepare": "", "prepare_model": "model", "prepare_optimizer": "optimizer",
              "prepare_data_loader": "loader", "prepare_scheduler": "scheduler"}  # fmt: skip
-_SCHEDULERS = ("torch.optim.lr_scheduler.", "transformers.get_", "transformers.optimization.get_")
 
 
 class Prepared(NamedTuple):
@@ -124,7 +124,7 @@ def _kind(plan: Plan, origin: Origin) -> str:
     name, node = origin.name, origin.node
     if name in LOADER:
         return "loader"
-    if name.startswith(_SCHEDULERS):
+    if name.startswith(SCHEDULERS):
         return "scheduler"
     if isinstance(node, cst.Call):
         if any(optimizers_of(plan.flow.values(one.value)) for one in node.args):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from unipar.migrate.expressions import TQDM
 from unipar.migrate.fit.batches import Batches
 from unipar.migrate.fit.evaluating import evaluated_on
 from unipar.migrate.fit.simple import (
@@ -18,13 +19,14 @@ from unipar.migrate.fit.simple import (
     targets,
 )
 from unipar.migrate.loaders import LOADER
+from unipar.migrate.loop import SCHEDULERS
 from unipar.migrate.models import optimizers_of
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
+from unipar.migrate.tracing import trace
 from unipar.migrate.tree import inside
 
-_WRAPPING = {"enumerate", "tqdm.tqdm", "tqdm.auto.tqdm"}
-_SCHEDULER = "torch.optim.lr_scheduler."
+_WRAPPING = {*TQDM, "enumerate"}
 
 
 def find(plan: Plan, backwards: Sequence[cst.Call]) -> Fold:
@@ -42,7 +44,7 @@ def find(plan: Plan, backwards: Sequence[cst.Call]) -> Fold:
     fold = _begin(plan, source, [one for one in loops if isinstance(one, cst.For)])
     batches = loops[0]
     assert isinstance(batches, cst.For)
-    index = _index(batches)
+    index = _index(plan, batches)
     Batches(plan, fold, index).read(batches)
     if fold.whole is not batches:
         _read_epoch(plan, fold, batches)
@@ -52,7 +54,7 @@ def find(plan: Plan, backwards: Sequence[cst.Call]) -> Fold:
 
 def _begin(plan: Plan, source: Source, loops: list[cst.For]) -> Fold:
     batches, whole = loops[0], loops[-1]
-    loader = _unwrapped(plan, batches.iter)
+    loader = _unwrapped(plan, _over(plan, batches))
     if not any(one.name in LOADER for one in plan.flow.values(loader)):
         raise NotSimple(batches.iter, "it is not seen that this is a DataLoader.")
     if not isinstance(loader, (cst.Name, cst.Attribute)):
@@ -72,15 +74,22 @@ def _begin(plan: Plan, source: Source, loops: list[cst.For]) -> Fold:
     first = call.args[0].value
     if not isinstance(model, cst.Name) or source.code(first) != f"{model.value}.parameters()":
         raise NotSimple(call, "it is not built over model.parameters(), of a model with a name.")
-    fold = Fold(source, whole, loader, _batch(batches), model, (call, statement))
+    fold = Fold(source, whole, loader, _batch(plan, batches), model, (call, statement))
     if whole is not batches:
         fold.epochs = _epochs(plan, whole)
     for one in source.all(cst.Assign):
         if isinstance(one.value, cst.Call) and any(
-            name.startswith(_SCHEDULER) for name in plan.flow.names(one.value.func)
+            name.startswith(SCHEDULERS) for name in plan.flow.names(one.value.func)
         ):
             fold.scheduler = (one.value, one)
     return fold
+
+
+def _over(plan: Plan, loop: cst.For) -> cst.BaseExpression:
+    """What a loop goes over, also where a progress bar of it has a name."""
+    found = trace(plan, loop.iter)
+    bar = found[0] if len(found) == 1 else None
+    return bar if isinstance(bar, cst.Call) and plan.flow.names(bar.func) & TQDM else loop.iter
 
 
 def _unwrapped(plan: Plan, node: cst.BaseExpression) -> cst.BaseExpression:
@@ -98,11 +107,11 @@ def _epochs(plan: Plan, loop: cst.For) -> cst.BaseExpression:
     raise NotSimple(loop.iter, "the number of epochs is not that of a range.")
 
 
-def _index(loop: cst.For) -> str:
+def _index(plan: Plan, loop: cst.For) -> str:
     """The name of the number of a batch; nothing where there is none."""
-    if isinstance(loop.target, cst.Tuple) and isinstance(loop.iter, cst.Call):
+    if isinstance(loop.target, cst.Tuple) and _is_enumerated(_over(plan, loop)):
         first = loop.target.elements[0].value
-        if isinstance(first, cst.Name) and _is_enumerated(loop.iter):
+        if isinstance(first, cst.Name):
             return first.value
     return ""
 
@@ -111,8 +120,8 @@ def _is_enumerated(node: cst.BaseExpression) -> bool:
     return any(isinstance(one, cst.Name) and one.value == "enumerate" for one in inside(node))
 
 
-def _batch(loop: cst.For) -> cst.BaseExpression:
-    if _index(loop):
+def _batch(plan: Plan, loop: cst.For) -> cst.BaseExpression:
+    if _index(plan, loop):
         assert isinstance(loop.target, cst.Tuple)
         if len(loop.target.elements) != 2:
             raise NotSimple(loop.target, "a batch and its number are expected here.")

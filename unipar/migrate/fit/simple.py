@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
+from unipar.migrate.expressions import TQDM
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
+from unipar.migrate.tracing import trace
 from unipar.migrate.tree import inside
 
 # What only reports: functions by their names, and methods whatever they are called on.
@@ -16,6 +18,7 @@ _FUNCTIONS = {
     "print", "range", "round", "str", "sum", "tuple", "zip", "math.exp", "math.sqrt", "math.log",
     "numpy.mean", "time.time", "time.perf_counter", "torch.exp", "torch.argmax", "tqdm.tqdm.write",
 }  # fmt: skip
+_OF_BARS = {"close", "refresh", "reset", "update"}
 _METHODS = {
     "append", "argmax", "count", "cpu", "cuda", "detach", "eq", "exp", "flush", "float", "format",
     "get_last_lr", "info", "item", "items", "log", "long", "max", "mean", "min", "numel", "numpy",
@@ -146,8 +149,19 @@ def _is_entry(node: cst.Assign | cst.AugAssign) -> bool:
     return isinstance(target, cst.Subscript) and isinstance(target.value, cst.Name)
 
 
+def _is_bar(plan: Plan, node: cst.BaseExpression) -> bool:
+    """Whether an expression is a progress bar."""
+    return all(
+        isinstance(one, cst.Call) and plan.flow.names(one.func) & TQDM for one in trace(plan, node)
+    )
+
+
 def _is_harmless(plan: Plan, call: cst.Call, held: set[str]) -> bool:
+    if plan.flow.names(call.func) & TQDM:
+        return True
     if isinstance(call.func, cst.Attribute):
+        if call.func.attr.value in _OF_BARS and _is_bar(plan, call.func.value):
+            return True
         if plan.flow.names(call.func) & _FUNCTIONS:
             return True
         if call.func.attr.value == "get_last_lr":

@@ -8,6 +8,7 @@ from unipar.migrate.dropping import warn_of_dropped
 from unipar.migrate.fit.simple import Fold, NotSimple, names
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
 from unipar.migrate.tree import inside
 
 _DROPOUT = ("torch.nn.Dropout", "torch.nn.functional.dropout")
@@ -123,13 +124,20 @@ def _free(tree: cst.Module, name: str) -> str:
 
 
 def _rewrite_saves(plan: Plan, fold: Fold) -> None:
-    end = fold.source.span(fold.whole)[1]
-    for source, call in plan.calls("torch.save"):
-        if call in fold.saves:
-            continue
-        if source is not fold.source or source.span(call)[0] < end:
-            raise NotSimple(call, "it cannot be seen whether this is saved after training.")
-        plan.replace(call.func, "folded.save")
+    for _, call in plan.calls("torch.save"):
+        if call not in fold.saves:
+            _check_saved_after(fold, plan.flow.source(call), call)
+            plan.replace(call.func, "folded.save")
+    for source, call, func in plan.methods("save_pretrained"):
+        if plan.flow.values(func.value) & plan.models:
+            _check_saved_after(fold, source, call)
+            given: list[Part] = [part for one in call.args for part in (", ", one)]
+            plan.replace(call, "folded.save_pretrained(", func.value, *given, ")")
+
+
+def _check_saved_after(fold: Fold, source: Source, call: cst.Call) -> None:
+    if source is not fold.source or source.span(call)[0] < fold.source.span(fold.whole)[1]:
+        raise NotSimple(call, "it cannot be seen whether this is saved after training.")
 
 
 def _picks_device(plan: Plan) -> bool:
