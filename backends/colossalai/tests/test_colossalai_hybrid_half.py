@@ -102,9 +102,10 @@ def assert_rounded(kit: Kit, runs: Sequence[Run], asked: Sequence[Scenario]) -> 
 def _shortly(kind: str, strategy: str, precision: str) -> bool:
     """Whether no other of these tests would catch as well what this one does.
 
-    Llama is compared with what rounding does where its checkpoints go on, in both precisions.
+    One model does for fp16, whose scaler no model knows of: Llama, whose losses in bf16 are
+    compared with what rounding does where its checkpoints go on.
     """
-    return (strategy, precision) == (BOTH, "bf16") and kind != "Llama"
+    return strategy == BOTH and (precision == "fp16") == (kind == "Llama")
 
 
 EVERY = [
