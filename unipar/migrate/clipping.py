@@ -28,6 +28,7 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, str]:
         to.
     """
     found: dict[Origin, str] = {}
+    clipped: set[cst.Call] = set()
     for _, call in loop.plan.calls(*_CLIP_VALUE):
         loop.plan.refuse(
             call, "gradients are clipped by value; strategies clip by norm.",
@@ -41,6 +42,9 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, str]:
         if step is None:
             test = _condition(source, call)
             step = _step_after(loop, source, test) if test is not None else None
+        elif others := _steps_otherwise(loop, source, step):
+            test = _condition(source, call)
+            clipped |= others
         if step is None or norm is None or (source.statement(call) is None and taken is None):
             loop.plan.refuse(
                 call,
@@ -70,14 +74,27 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, str]:
                         "Use a number, or a name that is bound there.",
                     )
             asked = f" if {source.code(test)} else None" if test is not None else ""
-            found[origin] = f"{source.code(norm)}{asked}"
+            code = f"{source.code(norm)}{asked}"
+            if found.setdefault(origin, code) != code:
+                _refuse_other(loop, call)
+        clipped.add(step.call)
         if taken is None:
             loop.plan.drop(call)
         else:
             source.remove(taken)
             name = source.code(taken.targets[0].target)
             loop.plan.replace(step.call, f"{name} = script.grad_norm(", step.call, ")")
+    for step in loop.steps:
+        if step.call not in clipped and optimizers_of(loop.flow.values(step.optimizer)) & {*found}:
+            _refuse_other(loop, step.call)
     return found
+
+
+def _refuse_other(loop: TrainingLoop, call: cst.Call) -> None:
+    loop.plan.refuse(
+        call, "other steps of this optimizer are clipped, or to another norm; a strategy clips "
+        "every step alike.", "Clip before each step, to one norm.",
+    )  # fmt: skip
 
 
 def _condition(source: Source, call: cst.Call) -> cst.BaseExpression | None:
@@ -85,6 +102,17 @@ def _condition(source: Source, call: cst.Call) -> cst.BaseExpression | None:
     block = source.block(call)
     above = source.parent(block)
     return above.test if isinstance(above, cst.If) and above.body is block else None
+
+
+def _steps_otherwise(loop: TrainingLoop, source: Source, step: Step) -> set[cst.Call]:
+    """The steps of the same optimizer in the ``else`` of the branch that a step stands in."""
+    above = source.parent(source.block(step.call))
+    if not isinstance(above, cst.If) or not isinstance(above.orelse, cst.Else):
+        return set()
+    return {
+        one.call for one in loop.steps
+        if one.text == step.text and above.orelse.body in (*source.around(one.call),)
+    }  # fmt: skip
 
 
 def _step_after(loop: TrainingLoop, source: Source, node: cst.CSTNode) -> Step | None:

@@ -89,13 +89,7 @@ def _clears_nothing(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:
         return _after_step(loop, source, call)
     if not backwards:
         return False
-    if all(
-        any(
-            source.block(step) is source.block(one) and source.span(step)[0] > source.span(one)[0]
-            for step in steps
-        )
-        for one in backwards
-    ):
+    if all(_comes_to(source, steps, source.block(one), source.span(one)[0]) for one in backwards):
         return _after_step(loop, source, call)
     loops = set(source.loops(call))
     if any(loops >= set(source.loops(one)) for one in backwards):
@@ -106,6 +100,15 @@ def _clears_nothing(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:
     whole = isinstance(function, cst.Module) or depth > 1
     first = min(source.span(one)[0] for one in backwards)
     return whole and not loops and source.span(call)[0] < first
+
+
+def _comes_to(source: Source, steps: list[cst.Call], block: cst.CSTNode, after: int) -> bool:
+    """Whether a block comes to a step behind a place, whichever branches are taken."""
+    return any(source.block(one) is block and source.span(one)[0] > after for one in steps) or any(
+        isinstance(one, cst.If) and isinstance(one.orelse, cst.Else) and source.span(one)[0] > after
+        and all(_comes_to(source, steps, branch, after) for branch in (one.body, one.orelse.body))
+        for one in getattr(block, "body", ())
+    )  # fmt: skip
 
 
 def _after_step(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:

@@ -93,3 +93,37 @@ def main(cfg=Config()):
 main()
 """
     assert "max_grad_norm=cfg.clip)" in migrate_source(source).code
+
+
+BRANCHES = """\
+if TEST:
+        nn.utils.clip_grad_norm_(model.parameters(), limit)
+        opt.step()
+    else:"""
+
+
+@pytest.mark.parametrize("clears_first", [False, True])
+def test_a_step_in_either_branch_is_clipped_on_its_condition(clears_first: bool) -> None:
+    text = SCRIPT.replace("CLIP", BRANCHES).replace(
+        "    opt.step()\n    opt", "        opt.step()\n    opt"
+    )
+    text = text.replace("TEST", "limit")
+    if clears_first:
+        text = text.replace("    opt.zero_grad()\n", "")
+        text = text.replace("    loss =", "    opt.zero_grad()\n    loss =")
+    code = migrate_source(text).code
+    assert "max_grad_norm=limit if limit else None)" in code
+    assert code.count("script.engine(opt).step()") == 2
+    said = refusal(text.replace("if limit", "if loss > 1"))
+    assert "the condition `loss > 1` is not known where the optimizer is built" in said
+
+
+@pytest.mark.parametrize("norm", ["", "nn.utils.clip_grad_norm_(model.parameters(), 2 * limit)"])
+def test_steps_that_are_not_clipped_alike_are_refused(norm: str) -> None:
+    first = SCRIPT.replace("CLIP", CLIP)
+    again = (
+        "for x"
+        + SCRIPT.replace("    CLIP\n", f"    {norm}\n" if norm else "").partition("for x")[2]
+    )
+    assert "a strategy clips every step alike" in refusal(first + again)
+    assert migrate_source(first + "for x" + first.partition("for x")[2]).changed
