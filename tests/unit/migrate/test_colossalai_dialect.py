@@ -155,6 +155,15 @@ def test_a_booster_that_a_function_gives_back_is_nothing() -> None:
     assert "    return None\n" in migration.code
 
 
+def test_the_plugin_of_a_booster_is_the_plugin() -> None:
+    migration = migrated(("plugin.prepare_dataloader", "booster.plugin.prepare_dataloader"))
+    assert "loader = boosted.loader(data, batch_size=2)\n" in migration.code
+    said = refused(
+        ("for x in loader", "booster.plugin.stage_manager.is_last_stage()\nfor x in loader")
+    )
+    assert "`stage_manager` of a plugin has no counterpart." in said
+
+
 def test_what_an_accelerator_tells_of_memory_is_torchs() -> None:
     migration = migrated(
         ("import colossalai\n", "import colossalai\nfrom colossalai.accelerator import "

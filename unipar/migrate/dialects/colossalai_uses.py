@@ -42,13 +42,21 @@ def rewrite_uses(plan: Plan, left: Leftovers) -> None:
             values = plan.flow.values(node.value)
             if plan.made_by(values, *BOOSTER):
                 _rewrite_booster(plan, source, node, call)
-            elif plan.made_by(values, *plugin_names()):
+            elif plan.made_by(values, *plugin_names()) or _is_boosters_plugin(plan, node.value):
                 _rewrite_plugin(plan, node, call)
             elif optimizers_of(values) and call is not None:
                 _rewrite_wrapper(plan, node, call)
             elif values & plan.models and node.attr.value == "unwrap" and call is not None:
                 plan.handled.add(call)
                 plan.replace(call, node.value)
+
+
+def _is_boosters_plugin(plan: Plan, node: cst.BaseExpression) -> bool:
+    return (
+        isinstance(node, cst.Attribute)
+        and node.attr.value == "plugin"
+        and plan.made_by(plan.flow.values(node.value), *BOOSTER)
+    )
 
 
 def _rewrite_booster(
@@ -71,7 +79,7 @@ def _rewrite_booster(
             "micro-batches.", "Port it to engine.train_step(batch, loss_fn) by hand.",
         )  # fmt: skip
     elif name == "plugin" and isinstance(source.parent(node), cst.Attribute):
-        return  # booster.plugin.prepare_dataloader(...), which the plugin's own branch has.
+        return  # What is asked of it is rewritten as of any plugin.
     else:
         plan.refuse(node, f"`{name}` of a Booster has no counterpart.", _BY_HAND)
 
