@@ -12,7 +12,8 @@ _LEAVING = (cst.Return, cst.Raise)
 def exclusive(source: Source, one: cst.CSTNode, other: cst.CSTNode) -> bool:
     """Whether a call of their function comes to at most one of two nodes.
 
-    They stand in different branches of an ``if``, or one in a branch that leaves the function.
+    They stand in different branches of an ``if`` or a ``match``, or one in a branch that leaves
+    the function.
     """
     if source.function(one) is not source.function(other):
         return False
@@ -25,6 +26,9 @@ def exclusive(source: Source, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         if isinstance(above, (cst.If, cst.IfExp)) and above in theirs:
             body, rest = above.body, above.orelse
             return (body in mine and rest in theirs) or (rest in mine and body in theirs)
+        if isinstance(above, cst.Match) and above in theirs:
+            ours, its = ([case for case in above.cases if case in one] for one in (mine, theirs))
+            return bool(ours and its) and ours != its
         if isinstance(above, cst.If) and any(_leaves(one) for one in _branches(above) & mine):
             return True
     return False

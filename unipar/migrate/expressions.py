@@ -230,7 +230,9 @@ class Expressions:
                 self._grow(("class of", origin), frozenset({one}))
                 found.add(origin)
             elif one.kind == "external":
-                if one.name in _PASSING and node.args:
+                if one.name == "getattr" and len(node.args) > 1:
+                    found |= self._named_attribute(node)
+                elif one.name in _PASSING and node.args:
                     first = next((a for a in node.args if a.keyword is None), node.args[0])
                     found |= self.values(first.value)
                 else:
@@ -249,6 +251,14 @@ class Expressions:
                 if order is not None:
                     found |= self._handed_back(node, order)
         return frozenset(found or {self._origin("call", node, "")})
+
+    def _named_attribute(self, node: cst.Call) -> Values:
+        """``getattr(torch.optim, name)``; where the name is not seen, some class of a package."""
+        name = constant(node.args[1].value)
+        last = name if isinstance(name, str) else "Some"
+        of = [one.name for one in self.values(node.args[0].value) if one.kind == "external"]
+        found = frozenset(Origin("external", None, f"{one}.{last}") for one in of)
+        return found or frozenset({self._origin("call", node, "getattr")})
 
     def _handed_back(self, node: cst.Call, order: tuple[str, ...]) -> Values:
         given = [one.value for one in node.args if one.keyword is None and not one.star]
@@ -279,12 +289,20 @@ class Expressions:
     def _subscript(self, node: cst.Subscript) -> Values:
         index = node.slice[0].slice if len(node.slice) == 1 else None
         key = constant(index.value) if isinstance(index, cst.Index) else None
-        if not isinstance(key, (str, int)):
-            return NOTHING
         found: Values = NOTHING
+        if not isinstance(key, (str, int)):
+            return self._any_function(self.values(node.value))
         for one in self.values(node.value):
             found |= self._env.get(("field", self._owner(one), key), NOTHING)
         return found
+
+    def _any_function(self, tables: Values) -> Values:
+        """What a dict of functions or classes of other packages may give for some key."""
+        found: Values = NOTHING
+        for one in tables:
+            for element in one.node.elements if isinstance(one.node, cst.Dict) else ():
+                found |= self.values(element.value)
+        return found if all(one.kind == "external" for one in found) else NOTHING
 
     def _origin(self, kind: str, node: cst.CSTNode, name: str = "") -> Origin:
         key = (kind + name, id(node))

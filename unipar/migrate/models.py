@@ -123,9 +123,9 @@ def _model_of(plan: Plan, source: Source, call: cst.Call) -> cst.BaseExpression 
 
 
 def _whole(flow: Flow, node: cst.BaseExpression) -> cst.BaseExpression:
-    """The model that a part (``model.backbone``) belongs to."""
+    """The model that a part (``model.backbone``, ``model[0]``) belongs to."""
     chain: list[cst.BaseExpression] = [node]
-    while isinstance(chain[-1], cst.Attribute):
+    while isinstance(chain[-1], (cst.Attribute, cst.Subscript)):
         chain.append(chain[-1].value)
     for one in reversed(chain):
         made = [o for o in flow.values(one) if o.kind == "call"]

@@ -26,10 +26,13 @@ CHOSEN = (
     f"    if name == 'sgd':\n        return {SGD}\n    return {ADAM}",
     f"    if name == 'adam':\n        pass\n    else:\n        return {SGD}\n    return {ADAM}",
     f"    return {SGD} if name == 'sgd' else {ADAM}",
+    f"    match name:\n        case 'sgd':\n            opt = {SGD}\n        case _:\n"
+    f"            opt = {ADAM}\n    return opt",
 )
 BOTH = (
     f"    if name == 'sgd':\n        opt = {SGD}\n    opt = {ADAM}\n    return opt",
     f"    if name == 'sgd':\n        opt = {SGD}\n        other = {ADAM}\n    return opt",
+    f"    match {SGD}:\n        case _:\n            opt = {ADAM}\n    return opt",
     f"    if {SGD}:\n        opt = None\n    else:\n        opt = {ADAM}\n    return opt",
 )
 

@@ -66,9 +66,27 @@ Holder(t.nn.Linear(2, 2)).go([])
     assert "lambda named: make([p for _, p in named])" in code
 
 
-def test_an_optimizer_of_one_class_or_another_is_prepared_once() -> None:
-    head = HEAD.replace("torch.optim.SGD(", "(torch.optim.SGD if fast else torch.optim.Adam)(")
-    assert migrate_source(head + LOOP).code.count("script.prepare") == 1
+@pytest.mark.parametrize(
+    "made",
+    [
+        "(torch.optim.SGD if fast else torch.optim.Adam)",
+        "getattr(torch.optim, args.optimizer)",
+        "getattr(torch.optim, 'SGD')",
+        "{'sgd': torch.optim.SGD, 'adam': torch.optim.Adam}[args.optimizer]",
+    ],
+)
+def test_an_optimizer_of_one_class_or_another_is_prepared_once(made: str) -> None:
+    code = migrate_source(HEAD.replace("torch.optim.SGD", made) + LOOP).code
+    assert f"script.prepare(model, optimizer=lambda named: {made}([p for _, p in named]" in code
+    assert code.count("script.prepare") == 1
+
+
+def test_an_optimizer_may_have_groups_for_parts_of_its_model() -> None:
+    groups = "[{'params': model[0].parameters()}, {'params': model[1].parameters(), 'lr': 1}]"
+    code = migrate_source(HEAD.replace("model.parameters()", groups) + LOOP).code
+    assert f"script.prepare(model, optimizer=lambda _: torch.optim.SGD({groups}" in code
+    two = groups.replace("model[1]", "other")
+    assert "over several models" in refusal(HEAD.replace("model.parameters()", two) + LOOP)
 
 
 def test_an_average_of_weights_is_no_optimizer() -> None:

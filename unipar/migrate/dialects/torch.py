@@ -117,7 +117,8 @@ def check_trains(plan: Plan) -> bool:
     backwards = [
         call for _, call, func in plan.methods("backward") if not plan.flow.functions(func)
     ]
-    if backwards and not plan.optimizers:
+    refused = any(note.kind == "refused" for note in plan.notes)
+    if backwards and not plan.optimizers and not refused:
         plan.refuse(
             backwards[0],
             "no optimizer is seen that steps on these gradients.",
