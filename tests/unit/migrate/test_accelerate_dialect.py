@@ -104,6 +104,14 @@ def test_nothing_of_accelerate_is_left() -> None:
         ([("import DataLoader", "import DataLoader\nfrom accelerate import notebook_launcher"),
           ("for x in", "notebook_launcher(print, (), num_processes=2)\nfor x in")],
          "Call the function itself, which trains on one process"),
+        ([("model, opt, loader =", "model, loader ="), ("(model, opt, loader)", "(model, loader)")],
+         "train.py:10: refused: torch.optim.SGD(model.parameters(), lr=0.1): this optimizer is not "
+         "prepared: it steps, and is cleared, at every micro-batch of an accumulation."),
+        ([("model, opt, loader =", "opt, loader ="), ("(model, opt, loader)", "(opt, loader)")],
+         "its model is not prepared, so its replicas drift apart. Give it to accelerator.prepare."),
+        ([("accelerator.backward(loss)", "loss.backward()")],
+         "accelerator.backward divides the loss by the micro-batches of a step, and scales it "
+         "under fp16; this does neither. Call accelerator.backward(loss)."),
         ([("import set_seed", "import gather")], ""),
         ([("for x in loader", "set_seed(1, deterministic=True)\nfor x in loader")],
          "deterministic algorithms are torch's to ask for."),
@@ -116,6 +124,13 @@ def test_what_is_refused(changes: list[tuple[str, str]], said: str) -> None:
         assert not migrated(*changes).refused
         return
     assert said in refused(*changes)
+
+
+def test_a_plain_backward_is_the_same_without_accumulation() -> None:
+    plain = ("accelerator.backward(loss)", "loss.backward()")
+    assert not migrated(plain, ("gradient_accumulation_steps=4", "")).refused
+    half = refused(plain, ("gradient_accumulation_steps=4", "mixed_precision='fp16'"))
+    assert "Call accelerator.backward(loss)." in half
 
 
 def test_clipping_under_its_condition_goes_to_the_strategy() -> None:

@@ -93,6 +93,8 @@ def test_fabric_is_known_by_all_its_names(old: str, new: str) -> None:
          "what DeepSpeedStrategy does cannot be read"),
         ("model, opt = fabric.setup(model, opt)", "fabric.setup(*both)",
          "it cannot be seen what is set up"),
+        ("model, opt = fabric.setup(model, opt)", "",
+         "its model is not set up, so its replicas drift apart. Give it to fabric.setup."),
         ("fabric.launch()", "fabric.call('on_start')", "a fabricated.Run has nothing like it"),
         ("fabric.launch()", "class T(Fabric): pass", "it is a Fabric itself"),
         ("fabric.launch()", "f = Fabric()", "a process has one run"),

@@ -12,7 +12,11 @@ from unipar.migrate.dialects.accelerate_settings import (
     ACCELERATOR,
     rewrite_accelerators,
 )
-from unipar.migrate.dialects.accelerate_uses import rewrite_uses, warn_of_double_division
+from unipar.migrate.dialects.accelerate_uses import (
+    check_backwards,
+    rewrite_uses,
+    warn_of_double_division,
+)
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.imports import imported
@@ -68,6 +72,10 @@ class Accelerate(Dialect):
         Row("norm = accelerator.clip_grad_norm_(...)",
             "The strategy clips in the step. StepResult.grad_norm is the norm."),
         Row("accelerator.prepare(*objects)", "Write out what is prepared."),
+        Row("a model or an optimizer that is not prepared",
+            "Replicas drift apart; steps are taken at every micro-batch. Prepare it."),
+        Row("loss.backward() in an accumulation, or under fp16",
+            "It is neither divided nor scaled. Call accelerator.backward(loss)."),
         Row("a second Accelerator, but in another branch",
             "It shares the state of the first. Build one, and hand it on."),
         Row("accelerator.backward(loss, retain_graph=True)",
@@ -97,6 +105,7 @@ class Accelerate(Dialect):
         read_files(plan)
         rewrite_uses(plan)
         if trains:
+            check_backwards(plan)
             warn_of_double_division(plan)
             device = plan.config.pop("device", None)
             rewrite_training(plan, wrapped=False)

@@ -8,6 +8,7 @@ from unipar.migrate.dialects.accelerate_places import answered, rewrite_places
 from unipar.migrate.dialects.accelerate_prepare import PREPARING, rewrite_prepare
 from unipar.migrate.dialects.accelerate_settings import ACCELERATOR
 from unipar.migrate.divisions import warn_of_divisions
+from unipar.migrate.expressions import Origin
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Clip, Plan
 from unipar.migrate.source import Source
@@ -40,6 +41,7 @@ def rewrite_uses(plan: Plan) -> None:
                                   "accelerate.utils.DataLoaderConfiguration")
     )  # fmt: skip
     rewrite_places(plan)
+    _check_prepared(plan)
     for source in plan.sources:
         for node in source.all(cst.Attribute):
             if is_accelerator(plan, node.value):
@@ -55,6 +57,40 @@ def rewrite_uses(plan: Plan) -> None:
 def is_accelerator(plan: Plan, node: cst.BaseExpression) -> bool:
     """Whether an expression may be an Accelerator."""
     return plan.made_by(plan.flow.values(node), *ACCELERATOR)
+
+
+def _check_prepared(plan: Plan) -> None:
+    """Refuse what trains without the Accelerator's knowing."""
+    prepared: set[Origin] = set()
+    for _, call, func in plan.methods(*PREPARING):
+        if is_accelerator(plan, func.value):
+            prepared.update(*(plan.flow.values(one.value) for one in call.args))
+            if any(one.star for one in call.args):
+                return  # It is refused for that.
+    for origin, model in plan.optimizers.items():
+        assert origin.node is not None
+        if origin not in prepared:
+            plan.refuse(
+                origin.node, "this optimizer is not prepared: it steps, and is cleared, at every "
+                "micro-batch of an accumulation.", "Give it to accelerator.prepare.",
+            )  # fmt: skip
+        elif not plan.flow.values(model) & prepared:
+            plan.refuse(
+                origin.node, "its model is not prepared, so its replicas drift apart.",
+                "Give it to accelerator.prepare.",
+            )  # fmt: skip
+
+
+def check_backwards(plan: Plan) -> None:
+    """Refuse backward passes around the Accelerator, where they are others than its own."""
+    if _accumulation(plan) == 1 and plan.config.get("precision") != "fp16":
+        return
+    for _, call, func in plan.methods("backward"):
+        if call not in plan.losses and not plan.flow.functions(func):
+            plan.refuse(
+                call, "accelerator.backward divides the loss by the micro-batches of a step, and "
+                "scales it under fp16; this does neither.", "Call accelerator.backward(loss).",
+            )  # fmt: skip
 
 
 def _rewrite_attribute(plan: Plan, source: Source, node: cst.Attribute, split: bool) -> None:

@@ -78,6 +78,7 @@ class Fabric(Dialect):
         Row("callbacks, plugins, num_nodes, fabric.call, sharded_model",
             "A fabricated.Run has none. Call functions; start other nodes with torchrun."),
         Row("class Trainer(Fabric)", "It is Fabric itself. Hold one, and call it."),
+        Row("a model that is not set up", "Its replicas drift apart. Give it to fabric.setup."),
         Row("model.mark_forward_method, is_wrapped", "Only model(...) leads to the engine."),
         Row("clip_gradients(clip_val=1.0)", "Strategies clip by the 2-norm. Use max_norm."),
         *LOOP_REFUSED,
@@ -96,6 +97,7 @@ class Fabric(Dialect):
         settings = Settings(plan)
         for source, call in plan.calls(*FABRIC):
             settings.read(source, call)
+        self._check_set_up(plan)
         self._rewrite_methods(plan)
         for _, call in plan.calls(*_SEEDS):
             plan.replace(call.func, "fabricated.seed_everything")
@@ -131,6 +133,22 @@ class Fabric(Dialect):
                     plan.replace(node, node.value)
                 elif values & plan.models and node.attr.value == "mark_forward_method":
                     plan.refuse(node, "only model(...) leads to the engine.", "Leave it out.")
+
+    def _check_set_up(self, plan: Plan) -> None:
+        """Refuse models that Fabric does not know of."""
+        given = [
+            one for _, call, func in plan.methods("setup", "setup_module") for one in call.args
+            if plan.made_by(plan.flow.values(func.value), *FABRIC)
+        ]  # fmt: skip
+        known = {origin for one in given for origin in plan.flow.values(one.value)}
+        for origin, model in plan.optimizers.items():
+            if origin.node is not None and not plan.flow.values(model) & known and not any(
+                one.star for one in given
+            ):  # fmt: skip
+                plan.refuse(
+                    origin.node, "its model is not set up, so its replicas drift apart.",
+                    "Give it to fabric.setup.",
+                )  # fmt: skip
 
     def _rewrite_method(self, plan: Plan, source: Source, node: cst.Attribute) -> None:
         name, call = node.attr.value, source.parent(node)
