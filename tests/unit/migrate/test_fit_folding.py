@@ -292,3 +292,54 @@ def test_a_pretrained_model_is_saved_by_one_process() -> None:
         one for one in migrate_source(HEAD + end + LOOP, to="fit").notes if one.kind == "refused"
     ]
     assert note.why == "it cannot be seen whether this is saved after training."
+
+
+HELD_OUT = """\
+    with torch.no_grad():
+        total = 0
+        for x, y in held_out:
+            total += loss_fn(model(x), y).item()
+"""
+FUNCTION = """\
+@torch.no_grad()
+def evaluate(model, data):
+    model.eval()
+    total = 0
+    for x, y in data:
+        total += loss_fn(model(x), y).item()
+    return total
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "first", "last", "line"),
+    [
+        ("model.eval()\n", "", "", 9),
+        ("", "    model.eval()\n", "", 10),
+        ("", "", f"    model.eval()\n{HELD_OUT}", 15),
+        ("", "", f"    model.train(False)\n{HELD_OUT}", 15),
+        (FUNCTION, "", "    print(evaluate(model, held_out))\n", 11),
+        ("", "    model.train()\n", f"    model.eval()\n{HELD_OUT}", 0),
+        ("", "", f"    model.eval()\n{HELD_OUT}    model.train()\n", 0),
+        ("model.eval()\n", "    model.train()\n", "", 0),
+        (FUNCTION, "    model.train()\n", "    print(evaluate(model, held_out))\n", 0),
+        ("", "", HELD_OUT, 0),
+    ],
+)
+def test_training_in_eval_mode_is_called_out(before: str, first: str, last: str, line: int) -> None:
+    loop = LOOP.replace("    for i", f"{first}    for i")
+    held_out = "held_out = DataLoader([1])\n"
+    notes = [one.why for one in fold(HEAD + held_out + before + loop + last).notes]
+    told = [why for why in notes if "into eval mode" in why]
+    assert len(told) == bool(line)
+    assert not line or told[0].startswith(f"line {line} puts the model into eval mode")
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_clipping_that_does_not_stand_before_the_step_is_refused(place: str) -> None:
+    clip = "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+    loop = (
+        LOOP + clip if place == "after" else LOOP.replace("        loss.b", f"{clip}        loss.b")
+    )
+    (note,) = migrate_source(HEAD + loop, to="fit").notes
+    assert note.why == "it is expected between the backward pass and the step."

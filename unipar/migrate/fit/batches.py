@@ -100,6 +100,8 @@ class Batches:
             kind = argument(call, 2, "norm_type")
             if kind is not None and constant(kind) != 2:
                 raise NotSimple(call, "fit clips by the 2-norm.")
+            if fold.loss is None or self._stepped:
+                raise NotSimple(call, "it is expected between the backward pass and the step.")
             fold.clip = argument(call, 1, "max_norm")
             self._done(call)
             return True

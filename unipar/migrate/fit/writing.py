@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from unipar.migrate.dropping import warn_of_dropped
+from unipar.migrate.fit.modes import warn_of_mode
 from unipar.migrate.fit.simple import Fold, NotSimple, names
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
@@ -149,6 +150,7 @@ def _picks_device(plan: Plan) -> bool:
 
 def _tell(plan: Plan, fold: Fold) -> None:
     warn_of_dropped(plan)
+    warn_of_mode(plan, fold)
     origins = plan.flow.values(fold.loader)
     shuffled = any(
         isinstance(one.node, cst.Call)
