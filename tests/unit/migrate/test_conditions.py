@@ -92,6 +92,18 @@ def test_when_to_reduce_is_the_engines_business() -> None:
     assert "require_backward_grad_sync" not in migration.code
 
 
+def test_what_only_a_wrapper_has_is_refused_or_the_runs() -> None:
+    migration = migrate_source(DDP + "print(model.device)\n")
+    assert "print(script.device())" in migration.code
+    called = migrate_source(DDP + "model._set_static_graph()\n")
+    assert called.refused
+    assert "this is DDP's own" in str(called.notes)
+    inner = DDP.replace(
+        "if world_size > 1:\n    model", "raw = model\nif world_size > 1:\n    model"
+    )
+    assert "print(raw.device)" in migrate_source(inner + "print(raw.device)\n").code
+
+
 def test_batch_norms_are_converted_by_the_strategy() -> None:
     converted = "model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)\n"
     source = DDP.replace(

@@ -198,6 +198,13 @@ def test_full_tensors_of_a_state_dict_are_there_already() -> None:
     assert "it cannot be seen that this is of a state dict" in refusal(TWO + LOOP + tail)
 
 
+def test_a_norm_is_whole_already() -> None:
+    clip = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+    loop = LOOP.replace("    opt.step()", f"    norm = {clip}\n    opt.step()")
+    code = migrate_source(TWO + loop + "    print(norm.full_tensor().item())\n").code
+    assert "norm = script.grad_norm(script.engine(opt).step())\n    print(norm.item())\n" in code
+
+
 def test_fp16_wants_its_scaler() -> None:
     head = (
         "from torch.distributed.fsdp import MixedPrecision\n"

@@ -36,6 +36,11 @@ _OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view",
             "broadcast_buffers")  # fmt: skip
 _DROPPED = ("device_ids", "output_device")
 _STATES = ("state_dict", "load_state_dict")
+# What DDP has and the module in it has not.
+_OWN = ("register_comm_hook", "join", "require_backward_grad_sync", "require_forward_param_sync",
+        "reducer", "logger", "process_group", "device_ids", "output_device", "static_graph",
+        "_set_static_graph", "will_sync_module_buffers", "find_unused_parameters",
+        "broadcast_buffers")  # fmt: skip
 
 
 class Ddp(Dialect):
@@ -51,6 +56,7 @@ class Ddp(Dialect):
         Row("if distributed: ...",
             "unchanged; without a launcher unipar runs one process just so"),
         Row("ddp.module", "model: it is not wrapped"),
+        Row("ddp.device", "script.device()"),
         Row("with ddp.no_sync():", "with script.no_sync():"),
         Row("ddp.require_backward_grad_sync = last",
             "removed: an engine knows when to reduce"),
@@ -73,7 +79,7 @@ class Ddp(Dialect):
             "Start the processes with torchrun, srun or mpirun."),
         Row("dist.new_group, DDP(process_group=g)",
             "Groups of ranks are for other divisions than data parallelism's."),
-        Row("register_comm_hook, join", "These are DDP's own."),
+        Row("register_comm_hook, join, reducer, process_group", "These are DDP's own."),
         Row("a trained model that is not wrapped", "Its replicas drift apart. Wrap it."),
         Row("multiprocessing.Process(target=train)", "Use torchrun, or mp.spawn."),
         Row("if args.sync_bn: convert_sync_batchnorm(model)",
@@ -154,10 +160,13 @@ class Ddp(Dialect):
             assign = source.parent(target)
             assert isinstance(assign, cst.Assign)
             source.remove(assign)
-        elif node.attr.value in ("register_comm_hook", "join", "require_backward_grad_sync"):
+        elif node.attr.value == "device" and _may_be_wrapper(plan, node.value):
+            plan.replace(node, "script.device()")
+        elif node.attr.value in _OWN and _may_be_wrapper(plan, node.value):
             plan.refuse(
                 node, "this is DDP's own; an engine has none.",
-                "Set the strategy's `compression`, or leave it out.",
+                f"Leave it out; the strategy ddp has the options {', '.join(_OPTIONS)} and "
+                "`compression`.",
             )  # fmt: skip
         elif node.attr.value in _STATES and _may_be_wrapper(plan, node.value):
             plan.tell(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from unipar.migrate.clipping import CLIP
 from unipar.migrate.edits import Span
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.models import FSDP, optimizers_of
@@ -268,14 +269,20 @@ class States:
     def _rewrite_full_tensors(self) -> None:
         """What is whole already needs no gathering."""
         for source, call, func in self.plan.methods("full_tensor"):
-            if self._of_state_dict(source, func.value):
+            norms = trace(self.plan, func.value)
+            if self._of_state_dict(source, func.value) or (
+                norms and all(map(self._is_norm, norms))
+            ):
                 self._note_gone(call, func.value)
                 self.plan.replace(call, func.value)
             else:
                 self.plan.refuse(
-                    call, "it cannot be seen that this is of a state dict.",
+                    call, "it cannot be seen that this is of a state dict, or a norm.",
                     "Use get_model_state_dict with StateDictOptions(full_state_dict=True).",
                 )  # fmt: skip
+
+    def _is_norm(self, node: cst.BaseExpression) -> bool:
+        return isinstance(node, cst.Call) and bool(self.flow.names(node.func) & {*CLIP})
 
     def _of_state_dict(self, source: Source, node: cst.BaseExpression) -> bool:
         for above in source.around(node):
