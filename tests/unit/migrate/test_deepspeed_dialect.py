@@ -264,6 +264,27 @@ def test_settings_may_be_keywords_and_constants() -> None:
     assert "changed after it was written" in refusal(changed)
 
 
+FILE = "with open('conf/ds.json') as file:\n    config = json.load(file)\n"
+READ = f"import json\n{FILE}"
+
+
+@pytest.mark.parametrize("written", [f"config = {SMALL | {'zero_optimization': {}}!r}\n", READ])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "config['zero_optimization']['stage'] = args.stage",
+        "config['optimizer']['params']['lr'] *= args.lr",
+        "config['zero_optimization'].update(stage=2)",
+        "zero = config['zero_optimization']\nzero['stage'] = 2",
+    ],
+)
+def test_a_configuration_that_is_changed_is_refused(written: str, change: str) -> None:
+    source = script(SMALL).replace(f"config = {SMALL!r}\n", f"{written}{change}\n")
+    assert "the configuration is changed after it was written" in refusal(
+        source, settings={"conf/ds.json": json.dumps(SMALL)}
+    )
+
+
 def test_a_script_may_ask_in_which_precision_it_computes() -> None:
     source = script(SMALL) + "if engine.bfloat16_enabled() or engine.fp16_enabled(): ...\n"
     assert "if engine.bfloat16_enabled() or engine.fp16_enabled()" in migrate_source(source).code

@@ -12,6 +12,7 @@ import libcst as cst
 from unipar.migrate.history import last_write
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
+from unipar.migrate.tree import inside
 
 _KNOWN = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization",
           "gradient_accumulation_steps"}  # fmt: skip
@@ -44,8 +45,8 @@ def find_config(plan: Plan, call: cst.Call) -> Config | None:
         return _named_on_command_line(plan, call)
     file = constant(given)
     dicts = _tables(plan, given)
+    _check_untouched(plan, given, dicts)
     if len(dicts) == 1:
-        _check_untouched(plan, given, dicts[0])
         return Config(_Reader(plan, given).mapping(dicts[0]))
     if not isinstance(file, str) and not dicts:
         file = _file_of(plan, given)
@@ -160,22 +161,43 @@ def _file_of_name(plan: Plan, given: cst.Name) -> str | None:
     return text if isinstance(text, str) else _file_of(plan, values[0])
 
 
-def _check_untouched(plan: Plan, given: cst.BaseExpression, node: Table) -> None:
-    """Refuse a dict that is changed after it was written."""
+def _check_untouched(plan: Plan, given: cst.BaseExpression, tables: list[Table]) -> None:
+    """Refuse a configuration that is changed after it was written or read, however deep in it."""
+    parts = {one for table in tables for one in inside(table)}
+    name = plan.flow.source(given).code(given) if isinstance(given, cst.Name) else None
     for source in plan.sources:
         for one in source.all(cst.Subscript):
-            target = isinstance(source.parent(one), cst.AssignTarget)
-            if target and any(v.node is node for v in plan.flow.values(one.value)):
-                plan.refuse(
-                    one, "the configuration is changed after it was written.",
-                    "Write the value into the dict.",
-                )  # fmt: skip
+            above = source.parent(one)
+            target = isinstance(above, cst.AssignTarget) or (
+                isinstance(above, (cst.AugAssign, cst.AnnAssign)) and above.target is one
+            )
+            if target and _is_of(plan, one.value, parts, name):
+                _refuse_change(plan, one)
     for _, call, func in plan.methods("update", "setdefault", "pop"):
-        if any(one.node is node for one in plan.flow.values(func.value)):
-            plan.refuse(
-                call, "the configuration is changed after it was written.",
-                "Write the value into the dict.",
-            )  # fmt: skip
+        if _is_of(plan, func.value, parts, name):
+            _refuse_change(plan, call)
+
+
+def _is_of(plan: Plan, node: cst.BaseExpression, parts: set[cst.CSTNode], name: str | None) -> bool:
+    """Whether an expression may be a configuration, or a part of it."""
+    for _ in range(20):
+        held = any(one.node in parts for one in plan.flow.values(node))
+        if held or (isinstance(node, cst.Name) and node.value == name):
+            return True
+        if isinstance(node, cst.Subscript):
+            node = node.value
+            continue
+        write = last_write(plan.flow.source(node), node)
+        if write is None or write.value is node:
+            break
+        node = write.value
+    return False
+
+
+def _refuse_change(plan: Plan, node: cst.CSTNode) -> None:
+    plan.refuse(
+        node, "the configuration is changed after it was written.", "Write the value into it.",
+    )  # fmt: skip
 
 
 class _Reader:
