@@ -80,7 +80,10 @@ def test_options_go_to_the_settings(option: str, setting: dict[str, object]) -> 
         ("s())", "s(), op=hvd.Sum)", "for hvd.Sum multiply the loss by hvd.size()"),
         ("s())", "s(), op=hvd.Adasum if a else hvd.Average)", "Adasum is another update"),
         ("s())", "s(), process_set=even)", "unipar.yaml cannot say `process_set=even`"),
-        ("s())", "s(), gradient_predivide_factor=f)", "cannot say `gradient_predivide_factor=f`"),
+        ("s())", "s(), num_groups=n)", "cannot say `num_groups=n`"),
+        ("opt = hvd", "other = hvd", "it steps the optimizer inside, which does not wait until"),
+        ("import torch\n", "import torch, horovod\nhorovod.run(main, np=2)\n",
+         "Call the function itself, and start the script with torchrun or horovodrun."),
         ("s())", "s(), compression=squeeze)", "it cannot be seen what compresses gradients"),
         (WRAP, f"if hvd.size() > 1: {WRAP}", "whether the optimizer is wrapped is decided"),
         (WRAP, "", "not wrapped in hvd.DistributedOptimizer, so its model's replicas drift apart"),
@@ -111,6 +114,12 @@ def test_a_fresh_optimizers_hidden_step_is_kept_and_called_out() -> None:
     ) in told(migration, "training")
     plain = migrate_source(SCRIPT.replace("for x", f"{line}for x"))
     assert not told(plain, "training")
+
+
+def test_parts_that_gradients_are_divided_in_are_rounding_alone() -> None:
+    migration = migrate_source(SCRIPT.replace("s())", "s(), gradient_predivide_factor=args.f)", 1))
+    assert "gradient_predivide_factor" not in str(migration.config)
+    assert "which differs in rounding alone" in told(migration, "changed")
 
 
 def test_the_state_that_wrapping_throws_away_is_called_out() -> None:

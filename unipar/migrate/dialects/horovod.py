@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import libcst as cst
 
-from unipar.migrate.clipping import CLIP
 from unipar.migrate.devices import rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
-from unipar.migrate.dialects.horovod_compression import rewrite_compression
 from unipar.migrate.dialects.horovod_exchange import rewrite_exchange
+from unipar.migrate.dialects.horovod_optimizers import drop_synchronizing, rewrite_optimizers
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.leftovers import Leftovers
-from unipar.migrate.literals import argument, constant
 from unipar.migrate.loaders import rewrite_samplers
-from unipar.migrate.models import find_optimizers, optimizers_of
+from unipar.migrate.models import find_optimizers
 from unipar.migrate.numerics import warn_of_ranks
 from unipar.migrate.plan import Plan
 from unipar.migrate.processes import is_conditional
 from unipar.migrate.source import Source
 
 _HVD = "horovod.torch."
+_LAUNCHERS = ("horovod.run", "horovod.runner.run", "horovod.spark.run")
 _CALLS = {
     "init": "script.open()",
     "shutdown": "script.close()",
@@ -33,11 +32,6 @@ _CALLS = {
     "cross_size": "script.placement().num_nodes",
     "barrier": "script.world().barrier()",
 }
-_ARGUMENTS = ("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op",
-              "gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense",
-              "process_set")  # fmt: skip
-_DROPPED = ("optimizer", "named_parameters", "backward_passes_per_step")
-_OPTIONS = ("gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense")
 _REFUSED = {
     "elastic.": (
         "the number of ranks may change while it runs, for which the loop is written.",
@@ -48,6 +42,10 @@ _REFUSED = {
                       "Leave it out, and set sync_batchnorm: true under the strategy ddp."),
     "join": ("ranks run different numbers of steps.", "Use a DistributedSampler, which pads."),
 }  # fmt: skip
+_LAUNCH = (
+    "Horovod starts the processes, of a function.",
+    "Call the function itself, and start the script with torchrun or horovodrun.",
+)
 _OWN = ("this is Horovod's own, and has no counterpart under other strategies.",
         "Leave it out, or do it with torch.distributed, which any strategy has.")  # fmt: skip
 
@@ -92,9 +90,13 @@ class Horovod(Dialect):
             "Write checkpoints, and restart with torchrun --max-restarts."),
         Row("hvd.join()", "Ranks run different numbers of steps. Use a DistributedSampler."),
         Row("hvd.SyncBatchNorm", "Set sync_batchnorm: true under the strategy ddp."),
+        Row("horovod.run(train, np=4)",
+            "Horovod starts the processes. Call train(); start the script with torchrun."),
         Row("process_set=s", "Sets of ranks are for other divisions than data parallelism's."),
         Row("if n > 1: optimizer = hvd.DistributedOptimizer(optimizer)",
             "Wrap it always: without a launcher unipar runs one process just so."),
+        Row("hvd_opt = hvd.DistributedOptimizer(opt); opt.step()",
+            "It does not wait for the averages. Step hvd_opt."),
         Row("an optimizer that is not wrapped", "Its replicas drift apart. Wrap it."),
         Row("hvd.allreduce_async_, hvd.alltoall, hvd.nccl_built()",
             "They are Horovod's own. Leave them out, or use torch.distributed."),
@@ -110,8 +112,8 @@ class Horovod(Dialect):
         plan.launcher = "horovodrun"
         rewrite_samplers(plan)
         self._rewrite_places(plan, left)
-        self._rewrite_optimizers(plan, left)
-        _drop_synchronizing(plan)
+        rewrite_optimizers(plan, left)
+        drop_synchronizing(plan)
         rewrite_exchange(plan, left)
         rewrite_training(plan, wrapped=False)
         rewrite_environment(plan)
@@ -125,6 +127,8 @@ class Horovod(Dialect):
                 )
         for name, (why, todo) in _REFUSED.items():
             left.refuse_below(f"{_HVD}{name}", why, todo)
+        for name in _LAUNCHERS:
+            left.refuse_below(name, *_LAUNCH)
         left.refuse(*_OWN)
         left.remove_imports()
 
@@ -150,117 +154,3 @@ class Horovod(Dialect):
                 call, "sets of ranks are for other divisions than data parallelism's.",
                 "Leave its arguments out.",
             )  # fmt: skip
-
-    def _rewrite_optimizers(self, plan: Plan, left: Leftovers) -> None:
-        # Horovod leaves buffers, such as BatchNorm's statistics, to each rank.
-        options: dict[str, Any] = {"broadcast_buffers": False}
-        for source, call in plan.calls(f"{_HVD}DistributedOptimizer"):
-            inner = argument(call, 0, "optimizer")
-            if inner is None:
-                plan.refuse(call, "it cannot be seen what it wraps.", "Name the optimizer.")
-                continue
-            if is_conditional(source, call):
-                plan.refuse(
-                    call,
-                    "whether the optimizer is wrapped is decided while it runs.",
-                    "Wrap it always: without a launcher unipar runs one process just so.",
-                )
-            for index, one in enumerate(call.args):
-                name = one.keyword.value if one.keyword is not None else _ARGUMENTS[index]
-                if one.value is not inner:
-                    left.settle(one)
-                    self._take(plan, left, options, call, name, one.value)
-            left.settle(call.func)
-            self._check_state(plan, source, call, inner)
-            assign = source.parent(call)
-            if isinstance(assign, cst.Assign) and [
-                source.code(one.target) for one in assign.targets
-            ] == [source.code(inner)]:
-                source.remove(assign)
-            else:
-                plan.replace(call, inner)
-        plan.config["strategy"] = {"name": "horovod", **options}
-        wrapped = {
-            one
-            for _, call in plan.calls(f"{_HVD}DistributedOptimizer")
-            for one in plan.flow.values(call)
-        }
-        for origin in plan.optimizers:
-            if origin not in wrapped and origin.node is not None:
-                plan.refuse(
-                    origin.node,
-                    "this optimizer is not wrapped in hvd.DistributedOptimizer, so its model's "
-                    "replicas drift apart.",
-                    "Wrap it, and let the engine keep the replicas equal.",
-                )
-
-    def _take(
-        self, plan: Plan, left: Leftovers, options: dict[str, Any], call: cst.Call, name: str,
-        value: cst.BaseExpression,
-    ) -> None:  # fmt: skip
-        """Turn an argument of ``DistributedOptimizer`` into an option."""
-        source, literal = plan.flow.source(value), constant(value)
-        names = {one.removeprefix(_HVD) for one in plan.flow.names(value)}
-        if name == "compression":
-            rewrite_compression(plan, left, options, call, value)
-        elif name == "op" and names != {"Average"}:
-            adasum = "Adasum" in names
-            plan.refuse(
-                value,
-                "Adasum is another update than that by the average of the gradients." if adasum
-                else "gradients are not averaged.",
-                "Leave op out, and look for a learning rate that suits the average." if adasum
-                else "Leave op out; for hvd.Sum multiply the loss by hvd.size().",
-            )  # fmt: skip
-        elif name in _OPTIONS and isinstance(literal, (int, float)):
-            options["num_groups" if name == "groups" else name] = literal
-        elif name not in (*_DROPPED, "op") and source.code(value) != "None":
-            plan.refuse(
-                call, f"unipar.yaml cannot say `{name}={source.code(value)}`.",
-                f"Leave {name} out, or give a literal to one of {', '.join(_OPTIONS)}.",
-            )  # fmt: skip
-
-    def _check_state(
-        self, plan: Plan, source: Source, call: cst.Call, inner: cst.BaseExpression
-    ) -> None:
-        mine = optimizers_of(plan.flow.values(inner))
-        for place, load, func in plan.methods("load_state_dict"):
-            same = place is source and source.function(load) is source.function(call)
-            before = same and source.span(load)[0] < source.span(call)[0]
-            if before and optimizers_of(plan.flow.values(func.value)) & mine:
-                plan.warn(
-                    load,
-                    "Horovod's DistributedOptimizer threw this state away, so that moments began "
-                    "at zero; it is kept now.",
-                    "Leave it out if that was meant.",
-                )
-
-
-def _drop_synchronizing(plan: Plan) -> None:
-    """Take out what Horovod's optimizer has and others have not."""
-    complete = {
-        (source.name, source.function(call)) for source, call, _ in plan.methods("synchronize")
-    }
-    for source, call in plan.calls(*CLIP):
-        if (source.name, source.function(call)) not in complete:
-            plan.warn(
-                call,
-                "gradients were clipped while Horovod averaged them: to each rank's own norm, or "
-                "not at all.",
-                "The average is clipped now, as after optimizer.synchronize().",
-            )
-    for source, call, func in plan.methods(
-        "synchronize", "skip_synchronize", "set_backward_passes_per_step"
-    ):
-        if not optimizers_of(plan.flow.values(func.value)):
-            continue
-        if func.attr.value != "skip_synchronize":
-            plan.drop(call)
-            continue
-        item = source.parent(call)
-        with_ = source.parent(item) if item is not None else None
-        if not isinstance(with_, cst.With) or len(with_.items) != 1:
-            plan.refuse(call, "it is no `with` statement by itself.",
-                        "Write `with optimizer.skip_synchronize():`.")  # fmt: skip
-        elif not source.unwrap(with_):
-            plan.replace(call, "script.no_sync()")
