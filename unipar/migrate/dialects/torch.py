@@ -55,6 +55,8 @@ LOOP_REFUSED = (
     Row("model.loss(x), helper(model, x)",
         "In the training loop it may go around the engine's forward. Call model(...)."),
     Row("p.grad", "Gradients are read or written; a strategy may scale or divide them."),
+    Row("clipping in one loop and not in another, or to another norm",
+        "A strategy clips every step of an optimizer alike. Clip before each step, to one norm."),
     Row("clip_grad_value_", "Strategies clip by the 2-norm. Use clip_grad_norm_."),
     Row("zero_grad() at the start of an epoch, step by modulo",
         "The end of a ragged epoch is thrown away. Step on the rest too: "
