@@ -285,6 +285,11 @@ def test_a_configuration_that_is_changed_is_refused(written: str, change: str) -
     )
 
 
+def test_another_dictionary_of_that_name_may_be_changed() -> None:
+    other = "def other():\n    config = {}\n    config['a'] = 1\n"
+    assert migrate_source(other + script(SMALL)).changed
+
+
 def test_a_script_may_ask_in_which_precision_it_computes() -> None:
     source = script(SMALL) + "if engine.bfloat16_enabled() or engine.fp16_enabled(): ...\n"
     assert "if engine.bfloat16_enabled() or engine.fp16_enabled()" in migrate_source(source).code

@@ -164,7 +164,8 @@ def _file_of_name(plan: Plan, given: cst.Name) -> str | None:
 def _check_untouched(plan: Plan, given: cst.BaseExpression, tables: list[Table]) -> None:
     """Refuse a configuration that is changed after it was written or read, however deep in it."""
     parts = {one for table in tables for one in inside(table)}
-    name = plan.flow.source(given).code(given) if isinstance(given, cst.Name) else None
+    # What is read from a file is known by its name alone.
+    name = given.value if isinstance(given, cst.Name) and not tables else None
     for source in plan.sources:
         for one in source.all(cst.Subscript):
             above = source.parent(one)
