@@ -35,6 +35,7 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
     parser.add_argument("--max_grad_norm", type=float, default=0.5)
+    parser.add_argument("--spike", type=float, default=3.7)
     parser.add_argument("--mixed_precision", type=str, default="no", choices=["no", "bf16"])
     parser.add_argument("--output_dir", type=str, default="run")
     parser.add_argument("--seed", type=int, default=3)
@@ -70,6 +71,10 @@ def train_epoch(accelerator: Accelerator, model, loader, optimizer, scheduler, a
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        if loss > args.spike:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():  # on whichever process: all go on with the next epoch
+            break
     return accelerator.reduce(total, reduction="mean").item() / len(loader)
 
 
