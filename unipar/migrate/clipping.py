@@ -50,7 +50,9 @@ def drop_clipping(loop: TrainingLoop) -> dict[Origin, str]:
                 call,
                 "it does not stand alone in front of the step, in the same block, or its norm is "
                 "used before the step.",
-                "Put it there; script.grad_norm gives the norm after the step.",
+                "Put it there; script.grad_norm gives the norm after the step."
+                if _gives_norms(loop)
+                else "Put it there, and leave its norm unused.",
             )
             continue
         if kind is not None and constant(kind) != 2:
@@ -138,8 +140,12 @@ def _taken(loop: TrainingLoop, source: Source, call: cst.Call, step: Step) -> cs
         source.code(one) == source.code(name) and start <= source.span(one)[0] < stop
         for one in (*source.all(cst.Name), *source.all(cst.Attribute))
     )
-    own = loop.plan.words.step == Words().step
-    return assign if is_plain(name) and own and not used else None
+    return assign if is_plain(name) and _gives_norms(loop) and not used else None
+
+
+def _gives_norms(loop: TrainingLoop) -> bool:
+    """Whether a migrated step returns what ``script.grad_norm`` reads."""
+    return loop.plan.words.step == Words().step
 
 
 def _torch_clip(call: cst.Call) -> Clip:

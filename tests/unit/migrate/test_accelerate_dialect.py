@@ -142,6 +142,16 @@ def test_clipping_under_its_condition_goes_to_the_strategy() -> None:
     assert "sync_gradients" not in migration.code
 
 
+def test_a_norm_that_is_kept_is_refused_with_a_remedy_that_accelerators_have() -> None:
+    said = refused(
+        ("        opt.step", "        if accelerator.sync_gradients:\n"
+         "            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)\n"
+         "        opt.step"),
+    )  # fmt: skip
+    assert "Put it there, and leave its norm unused." in said
+    assert "script.grad_norm" not in said
+
+
 def test_a_prepared_scheduler_is_called_out_with_its_effect() -> None:
     changes = (
         ("model, opt, loader =", "sched = torch.optim.lr_scheduler.StepLR(opt, 3)\n"
