@@ -10,9 +10,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TOGETHER := deepspeed horovod accelerate
 ALONE := .venv-colossalai
 # Tests that start whole programs; most others share ranks that run already.
-PROGRAMS := tests/migrate $(addprefix tests/integration/,bench bench_report cli docs examples install)
-# Suites of tests that run at once; each has processes of its own.
-LANES ?= 2
+PROGRAMS := $(addprefix tests/integration/,bench bench_report cli docs examples install)
+# Suites of tests that run at once; each has processes of its own, and waits now and then. One more
+# than the two cores that the tests are made for.
+LANES ?= 3
 PINS := pyproject.toml constraints.txt
 # Threads of one process; the tests and examples start several.
 export OMP_NUM_THREADS ?= 1
@@ -53,8 +54,9 @@ test-all: $(VENV)/.dev
 suites: $(VENV)/.backends $(ALONE)/.backends
 	$(BIN)/python tests/side_by_side.py --lanes $(LANES) \
 	  "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
-	  "$(BIN)/python -m pytest $(ONLY) backends/torch tests --ignore tests/unit $(PROGRAMS:%=--ignore %)" \
+	  "$(BIN)/python -m pytest $(ONLY) backends/torch tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
 	  "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
+	  "$(BIN)/python -m pytest $(ONLY) tests/migrate" \
 	  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%") \
 	  "$(BIN)/python survey/matrix.py --cover"
 
