@@ -11,9 +11,8 @@ TOGETHER := deepspeed horovod accelerate
 ALONE := .venv-colossalai
 # Tests that start whole programs; most others share ranks that run already.
 PROGRAMS := $(addprefix tests/integration/,bench bench_report cli docs examples install)
-# Suites of tests that run at once; each has processes of its own, and waits now and then. One more
-# than the two cores that the tests are made for.
-LANES ?= 3
+# Suites of tests that run at once; each has processes of its own. On two cores three take no less.
+LANES ?= 2
 PINS := pyproject.toml constraints.txt
 # Threads of one process; the tests and examples start several.
 export OMP_NUM_THREADS ?= 1
@@ -53,12 +52,12 @@ test-all: $(VENV)/.dev
 # The longest first, so that none is left alone at the end.
 suites: $(VENV)/.backends $(ALONE)/.backends
 	$(BIN)/python tests/side_by_side.py --lanes $(LANES) \
+	  "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
 	  "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
 	  "$(BIN)/python -m pytest $(ONLY) backends/torch tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
-	  "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
 	  "$(BIN)/python -m pytest $(ONLY) tests/migrate" \
-	  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%") \
-	  "$(BIN)/python survey/matrix.py --cover"
+	  "$(BIN)/python survey/matrix.py --cover" \
+	  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%")
 
 # Every pair of strategies.
 test-matrix: $(VENV)/.backends $(ALONE)/.backends
