@@ -23,8 +23,8 @@ from unipar.strategy import Engine
 from unipar.world import World
 
 
-class GatheredModel:
-    """A model whose state dict is whole. Its methods are collective.
+class _Gathered:
+    """What an engine holds, for state dicts that are whole.
 
     Args:
         engine: what holds it.
@@ -35,6 +35,10 @@ class GatheredModel:
     def __init__(self, engine: Engine, world: World, *, rank0_only: bool) -> None:
         self._engine, self._world = engine, world
         self._kept = world.is_main or not rank0_only
+
+
+class GatheredModel(_Gathered):
+    """A model whose state dict is whole. Its methods are collective."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers at their full shapes, on the host."""
@@ -59,18 +63,8 @@ class GatheredModel:
         self._engine.import_state(source, optimizer=False)
 
 
-class GatheredOptimizer:
-    """An optimizer whose state dict is whole, and by name. Its methods are collective.
-
-    Args:
-        engine: what holds it.
-        world: the joined processes.
-        rank0_only: whether the other ranks get nothing.
-    """
-
-    def __init__(self, engine: Engine, world: World, *, rank0_only: bool) -> None:
-        self._engine, self._world = engine, world
-        self._kept = world.is_main or not rank0_only
+class GatheredOptimizer(_Gathered):
+    """An optimizer whose state dict is whole, and by name. Its methods are collective."""
 
     def state_dict(self) -> dict[str, Any]:
         """``state`` by parameter name and key, and ``param_groups`` with names for ``params``.
