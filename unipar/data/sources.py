@@ -127,6 +127,13 @@ def _from_loader(loader: DataLoader) -> Source:
             "samples a batch has must not depend on the devices. Pass a stream of single samples, "
             "in a DataLoader with batch_size and collate_fn if it needs one."
         )
+    shuffle = None if stream else isinstance(loader.sampler, RandomSampler)
+    settings = worker_settings(loader)
+    return Source(loader.dataset, loader.collate_fn, shuffle, bool(loader.drop_last), settings)
+
+
+def worker_settings(loader: DataLoader) -> dict[str, Any]:
+    """What a loader was built with for the processes that read its samples."""
     settings: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
@@ -137,8 +144,7 @@ def _from_loader(loader: DataLoader) -> Source:
     if loader.num_workers:
         settings["prefetch_factor"] = loader.prefetch_factor
         settings["persistent_workers"] = loader.persistent_workers
-    shuffle = None if stream else isinstance(loader.sampler, RandomSampler)
-    return Source(loader.dataset, loader.collate_fn, shuffle, bool(loader.drop_last), settings)
+    return settings
 
 
 def _check_sampler(loader: DataLoader) -> None:

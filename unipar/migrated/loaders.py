@@ -6,19 +6,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from unipar.data.sources import worker_settings
+
 
 def settings_of(loader: DataLoader) -> dict[str, Any]:
     """What a loader was built with, apart from its data and batches."""
-    settings: dict[str, Any] = {
+    return {
         "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
         "generator": loader.generator,
+        **worker_settings(loader),
     }
-    if loader.num_workers:
-        settings["prefetch_factor"] = loader.prefetch_factor
-        settings["persistent_workers"] = loader.persistent_workers
-        settings["multiprocessing_context"] = loader.multiprocessing_context
-    return settings
