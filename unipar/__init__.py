@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from unipar.garbage import no_collection
+
 if TYPE_CHECKING:
     from unipar.api import fit
     from unipar.batch import Batch, MicroBatch
@@ -112,7 +114,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'unipar' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"unipar.{_MODULES[name]}"), name)
+    with no_collection():
+        value = getattr(importlib.import_module(f"unipar.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -55,13 +56,10 @@ class NamedOptimizer:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Built once on a dummy, so that a wrong value is found before any process starts. Torch
-        # imports its compiler for that (a second), so not where there is no value to try.
-        if self.options:
-            weight = nn.Parameter(torch.zeros(1, 1))
-            _build("optimizer", OPTIMIZERS, self.name, [weight], self.options)
-        else:
-            _find("optimizer", OPTIMIZERS, self.name, self.options)
+        # A wrong value is found before any process starts.
+        over = [nn.Parameter(torch.zeros(1, 1))] if self.options.get("fused") else _Unread()
+        with contextlib.suppress(_Accepted):
+            _build("optimizer", OPTIMIZERS, self.name, over, self.options)
 
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """Build it over the parameters that require grad.
@@ -94,12 +92,35 @@ class NamedScheduler:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # momentum is there because cycling schedulers want an optimizer that has one.
-        self(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9))
+        self(_Stand())
 
     def __call__(self, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
         """Build it over ``optimizer``."""
         return _build("lr_scheduler", SCHEDULERS, self.name, optimizer, self.options)
+
+
+class _Accepted(Exception):
+    """An optimizer has taken its values."""
+
+
+class _Unread:
+    """Parameters for an optimizer that is not to be built, only to look at its values.
+
+    It does that before it reads the parameters, but for what ``fused`` goes with. To build it,
+    torch imports its compiler, which takes as long as to import torch; that is for the workers.
+    """
+
+    def __iter__(self) -> NoReturn:
+        raise _Accepted
+
+
+class _Stand(Optimizer):
+    """What a scheduler needs of an optimizer to look at its own values; see :class:`_Unread`."""
+
+    def __init__(self) -> None:
+        # momentum is there because cycling schedulers want an optimizer that has one.
+        self.defaults = {"lr": 0.1, "momentum": 0.9}
+        self.param_groups = [dict(self.defaults)]
 
 
 def _build(

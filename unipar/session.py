@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ from unipar.data import Loader
 from unipar.devices import DeviceChoice, device_memory, resolve_device_type
 from unipar.errors import ConfigError
 from unipar.evaluate import Metric, Predict, evaluate
+from unipar.garbage import no_collection
 from unipar.loss import LossFn
 from unipar.strategy import (
     Capabilities,
@@ -95,7 +97,8 @@ class Session:
 
     def __enter__(self) -> Session:
         check_capabilities(self.strategy, self._spec(nn.Identity()), self._placement)
-        self.world = self.strategy.setup(self._placement)
+        with no_collection():
+            self.world = self.strategy.setup(self._placement)
         torch.manual_seed(self._seed)
         return self
 
@@ -179,6 +182,10 @@ class Session:
             name=name,
         )
         check_capabilities(self.strategy, spec, self._placement)
+        if optimizer is not None:
+            with no_collection():
+                # Torch's optimizers import it when the first of them is made.
+                importlib.import_module("torch._dynamo")
         engine = self.strategy.prepare(spec, self.world)
         self.engines[name] = engine
         if self.world.data_rank > 0:

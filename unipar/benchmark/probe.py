@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unipar import launch
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.result import Interconnect
-from unipar.devices import resolve_device_type
+from unipar.spawning import spawn
 from unipar.strategy import Precision
 from unipar.world import Placement, World, joined
 
@@ -32,11 +31,10 @@ _DTYPES: dict[str, torch.dtype] = {
 
 def answer(job: BenchJob, directory: Path, request: dict[str, Any]) -> Interconnect:
     """Measure all-reduces and matrix products between as many processes as a cell has."""
-    device = resolve_device_type(job.arguments.get("device", "auto"))
-    return launch.run(
+    return spawn(
         functools.partial(measure, precisions=request["precisions"]),
         devices=request["devices"],
-        device_type=device,
+        device=job.arguments.get("device", "auto"),
         timeout=300,
     )
 

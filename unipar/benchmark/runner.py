@@ -103,7 +103,7 @@ class Runner:
             # The ranks get as many by the launcher; a single process would take what it inherits.
             threads = str(max(1, cores() // devices))
             process = subprocess.Popen(
-                [python, "-m", "unipar.benchmark.trial", str(self.store.job), str(directory)],
+                [python, "-m", "unipar.benchmark", str(self.store.job), str(directory)],
                 env={**os.environ, "OMP_NUM_THREADS": threads},
                 stdin=subprocess.DEVNULL,
                 stdout=output,

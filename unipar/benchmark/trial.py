@@ -1,4 +1,4 @@
-"""One trial, in a process of its own: ``python -m unipar.benchmark.trial JOB DIRECTORY``.
+"""What the process of one trial does.
 
 ``request.json`` in the directory says what to do; ``answer.json`` or ``failure.json`` says what
 came of it.
@@ -119,7 +119,3 @@ def write(file: Path, answer: Any) -> None:
     partial = file.with_suffix(".partial")
     partial.write_text(answer.model_dump_json(indent=1))
     os.replace(partial, file)
-
-
-if __name__ == "__main__":
-    main()

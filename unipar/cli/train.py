@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from unipar.errors import ConfigError
+from unipar.garbage import no_collection
 
 if TYPE_CHECKING:
     from unipar.settings import Settings
@@ -51,8 +52,10 @@ def train(
     """
     if quiet and verbose:
         raise ConfigError("--quiet and --verbose were both given; give one of them.")
-    from unipar.documents import parse_value
-    from unipar.settings import load_settings
+    with no_collection():
+        from unipar.api import fit
+        from unipar.documents import parse_value
+        from unipar.settings import load_settings
 
     flags: dict[str, Any] = {
         "strategy": strategy,
@@ -71,10 +74,7 @@ def train(
     if dry_run:
         print(_resolved(settings), end="")
         return
-    arguments = settings.run.arguments(settings.where)
-    from unipar.api import fit
-
-    fit(**arguments)
+    fit(**settings.run.arguments(settings.where))
 
 
 def _resolved(settings: Settings) -> str:

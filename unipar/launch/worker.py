@@ -5,6 +5,7 @@ working directory first on the search path, where a stray ``torch/`` would win o
 Nothing outside the standard library may be imported before the caller's search path is in place.
 """
 
+import gc
 import json
 import os
 import signal
@@ -26,8 +27,12 @@ def main() -> None:
     for name, value in start["environ"].items():
         os.environ.setdefault(name, value)
 
-    from unipar.launch.entry import serve
+    from unipar.garbage import no_collection
 
+    with no_collection():
+        from unipar.launch.entry import serve
+    # Nothing is here yet that could become garbage.
+    gc.freeze()
     serve(directory, start)
 
 

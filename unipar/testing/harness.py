@@ -10,6 +10,7 @@ import torch
 
 from unipar.batch import Batch
 from unipar.data.move import move_to
+from unipar.garbage import no_collection
 from unipar.loss import LossSum
 from unipar.state import Box, TensorState
 from unipar.strategy import Engine, StepResult, Strategy
@@ -73,7 +74,8 @@ def on_strategy(
 ) -> Any:
     """Call ``fn(strategy, world, *args)`` between a strategy's setup and teardown."""
     strategy = make()
-    world = strategy.setup(placement)
+    with no_collection():
+        world = strategy.setup(placement)
     try:
         return fn(strategy, world, *args)
     finally:

@@ -172,7 +172,7 @@ class _Worker:
         self._mark = 0
         self.busy = False
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "unipar.testing.worker"],
+            [sys.executable, "-W", "ignore", "-m", "unipar.testing"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -1,4 +1,4 @@
-"""One process of a :class:`unipar.testing.pool.WorkerPool`: ``python -m unipar.testing.worker``."""
+"""What a process of a :class:`unipar.testing.pool.WorkerPool` does."""
 
 from __future__ import annotations
 
@@ -108,10 +108,3 @@ def main() -> None:
             # What imports leave is no garbage, and to look through it takes longer than most tasks.
             gc.freeze()
             num_modules = len(sys.modules)
-
-
-if __name__ == "__main__":
-    # Under its own name, so that pickles made by the parent find the same classes.
-    from unipar.testing import worker
-
-    worker.main()

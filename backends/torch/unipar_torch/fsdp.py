@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from unipar.errors import ConfigError
+from unipar.garbage import no_collection
 from unipar.strategy import Capabilities, EngineSpec, Needs, Strategy, StrategyOptions
 from unipar.world import Placement, World
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
@@ -90,7 +91,8 @@ class FSDPStrategy(Strategy):
 
     def prepare(self, spec: EngineSpec, world: World) -> FSDPEngine:
         # FSDP and DTensor take longer to import than torch, and only the workers need them.
-        from unipar_torch.sharding import prepare
+        with no_collection():
+            from unipar_torch.sharding import prepare
 
         hybrid = self.options.sharding == "hybrid"
         shard_size = self._shard_size(world.placement) if hybrid else None

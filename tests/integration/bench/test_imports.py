@@ -5,21 +5,35 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 # Each takes about as long to import as torch, and only workers need it.
 SLOW = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
 
+PROGRAM = """
+import sys
+from unipar import RunConfig, Session
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp", "fsdp", "single"])
-def test_choosing_a_strategy_imports_nothing_slow(strategy: str) -> None:
-    code = (
-        "import sys\n"
-        "from unipar import Session, fit\n"
-        f"Session(strategy={strategy!r}, device='cpu')\n"
-        f"print([name for name in {SLOW!r} if name in sys.modules])"
-    )
+def slow():
+    return [name for name in {slow!r} if name in sys.modules]
+
+for strategy in ("auto", "single", "ddp", "fsdp"):
+    Session(strategy=strategy, device="cpu")
+    print(strategy, slow())
+RunConfig.build(
+    optimizer={{"name": "adamw", "lr": 0.1}},
+    lr_scheduler={{"name": "onecyclelr", "max_lr": 0.1, "total_steps": 10}},
+)
+print("config", slow())
+"""
+
+
+def test_what_comes_before_the_workers_imports_nothing_slow() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+        [sys.executable, "-c", PROGRAM.format(slow=SLOW)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
-    assert done.stdout == "[]\n"
+    assert done.stdout.splitlines() == [
+        f"{what} []" for what in ("auto", "single", "ddp", "fsdp", "config")
+    ]

@@ -135,6 +135,14 @@ def test_module_classes_are_kept_by_name() -> None:
         ({"optimizer": "admw"}, r"no optimizer 'admw'\. Did you mean 'adamw'\?"),
         ({"optimizer": {"name": "adamw", "lrr": 1}}, r"no argument 'lrr'\. Did you mean 'lr'\?"),
         ({"optimizer": {"name": "adamw", "lr": -1}}, "does not take lr=-1"),
+        (
+            {"optimizer": {"name": "adam", "fused": True, "foreach": True}},
+            "does not take fused=True, foreach=True",
+        ),
+        (
+            {"lr_scheduler": {"name": "cosineannealingwarmrestarts", "T_0": -3}},
+            "does not take T_0=-3",
+        ),
         ({"optimizer": "lbfgs"}, "several times a step"),
         ({"lr_scheduler": {"name": "cosineannealinglr"}}, "needs T_max"),
         ({"lr_scheduler": "reducelronplateau"}, "stepped with a metric"),
