@@ -13,12 +13,20 @@ ALONE := .venv-colossalai
 PROGRAMS := $(addprefix tests/integration/,bench bench_report cli docs examples install)
 # Suites of tests that run at once; each has processes of its own. On two cores three take no less.
 LANES ?= 2
+SUITES = $(BIN)/python tests/side_by_side.py --lanes $(LANES) \
+  "$(BIN)/python -m pytest tests/unit" \
+  "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
+  "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
+  "$(BIN)/python -m pytest $(ONLY) backends/torch tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
+  "$(BIN)/python -m pytest $(ONLY) tests/migrate" \
+  "$(BIN)/python survey/matrix.py --cover" \
+  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%")
 PINS := pyproject.toml constraints.txt
 # Threads of one process; the tests and examples start several.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all suites test-matrix tables compare lint format docs bench constraints clean
+.PHONY: help demo test test-all installed test-matrix tables compare lint format docs bench constraints clean
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
@@ -36,28 +44,21 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
 
-# The fast tests come first, so that what is plainly broken is known within a minute or two. Each
-# backend has processes of its own, for frameworks change torch when they are imported.
+# The fast tests come first, so that what is plainly broken is known within a minute or two, and
+# then the longest, so that none is left alone at the end. Each backend has processes of its own,
+# for frameworks change torch when they are imported.
 test: ONLY := -m 'not thorough'
-test: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit
-	$(MAKE) --no-print-directory suites ONLY="$(ONLY)"
+test: installed
+	$(SUITES)
 	@echo "Left to make test-all: the tests marked thorough, and every pair of strategies."
 
-test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit
-	$(MAKE) --no-print-directory suites
+test-all: installed
+	$(SUITES)
 	$(MAKE) --no-print-directory test-matrix
 
-# The longest first, so that none is left alone at the end.
-suites: $(VENV)/.backends $(ALONE)/.backends
-	$(BIN)/python tests/side_by_side.py --lanes $(LANES) \
-	  "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
-	  "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
-	  "$(BIN)/python -m pytest $(ONLY) backends/torch tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
-	  "$(BIN)/python -m pytest $(ONLY) tests/migrate" \
-	  "$(BIN)/python survey/matrix.py --cover" \
-	  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%")
+# The two environments have nothing in common, and pip keeps one core busy.
+installed:
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.backends $(ALONE)/.backends
 
 # Every pair of strategies.
 test-matrix: $(VENV)/.backends $(ALONE)/.backends
