@@ -31,8 +31,9 @@ def main() -> None:
 
     with no_collection():
         from unipar.launch.entry import serve
-    # Nothing is here yet that could become garbage.
-    gc.freeze()
+
+        # Nothing is here yet that could become garbage.
+        gc.freeze()
     serve(directory, start)
 
 

@@ -234,15 +234,23 @@ class KillOnce(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.thorough), "zero3"])
-def test_a_killed_rank_is_reported_and_restarted(tmp_path: Path, strategy: str) -> None:
-    killed = {"strategy": strategy, "callbacks": [KillOnce(tmp_path / "first")], "timeout": 30}
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_killed_rank_is_reported(tmp_path: Path, strategy: str) -> None:
+    killed = {"strategy": strategy, "callbacks": [KillOnce(tmp_path / "killed")], "timeout": 30}
     with pytest.raises(WorkerError, match=r"[Rr]ank 1.*(SIGKILL|killed)") as caught:
-        fit(build(), DATA, **settings(tmp_path / "a", **killed))
+        fit(build(), DATA, **settings(tmp_path / "run", **killed))
     assert caught.value.rank == 1
-    callbacks = [KillOnce(tmp_path / "second")]
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("zero2", marks=pytest.mark.thorough), "zero3"])
+def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(
+    tmp_path: Path, strategy: str
+) -> None:
+    callbacks = [KillOnce(tmp_path / "killed")]
     again = {"max_restarts": 1, "checkpoint": {"every_steps": 2}, "callbacks": callbacks}
-    result = fit(build(), DATA, strategy=strategy, **settings(tmp_path / "b", **again))
+    result = fit(build(), DATA, strategy=strategy, **settings(tmp_path / "run", **again))
+    assert (tmp_path / "killed").exists()
     assert [record.step for record in result.history] == [3, 4]
 
 

@@ -1,4 +1,4 @@
-"""Strategies that are slow, leak, train wrongly or hang, installed for the length of a module."""
+"""Strategies that are slow, train wrongly, hang or die, installed for the length of a module."""
 
 from __future__ import annotations
 
@@ -24,29 +24,20 @@ class SlowOptions(DDPOptions):
 
 
 class Slow(DDPStrategy):
-    """Sleeps for so many seconds in each step."""
+    """Sleeps for so many seconds in each step, and keeps so many more bytes."""
 
     name = "slow"
     options_type = SlowOptions
 
     def prepare(self, spec, world):
-        return _before_each_step(super().prepare(spec, world), lambda: time.sleep(SLEEP))
-
-
-class LeakingOptions(DDPOptions):
-    strategy = "leaking"
-
-
-class Leaking(DDPStrategy):
-    """Keeps so many more bytes after each step."""
-
-    name = "leaking"
-    options_type = LeakingOptions
-
-    def prepare(self, spec, world):
         engine, kept = super().prepare(spec, world), []
         engine.kept = kept
-        return _before_each_step(engine, lambda: kept.append(torch.ones(LEAK // 4)))
+
+        def sleep_and_leak():
+            time.sleep(SLEEP)
+            kept.append(torch.ones(LEAK // 4))
+
+        return _before_each_step(engine, sleep_and_leak)
 
 
 class WrongOptions(DDPOptions):
@@ -114,7 +105,7 @@ def odd_strategies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     site = tmp_path_factory.mktemp("site")
     info = site / "odd-1.0.dist-info"
     info.mkdir()
-    names = ("slow", "leaking", "wrong", "hanging", "dying")
+    names = ("slow", "wrong", "hanging", "dying")
     points = "\n".join(f"{name} = odd_strategies:{name.capitalize()}" for name in names)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[unipar.strategies]\n{points}\n")

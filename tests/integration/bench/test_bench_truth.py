@@ -76,21 +76,16 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(output: Path, odd_strategies: Path, told: list[tuple[str, str]]) -> BenchResult:
-    names = ("ddp", "fsdp", "slow", "leaking", "wrong", "hanging", "dying")
+    names = ("ddp", "fsdp", "slow", "wrong", "hanging", "dying")
     return run(output, names, show=lambda cell, what: told.append((cell.strategy, what)))
 
 
 @pytest.fixture(scope="module")
 def again(result: BenchResult, output: Path) -> tuple[BenchResult, list[tuple[str, str]]]:
-    """Two strategies once more, in the same place."""
+    """One strategy once more, in the same place."""
     told: list[tuple[str, str]] = []
-    found = run(
-        output,
-        ("ddp", "slow"),
-        repeats=2,
-        show=lambda cell, what: told.append((cell.strategy, what)),
-    )
-    return found, told
+    show = lambda cell, what: told.append((cell.strategy, what))  # noqa: E731
+    return run(output, ("ddp",), repeats=2, show=show), told
 
 
 def cell(result: BenchResult, strategy: str) -> CellResult:
@@ -122,8 +117,8 @@ def test_a_leak_is_found_to_be_as_large_as_it_is(result: BenchResult) -> None:
 
     # What has leaked by the step whose memory is looked at, which follows one for the traffic.
     leaked = (WARMUP + STEPS + 2) * LEAK
-    assert len(other("leaking")) == DEVICES
-    for size in other("leaking"):
+    assert len(other("slow")) == DEVICES
+    for size in other("slow"):
         assert size - statistics.median(other("ddp")) == pytest.approx(leaked, rel=0.01)
 
 
@@ -132,7 +127,7 @@ def test_a_wrong_gradient_is_marked_and_right_ones_are_not(result: BenchResult) 
     assert wrong is not None
     assert wrong.drifts
     assert wrong.difference > 100 * wrong.allowed
-    for strategy in ("ddp", "fsdp", "slow", "leaking"):
+    for strategy in ("ddp", "fsdp", "slow"):
         right = cell(result, strategy).parity
         assert right is not None
         assert not right.drifts
@@ -149,7 +144,7 @@ def test_a_hang_ends_at_its_limit_and_the_others_go_on(
     assert hung.reason == "it was ended after 75 s, the time limit of a trial."
     # Before it as after it, whatever the order was.
     assert ("hanging", "time limit") in told
-    assert len([one for one in told if one[1] == "done"]) >= 5
+    assert len([one for one in told if one[1] == "done"]) >= 4
 
 
 def test_a_death_is_a_row_with_its_reason(result: BenchResult) -> None:
@@ -215,11 +210,9 @@ def test_what_is_finished_is_not_run_again(
     result: BenchResult, again: tuple[BenchResult, list[tuple[str, str]]]
 ) -> None:
     found, told = again
-    assert told.count(("ddp", "done before")) == told.count(("slow", "done before")) == 1
-    assert told.count(("ddp", "done")) == told.count(("slow", "done")) == 1
+    assert told.count(("ddp", "done before")) == told.count(("ddp", "done")) == 1
     assert cell(found, "ddp").trials[0] == cell(result, "ddp").trials[0]
     assert [trial.repeat for trial in cell(found, "ddp").trials] == [0, 1]
-    assert cell(found, "ddp").ties == []
 
 
 def test_another_job_does_not_go_on_in_the_same_directory(

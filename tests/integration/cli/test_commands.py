@@ -179,34 +179,39 @@ def test_interrupt_saves_says_so_and_resumes(job: Path) -> None:
     assert f"resuming at step {stopped_at}" in more.stderr
 
 
-def test_schema_describes_run_files() -> None:
-    done = unipar("schema", cwd=Path.cwd())
-    assert done.returncode == 0, done.stderr
-    schema = json.loads(done.stdout)
+def test_schema_describes_run_files(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    said = capfd.readouterr().out
+    schema = json.loads(said)
     assert {"model", "data", "strategy", "steps", "checkpoint"} <= set(schema["properties"])
-    assert "shard_optimizer" in done.stdout
+    assert "shard_optimizer" in said
     assert schema.get("additionalProperties") is False
 
 
-def test_doctor_says_what_runs_and_what_would_mend_the_rest() -> None:
+def test_doctor_says_what_runs_and_what_would_mend_the_rest(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     done = unipar("doctor", cwd=Path.cwd())
     assert done.returncode == 0, done.stderr
     for word in ("Python", "torch", "cores", "memory", "Interconnect", "ddp", "fsdp", "single"):
         assert word in done.stdout
-    told = json.loads(unipar("doctor", "--json", cwd=Path.cwd()).stdout)
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)
     assert {"single", "ddp", "fsdp", "dp"} <= {entry["name"] for entry in told["strategies"]}
 
 
-def test_convert_there_and_back(job: Path) -> None:
-    assert unipar("train", "run.yaml", "--quiet", cwd=job).returncode == 0
+def test_convert_there_and_back(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_this_process(job, monkeypatch)
+    assert main(["train", "run.yaml", "--quiet"]) == 0
     there = unipar("convert", "out/checkpoints", "exported", cwd=job)
     assert there.returncode == 0, there.stderr
     assert (job / "exported/model.safetensors").is_file()
-    back = unipar("convert", "exported", "returned", cwd=job)
-    assert back.returncode == 0, back.stderr
-    again = unipar("convert", "out/checkpoints", "exported", cwd=job)
-    assert again.returncode == 2
-    assert "not an empty directory" in again.stderr
+    assert main(["convert", "exported", "returned"]) == 0
+    capfd.readouterr()
+    assert main(["convert", "out/checkpoints", "exported"]) == 2
+    assert "not an empty directory" in capfd.readouterr().err
     code = (
         "import sys, job, torch, unipar\n"
         "a, b, c = (unipar.load_model(p, lambda: job.build(16)) for p in sys.argv[1:])\n"
