@@ -44,8 +44,9 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
     """What to run, by strategy and then world size.
 
     The strategies are those of ``--strategy``, or of the test module's ``STRATEGIES``; the sizes
-    those of ``--world-sizes``, or ``WORLD_SIZES``. At a strategy's main size no case is thorough:
-    two ranks, or what the module's ``MAIN_SIZES`` has under the strategy's name.
+    those of ``--world-sizes``, or ``WORLD_SIZES``. On two ranks no case is thorough, but for the
+    strategies of the module's ``BRIEF``: such a one is another with an option, and that other is
+    proved whole.
 
     Raises:
         pytest.UsageError: no strategy is named, or none of that name is installed.
@@ -59,12 +60,12 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
         )
     given = config.getoption("unipar_world_sizes", None)
     sizes = _parse_sizes(given) if given else getattr(module, "WORLD_SIZES", WORLD_SIZES)
-    main_sizes = getattr(module, "MAIN_SIZES", {})
+    brief = getattr(module, "BRIEF", ())
     return [
         proof
         for name in strategies
         for size in sizes
-        for proof in _proofs_of(_target(name), size, main_sizes.get(name, MAIN_SIZE))
+        for proof in _proofs_of(_target(name), size, None if name in brief else MAIN_SIZE)
     ]
 
 
@@ -77,11 +78,12 @@ def _target(name: str) -> Target:
     return target
 
 
-def _proofs_of(target: Target, size: int, main_size: int) -> Sequence[Proof]:
+def _proofs_of(target: Target, size: int, main_size: int | None) -> Sequence[Proof]:
     limit = target.make().capabilities().max_devices
     if limit is not None and size > limit:
         return [Proof(target, size, refuses_world)]
-    main_size = min(main_size, limit or main_size)
+    if main_size is not None and limit is not None:
+        main_size = min(main_size, limit)
     return [
         Proof(target, size, case, thorough=size != main_size and size not in case.also_at)
         for case in ALL

@@ -60,10 +60,10 @@ def start(directory: Path, *flags: str) -> subprocess.Popen[str]:
 
 
 def test_one_repeat_gives_a_table_and_two_files(directory: Path) -> None:
+    # A batch of one cannot be divided to see what rounding does.
+    (directory / "run.yaml").write_text(RUN.replace("16", "1"))
     flags = ("--strategies", "single", "--steps", "3", "--warmup", "1", "--repeats", "1")
-    # A micro-batch of one cannot be divided to see what rounding does.
-    more = ("--micro-batch", "1", "--format", "csv")
-    out, problem = start(directory, *flags, *more).communicate(timeout=300)
+    out, problem = start(directory, *flags, "--format", "csv").communicate(timeout=300)
     (row,) = csv.DictReader(io.StringIO(out))
     assert (row["strategy"], row["status"]) == ("single", "measured")
     assert "single on 1: done" in problem

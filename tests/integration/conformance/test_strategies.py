@@ -14,5 +14,4 @@ STRATEGIES = [
     "fsdp:sharding=grad_op",
     "fsdp:sharding=hybrid",
 ]
-# On two ranks they are two replicas by default, and nothing is divided.
-MAIN_SIZES = {"fsdp:sharding=hybrid": 4}
+BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pty
 import subprocess
@@ -26,13 +27,14 @@ def test_a_closure_runs_on_every_rank_and_rank_0s_value_returns():
         with joined(placement) as world:
             total = base + world.rank
             dist.all_reduce(total)
-            return total, placement, os.environ["OMP_NUM_THREADS"], os.getpid()
+            return total, placement, os.environ["OMP_NUM_THREADS"], gc.isenabled(), os.getpid()
 
-    total, placement, threads, pid = run(fn, devices=2, timeout=30)
+    total, placement, threads, collects, pid = run(fn, devices=2, timeout=30)
     assert total.item() == 21.0
     assert (placement.rank, placement.size, placement.local_size) == (0, 2, 2)
     assert (placement.timeout, placement.restart) == (30, 0)
     assert threads == "1"
+    assert collects
     assert pid != os.getpid()
 
 
