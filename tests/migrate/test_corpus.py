@@ -15,8 +15,8 @@ from unipar.migrate.verify import losses_of, verify
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-# What the pages' examples, which test_pages.py runs for every dialect, do not have: ranks that a
-# script starts itself, two engines, a JSON file, resuming, cells. All changes are compared below.
+# What the pages' examples, which test_pages.py runs for the other dialects, do not have: ranks that
+# a script starts itself, two engines, a JSON file, resuming, cells. All changes are compared below.
 QUICK = (
     "ddp/spawned_trainer", "deepspeed/arguments", "fabric/resume", "notebook/two_moons",
     "torch/gan",

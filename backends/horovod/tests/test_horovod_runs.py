@@ -150,6 +150,7 @@ def test_two_nodes(script: Path, expected: float) -> None:
             assert results(node.result()) == [(pytest.approx(expected, rel=1e-5), 2)]
 
 
+@pytest.mark.thorough
 def test_a_killed_rank_is_named(script: Path) -> None:
     done = run(script, what="killed", DEVICES="2")
     assert done.returncode == 1

@@ -44,6 +44,7 @@ def test_digits(strategy: str, devices: str, tmp_path: Path) -> None:
     assert number(r"unseen digits: ([\d.]+)%", said) > 85
 
 
+@pytest.mark.thorough
 def test_gpt(tmp_path: Path) -> None:
     said = run("gpt.py", "--strategy", "ddp", "--devices", "2", "--steps", "15", directory=tmp_path)
     # A byte drawn evenly has ln 256 = 5.55 nats.
