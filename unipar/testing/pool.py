@@ -8,25 +8,32 @@ pays for the start once::
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import multiprocessing
 import os
 import pickle
 import queue
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import cloudpickle
 
-from unipar.testing.worker import Outcome, Task, read_frame, write_frame
+from unipar.testing.worker import Outcome, Task, work
 from unipar.world import Placement
+
+# One process imports torch for all workers of all pools, and they are forked from it.
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["unipar.testing.preload"])
 
 GRACE = 5.0
 """Seconds that the other ranks have to end once one has failed."""
@@ -60,6 +67,7 @@ class WorkerPool:
         self.size, self.device_type = size, device_type
         self._workers: list[_Worker] = []
         self._replies: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
+        atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``fn(placement, *args)`` on every rank, and return the results by rank.
@@ -112,7 +120,8 @@ class WorkerPool:
                 raise TaskFailed(self._describe_hang(name, outcomes, limit)) from None
             worker = self._workers[rank]
             if outcome is None:
-                code, output = worker.process.wait(), worker.output()
+                worker.process.join()
+                code, output = worker.process.exitcode, worker.output()
                 raise TaskFailed(f"{name}: rank {rank} died (exit code {code})\n{output}")
             worker.busy = False
             outcomes[rank] = outcome
@@ -129,7 +138,7 @@ class WorkerPool:
     def _describe_hang(self, name: str, outcomes: dict[int, Outcome], limit: float) -> str:
         for worker in self._workers:
             if worker.busy:
-                worker.process.send_signal(signal.SIGUSR1)
+                worker.ask_stack()
         deadline = time.monotonic() + GRACE
         while time.monotonic() < deadline and not all(
             _STACK in worker.output() for worker in self._workers if worker.busy
@@ -137,7 +146,9 @@ class WorkerPool:
             time.sleep(0.05)
         waiting = [rank for rank, worker in enumerate(self._workers) if worker.busy]
         lines = [f"{name} did not end within {limit:g} s on ranks {waiting} of {self.size}"]
-        lines += [f"rank {rank}:\n{self._workers[rank].output()}" for rank in waiting]
+        for rank in waiting:
+            worker = self._workers[rank]
+            lines.append(f"rank {rank}{worker.waits_in()}:\n{worker.output()}")
         return "\n".join(lines)
 
     def _start(self) -> None:
@@ -156,10 +167,7 @@ class WorkerPool:
         """End the processes. The pool can be used again."""
         workers, self._workers = self._workers, []
         for worker in workers:
-            worker.hang_up()
-            if not worker.busy:
-                # A process that this one has forked meanwhile may hold the pipe's other end.
-                worker.process.terminate()
+            worker.process.terminate()
         for worker in workers:
             worker.end()
 
@@ -168,56 +176,80 @@ class _Worker:
     """One process: what it is asked, what it answers, and what it prints."""
 
     def __init__(self, rank: int, replies: queue.SimpleQueue) -> None:
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._mark = 0
         self.busy = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "unipar.testing"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(sys.path)},
-            # Ctrl-C is for the test session; it then ends the workers itself.
-            start_new_session=True,
-        )
-        threading.Thread(
-            target=_forward, args=(self.process.stdout, rank, replies), daemon=True
-        ).start()
+        self._tasks, tasks = _FORKS.Pipe()
+        # A Connection is what carries a descriptor, and this one is only written to by its number.
+        printed = Connection(os.dup(self._printed.fileno()), readable=False)
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(sys.path)}
+        if sys.platform == "linux":
+            # Otherwise gloo looks up the host's name, and waits where name service is slow.
+            variables["GLOO_SOCKET_IFNAME"] = "lo"
+        # Also for the process that all are forked from, which the first worker starts.
+        with _environ(variables):
+            self.process = _FORKS.Process(target=work, args=(tasks, printed, dict(os.environ)))
+            self.process.start()
+        tasks.close()
+        printed.close()
+        threading.Thread(target=_forward, args=(self._tasks, rank, replies), daemon=True).start()
 
     def send(self, task: Task) -> None:
-        self._mark = os.fstat(self._stderr.fileno()).st_size
+        self._mark = os.fstat(self._printed.fileno()).st_size
         self.busy = True
-        assert self.process.stdin is not None
         # A worker that has died since the last task is noticed when its reply is awaited.
         with suppress(BrokenPipeError):
-            write_frame(self.process.stdin, pickle.dumps(task))  # pyright: ignore[reportArgumentType]
+            self._tasks.send_bytes(pickle.dumps(task))
 
     def output(self, limit: int = 4000) -> str:
         """The end of what the process has printed since the task began."""
-        size = os.fstat(self._stderr.fileno()).st_size
+        size = os.fstat(self._printed.fileno()).st_size
         start = max(self._mark, size - limit)
-        return os.pread(self._stderr.fileno(), size - start, start).decode(errors="replace")
+        return os.pread(self._printed.fileno(), size - start, start).decode(errors="replace")
 
-    def hang_up(self) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):
-            self.process.stdin.close()
+    def ask_stack(self) -> None:
+        """Let the process print where it stands."""
+        if self.process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGUSR1)
+
+    def waits_in(self) -> str:
+        """What the process waits for in the kernel, where the system tells."""
+        with suppress(OSError):
+            if function := Path(f"/proc/{self.process.pid}/wchan").read_text().strip("0"):
+                return f" (in the kernel: {function})"
+        return ""
 
     def end(self) -> None:
-        try:
-            self.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
+        self.process.join(GRACE)
+        if self.process.exitcode is None:
             self.process.kill()
-            self.process.wait()
-        self.hang_up()
-        self._stderr.close()
+            self.process.join()
+        self._tasks.close()
+        self._printed.close()
 
 
-def _forward(stream: IO[bytes], rank: int, replies: queue.SimpleQueue) -> None:
-    with stream:
-        while (frame := read_frame(stream)) is not None:  # pyright: ignore[reportArgumentType]
-            replies.put((rank, pickle.loads(frame)))
+def _forward(answers: Connection, rank: int, replies: queue.SimpleQueue) -> None:
+    # The other end is closed, or this one is.
+    with suppress(EOFError, OSError):
+        while True:
+            replies.put((rank, pickle.loads(answers.recv_bytes())))
     replies.put((rank, None))
+
+
+@contextlib.contextmanager
+def _environ(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for what is started in the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _python_path(entries: Sequence[str]) -> str:

@@ -8,20 +8,19 @@ import os
 import pickle
 import queue
 import signal
-import struct
 import sys
 import threading
 import traceback
 import warnings
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
 from unipar.world import Placement
-
-HEADER = struct.Struct("!Q")
 
 
 class Task(NamedTuple):
@@ -37,22 +36,6 @@ class Outcome(NamedTuple):
 
     payload: bytes
     traceback: str = ""
-
-
-def read_frame(stream: BinaryIO) -> bytes | None:
-    """The next message, or ``None`` when the other side is gone."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (length,) = HEADER.unpack(header)
-    body = stream.read(length)
-    return body if len(body) == length else None
-
-
-def write_frame(stream: BinaryIO, body: bytes) -> None:
-    stream.write(HEADER.pack(len(body)))
-    stream.write(body)
-    stream.flush()
 
 
 def perform(task: Task) -> Outcome:
@@ -82,28 +65,39 @@ def _picklable(error: Exception) -> bytes:
     return payload
 
 
-def main() -> None:
-    # What a task prints must not end up between the messages.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+def work(tasks: Connection, printed: Connection, environ: Mapping[str, str]) -> None:
+    """Perform tasks until the other end of their connection is closed.
+
+    Args:
+        tasks: brings each :class:`Task`, and takes its :class:`Outcome`.
+        printed: where standard output and error go.
+        environ: the environment variables, in place of those that this process has inherited.
+    """
+    # Ctrl-C is for the test session; it then ends the workers itself.
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environ)
+    for descriptor in (1, 2):
+        os.dup2(printed.fileno(), descriptor)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
 
-    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def receive() -> None:
-        while (frame := read_frame(requests)) is not None:
-            tasks.put(pickle.loads(frame))
-        # The parent is gone, or done: end even where the main thread hangs in a collective.
-        os._exit(0)
+        try:
+            while True:
+                received.put(pickle.loads(tasks.recv_bytes()))
+        except (EOFError, OSError):
+            # The parent is gone, or done: end even where the main thread hangs in a collective.
+            os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
     num_modules = 0
     while True:
-        write_frame(replies, pickle.dumps(perform(tasks.get())))
+        tasks.send_bytes(pickle.dumps(perform(received.get())))
         if len(sys.modules) > num_modules:
             # What imports leave is no garbage, and to look through it takes longer than most tasks.
             gc.freeze()

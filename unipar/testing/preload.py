@@ -1,0 +1,17 @@
+"""What the workers of a pool have in common: imported once, by the process they are forked from."""
+
+import gc
+import warnings
+
+from unipar.garbage import no_collection
+
+warnings.simplefilter("ignore")
+with no_collection():
+    import torch._dynamo
+    import torch.distributed.fsdp  # noqa: F401
+
+    import unipar.testing.harness
+    import unipar.testing.worker  # noqa: F401
+
+    # A collection in a worker would copy the pages that it shares with the others.
+    gc.freeze()
