@@ -9,10 +9,11 @@ import yaml
 from programs import CORPUS, ELSEWHERE, PROGRAMS, files_of, main_of, settings_of
 
 from unipar.migrate import migrate_files
+from unipar.migrate.launchers import command
 from unipar.migrate.report import diff
 from unipar.migrate.verify import losses_of, verify
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = command("torchrun", 2)
 
 
 # What the pages' examples, which test_pages.py runs for the other dialects, do not have: ranks that

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import pytest
 import yaml
 
 from unipar.migrate import migrate_source
+from unipar.migrate.launchers import command
 from unipar.migrate.verify import losses_of, verify
 
 FOLDING = Path(__file__).parent / "corpus" / "folding"
 # Each with its backward passes in a step.
 SCRIPTS = {"accumulation": 4, "dictionary": 1, "flat": 1}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = command("torchrun", 2)
 
 
 @pytest.mark.slow

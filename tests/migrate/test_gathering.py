@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from unipar.migrate.launchers import command
 
 SCRIPT = """\
 import torch
@@ -59,11 +60,10 @@ script.close()
 def test_a_gathered_state_goes_on_where_it_was(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "unipar.yaml").write_text(f"strategy: {strategy}\ndevice: cpu\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               "train.py"]  # fmt: skip
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240,
-        capture_output=True, text=True, check=False,
+        [*command("torchrun", 2), "train.py"],
+        cwd=tmp_path, env=environ, timeout=240, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the same again") == 2

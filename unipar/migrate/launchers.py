@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 _PYTHON = (sys.executable,)
 LAUNCHERS: dict[str, tuple[str, ...]] = {
     "python": _PYTHON,
-    "torchrun": (*_PYTHON, "-m", "torch.distributed.run", "--standalone",
-                 "--nproc-per-node={processes}"),
+    # Isolated, for the file's directory would come before the standard library.
+    "torchrun": (*_PYTHON, "-I", str(Path(__file__).with_name("ranks.py")), "{processes}"),
     "horovodrun": (*_PYTHON, "-m", "horovod.runner.launch", "--gloo", "-np", "{processes}",
                    *_PYTHON),
 }  # fmt: skip
 """The words in front of the script's path; ``{processes}`` is their number."""
 
-REPORTS = ("torch/distributed/elastic/", "/horovod/runner/")
+REPORTS = ("/horovod/runner/",)
 """What is in the first line of a launcher's own report on a script that has failed."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +16,14 @@ import pytest
 import yaml
 
 from unipar.migrate import migrate_files
+from unipar.migrate.launchers import command
 from unipar.migrate.verify import Proof, losses_of
 
 ROOT = Path(__file__).resolve().parents[3]
 CORPUS = ROOT / "tests" / "migrate" / "corpus" / "colossalai"
 PAGE = ROOT / "docs" / "migrate" / "colossalai.md"
 PATCHED = Path(__file__).parent / "patched_colossalai.py"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = command("torchrun", 2)
 QUICK = ("llama",)
 PROGRAMS = sorted(path.parent.name for path in CORPUS.glob("*/train.py"))
 
@@ -78,7 +78,6 @@ def assert_same(original: Losses, migrated: Losses) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_losses_with_zero_are_equal_before_and_after(zero_losses: Losses) -> None:
     root, _, config = rewritten("zero")
@@ -118,15 +117,26 @@ def test_a_migrated_script_goes_on_from_its_checkpoint(zero_losses: Losses, kept
         assert losses == pytest.approx(zero_losses[rank][6:], rel=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_pages_example_trains_the_same(tmp_path: Path) -> None:
+def pages_example() -> tuple[str, str, Mapping[str, Any]]:
+    """The page's script before and after, and its settings."""
     page = PAGE.read_text()
     before, after = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (config,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return before, after, yaml.safe_load(config)
+
+
+def test_the_pages_example_becomes_what_the_page_shows() -> None:
+    before, after, config = pages_example()
     migration = migrate_files({"train.py": before})["train.py"]
     assert migration.code == after
-    assert yaml.safe_load(config) == dict(migration.config)
+    assert config == dict(migration.config)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(400)
+def test_the_pages_example_trains_the_same(tmp_path: Path) -> None:
+    before, after, config = pages_example()
     (tmp_path / "train.py").write_text(before)
-    original = original_losses(tmp_path, migration.config)
-    assert_same(original, migrated_losses(tmp_path, {"train.py": after}, migration.config))
+    original = original_losses(tmp_path, config)
+    assert_same(original, migrated_losses(tmp_path, {"train.py": after}, config))
