@@ -12,7 +12,7 @@ ALONE := .venv-colossalai
 # Tests that start whole programs; most others share ranks that run already.
 PROGRAMS := $(addprefix tests/integration/,bench bench_report cli docs examples install)
 # Suites of tests that run at once; each has processes of its own, and often waits for them.
-LANES ?= 2
+LANES ?= 3
 SUITES = $(BIN)/python tests/side_by_side.py --lanes $(LANES) \
   "$(BIN)/python -m pytest tests/unit" \
   "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \

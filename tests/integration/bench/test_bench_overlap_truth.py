@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from unipar.world import Placement, joined
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 SIDE, ELEMENTS = 512, 2**23
+# Between the call of a collective and the computing beside it, a busy machine may let others run.
+REPEATS = 5
 
 
 def waiting() -> None:
@@ -29,22 +33,29 @@ def computing_meanwhile() -> None:
     work.wait()
 
 
-def measure(placement: Placement) -> tuple[Overlap | None, ...]:
-    found = []
+def measure(placement: Placement) -> list[list[Overlap | None]]:
+    steps = (waiting, computing_meanwhile, lambda: torch.ones(1))
     with joined(placement):
-        for step in (waiting, computing_meanwhile, lambda: torch.ones(1)):
-            with Profile("cpu") as watched:
-                step()
-            found.append(watched.overlap)
-    return tuple(found)
+        return [[profiled(step) for _ in range(REPEATS)] for step in steps]
+
+
+def profiled(step: Callable[[], object]) -> Overlap | None:
+    with Profile("cpu") as watched:
+        step()
+    return watched.overlap
+
+
+def exposed_shares(found: list[Overlap | None]) -> list[float]:
+    shares = []
+    for one in found:
+        assert one is not None
+        assert 0 < one.communication < one.step
+        shares.append(one.exposed / one.communication)
+    return shares
 
 
 def test_what_is_waited_for_is_exposed_and_what_is_computed_beside_is_not() -> None:
-    exposed, hidden, none = launch.run(measure, devices=2, device_type="cpu", timeout=150)
-    assert none is None
-    assert exposed is not None
-    assert hidden is not None
-    assert exposed.exposed > 0.9 * exposed.communication
-    assert hidden.exposed < 0.2 * hidden.communication
-    for one in (exposed, hidden):
-        assert 0 < one.communication < one.step
+    waited, beside, none = launch.run(measure, devices=2, device_type="cpu", timeout=150)
+    assert none == [None] * REPEATS
+    assert min(exposed_shares(waited)) > 0.9
+    assert min(exposed_shares(beside)) < 0.2
