@@ -9,7 +9,6 @@ pays for the start once::
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing
 import os
 import pickle
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 import cloudpickle
 
+from unipar.environ import environ
 from unipar.testing.worker import Outcome, Task, work
 from unipar.world import Placement
 
@@ -56,7 +56,8 @@ class WorkerPool:
     """``size`` processes that run functions as the ranks of a world.
 
     The processes start at the first :meth:`run`, end with :meth:`close` or when this process does,
-    however it does, and are replaced after a task that did not end.
+    however it does, and are replaced after a task that did not end. They import the main module
+    again, so a script that makes a pool does so under ``if __name__ == "__main__"``.
 
     Args:
         size: number of ranks.
@@ -187,7 +188,7 @@ class _Worker:
             # Otherwise gloo looks up the host's name, and waits where name service is slow.
             variables["GLOO_SOCKET_IFNAME"] = "lo"
         # Also for the process that all are forked from, which the first worker starts.
-        with _environ(variables):
+        with environ(variables):
             self.process = _FORKS.Process(target=work, args=(tasks, printed, dict(os.environ)))
             self.process.start()
         tasks.close()
@@ -235,21 +236,6 @@ def _forward(answers: Connection, rank: int, replies: queue.SimpleQueue) -> None
         while True:
             replies.put((rank, pickle.loads(answers.recv_bytes())))
     replies.put((rank, None))
-
-
-@contextlib.contextmanager
-def _environ(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for what is started in the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _python_path(entries: Sequence[str]) -> str:

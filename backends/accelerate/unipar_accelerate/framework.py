@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from unipar.environ import environ
 from unipar.errors import ConfigError
 from unipar.logs import quiet_framework
 from unipar.world import Placement, World
@@ -175,13 +176,5 @@ def _placed(placement: Placement) -> Iterator[None]:
         # Unset, Accelerate would choose the number of threads.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(torch.get_num_threads())),
     }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
+    with environ(wanted):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

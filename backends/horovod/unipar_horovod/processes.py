@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from unipar.environ import environ
 from unipar.errors import ConfigError
 from unipar.logs import quiet_framework
 from unipar.world import Placement, World
@@ -195,18 +196,8 @@ def _server(host: str) -> Iterator[tuple[str, int]]:
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set these variables, and nothing else of Horovod's launcher, for the length of the block."""
     foreign = {name for name in os.environ if name.startswith(_LAUNCHER)}
-    before = {name: os.environ.get(name) for name in foreign | set(variables)}
-    for name in foreign:
-        del os.environ[name]
-    os.environ.update(variables)
-    try:
+    with environ({**dict.fromkeys(foreign), **variables}):
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 _LAUNCHER = (
