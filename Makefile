@@ -9,6 +9,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Backends whose frameworks live in one environment, and the one that needs its own.
 TOGETHER := deepspeed horovod accelerate
 ALONE := .venv-colossalai
+# What is built in besides, where the system has the library for it.
+WITH_deepspeed := $(if $(wildcard /usr/include/libaio.h),--with nvme)
+# Where metrics can go besides: with the pins of these they leave the frameworks no room.
+LOGGERS := .venv-loggers
 # Tests that start whole programs; most others share ranks that run already.
 PROGRAMS := $(addprefix tests/integration/,bench bench_report cli docs examples install)
 # Suites of tests that run at once; each has processes of its own, and often waits for them.
@@ -39,7 +43,7 @@ help:
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make bench   measure overhead, memory and checkpoint speed"
 	@echo "make format  rewrite the sources in the project's style"
-	@echo "make clean   remove .venv, .venv-colossalai and everything built"
+	@echo "make clean   remove the environments and everything built"
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
@@ -52,8 +56,9 @@ test: installed
 	$(SUITES)
 	@echo "Left to make test-all: the tests marked thorough, and every pair of strategies."
 
-test-all: installed
+test-all: installed $(LOGGERS)/.ready
 	$(SUITES)
+	$(LOGGERS)/bin/python -m pytest tests/unit/callbacks/test_loggers.py
 	$(MAKE) --no-print-directory test-matrix
 
 # The two environments have nothing in common, and pip keeps one core busy.
@@ -102,8 +107,8 @@ $(VENV)/.dev: $(PINS) | $(BIN)/python
 $(VENV)/.backends: $(VENV)/.dev $(TOGETHER:%=backends/%/pyproject.toml)
 	@echo "Installing $(TOGETHER) into $(VENV); once, and it takes a few minutes."
 	@$(PIP) install -c constraints.txt $(TOGETHER:%=-e backends/%)
-	@for name in $(TOGETHER); do \
-	  PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/unipar install $$name --yes || exit 1; done
+	@$(foreach name,$(TOGETHER),PIP_CONSTRAINT=$(CURDIR)/constraints.txt \
+	  $(BIN)/unipar install $(name) --yes $(WITH_$(name)) &&) true
 	@touch $@
 
 $(ALONE)/.backends: $(PINS) backends/colossalai/pyproject.toml backends/colossalai/constraints.txt | $(BIN)/python
@@ -113,6 +118,14 @@ $(ALONE)/.backends: $(PINS) backends/colossalai/pyproject.toml backends/colossal
 	  -c backends/colossalai/constraints.txt -e '.[test]' -e backends/colossalai
 	@PIP_CONSTRAINT=$(CURDIR)/backends/colossalai/constraints.txt \
 	  $(ALONE)/bin/unipar install colossalai --yes
+	@touch $@
+
+$(LOGGERS)/.ready: pyproject.toml | $(BIN)/python
+	@echo "Installing wandb, mlflow and trackio into $(LOGGERS); once, and it takes a few minutes."
+	@$(BIN)/python -m venv $(LOGGERS)
+	@grep '^torch==' constraints.txt > $(LOGGERS)/torch.txt
+	@$(LOGGERS)/bin/python -m pip --disable-pip-version-check --quiet install \
+	  -c $(LOGGERS)/torch.txt -e '.[tensorboard,wandb,mlflow,trackio,test]'
 	@touch $@
 
 $(BIN)/python:

@@ -43,6 +43,7 @@ def test_they_know_nothing_of_unipar(path: Path) -> None:
         assert not [name for name in names if name.startswith("unipar")]
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(600)

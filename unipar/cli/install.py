@@ -148,6 +148,8 @@ class _Progress:
             nonlocal last
             if time.monotonic() - last >= _HEARTBEAT:
                 last = time.monotonic()
-                self._console.print(f"  {last - begin:.0f} s: {line}", markup=False)
+                # Of a compiler's line the beginning tells how far it is.
+                shown = line[: self._console.width]
+                self._console.print(f"  {last - begin:.0f} s: {shown}", markup=False)
 
         yield update

@@ -11,7 +11,7 @@ def recipe() -> Recipe:
     """DeepSpeed from the package index; its operators only for those who ask."""
     nvme = Python(
         ("-m", "unipar_deepspeed.ops", "async_io"),
-        "compile DeepSpeed's async_io (about 10 minutes and 2.5 GB of memory on two cores)",
+        "compile DeepSpeed's async_io (about 3 minutes and 2.5 GB of memory on two cores)",
     )
     return Recipe(
         "deepspeed",

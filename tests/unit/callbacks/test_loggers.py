@@ -29,9 +29,7 @@ class Recorder(Logger):
 
 
 def needs(package):
-    return pytest.mark.skipif(
-        find_spec(package) is None, reason=f"{package} is an optional extra, not installed here"
-    )
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed here")
 
 
 def test_metrics_jsonl_is_always_written():
@@ -115,6 +113,7 @@ def test_tensorboard(make_run, make_record):
     assert "config/text_summary" in events.Tags()["tensors"]
 
 
+@pytest.mark.extra
 @needs("wandb")
 @pytest.mark.timeout(120)
 def test_wandb(make_run, make_record, monkeypatch):
@@ -127,6 +126,7 @@ def test_wandb(make_run, make_record, monkeypatch):
     assert all(list(attempt.glob("*.wandb")) for attempt in attempts)
 
 
+@pytest.mark.extra
 @needs("mlflow")
 @pytest.mark.timeout(120)
 def test_mlflow(make_run, make_record, monkeypatch, tmp_path):
@@ -146,6 +146,7 @@ def test_mlflow(make_run, make_record, monkeypatch, tmp_path):
     assert history[5] == pytest.approx(5.3)
 
 
+@pytest.mark.extra
 @needs("trackio")
 @pytest.mark.timeout(120)
 def test_trackio(make_run, make_record, monkeypatch, tmp_path):

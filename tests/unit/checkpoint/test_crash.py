@@ -196,6 +196,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_checkpoint(tmp_path: Path) ->
     verify(tmp_path)
 
 
+@pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small disk")
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     mounted = subprocess.run(

@@ -1,0 +1,24 @@
+"""Where CI is true, a test that is skipped has failed; see the markers for what may be missing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+_MAY_BE_MISSING = ("gpu", "extra", "root")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    may_be = any(map(item.get_closest_marker, _MAY_BE_MISSING)) or hasattr(report, "wasxfail")
+    if report.skipped and not may_be and os.environ.get("CI") == "true":
+        reason: Any = report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{reason[2]}\nWhere CI is true it must not be."
+    return report
