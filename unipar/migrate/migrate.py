@@ -114,6 +114,7 @@ def _migrate(
 ) -> dict[str, Migration]:
     import libcst as cst
 
+    from unipar.migrate.lone_ranks import tell_of_lone_ranks
     from unipar.migrate.plan import Plan
     from unipar.migrate.source import Source
 
@@ -143,6 +144,8 @@ def _migrate(
     else:
         dialect.rewrite(plan)
     if any(source.edits for source in plan.sources):
+        if to == "loop":
+            tell_of_lone_ranks(plan, dialect.engines)
         plan.check_names()
         plan.finish()
     notes = sorted(set(plan.notes))

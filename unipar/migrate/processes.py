@@ -125,7 +125,7 @@ def on_some_ranks(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
 def _tells_rank(plan: Plan, node: cst.CSTNode) -> bool:
     if isinstance(node, cst.Name) and node.value != "__name__":
         words = node.value.lower().strip("_").split("_")
-        if {"rank", "main", "master"} & set(words):
+        if {"rank", "main", "master"} & set(words) or node.value == "is_global_zero":
             return True
     return plan.made_by(plan.flow.values(node), "torch.distributed.get_rank")
 

@@ -27,6 +27,7 @@ class Dialect(ABC):
         name: what ``--from`` calls it.
         title: what messages call it.
         marks: names of which one is used in every such script; a trailing dot takes all below.
+        engines: what its objects that stand for the model, and compute, are called.
         rows: what maps to what.
         refused: what is refused, and what to do about it.
     """
@@ -34,6 +35,7 @@ class Dialect(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
+    engines: ClassVar[tuple[str, ...]] = ()
     rows: ClassVar[tuple[Row, ...]] = ()
     refused: ClassVar[tuple[Row, ...]] = ()
 

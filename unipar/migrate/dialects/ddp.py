@@ -69,6 +69,8 @@ class Ddp(Dialect):
             "rank=script.world().data_rank)"),
         Row("mp.spawn(main, args=(n,), nprocs=n)", "script.spawn(main, args=(n,), nprocs=n)"),
         Row("dist.barrier(), dist.all_reduce(t), dist.get_rank(), if rank == 0:", "unchanged"),
+        Row("if rank == 0: evaluate(model)",
+            "unchanged, and noted: a strategy that divides weights needs all ranks for it"),
         *LOOP_ROWS,
         NORM_ROW,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import libcst as cst
 
 from unipar.migrate.devices import rewrite_devices, rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
-from unipar.migrate.dialects.deepspeed_engine import check_engines
+from unipar.migrate.dialects.deepspeed_engine import ENGINE, check_engines
 from unipar.migrate.dialects.deepspeed_initialize import rewrite_initialize, take_factories
 from unipar.migrate.dialects.deepspeed_optimizers import rewrite_own_optimizers
 from unipar.migrate.dropping import warn_of_dropped
@@ -49,6 +49,7 @@ class DeepSpeed(Dialect):
     name: ClassVar[str] = "deepspeed"
     title: ClassVar[str] = "DeepSpeed"
     marks: ClassVar[tuple[str, ...]] = ("deepspeed.",)
+    engines: ClassVar[tuple[str, ...]] = (ENGINE,)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("deepspeed.initialize(model=model, optimizer=optimizer, config=config)",
             "stepped.initialize(model, optimizer=optimizer, ...)"),
