@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -55,15 +57,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbose = "--verbose" in tokens
     try:
         result: Any = _app()(tokens, exit_on_error=False, result_action="return_value")
+        sys.stdout.flush()
     except CycloptsError:
         return USAGE_ERROR  # cyclopts has already said what was wrong.
     except KeyboardInterrupt:
         Console(stderr=True).print("unipar: interrupted.", style="yellow")
         return INTERRUPTED
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return RUN_ERROR
     except UniparError as error:
         _show(error, verbose)
         return USAGE_ERROR if isinstance(error, ConfigError) else RUN_ERROR
     return result if isinstance(result, int) else 0
+
+
+def _reader_is_gone() -> bool:
+    """Whether what reads this output, such as ``head``, has ended; the rest then goes nowhere."""
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # It goes into memory.
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
+        return False
+    # Or the interpreter complains of it once more when it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def _show(error: UniparError, verbose: bool) -> None:

@@ -132,7 +132,7 @@ def test_goes_on_as_if_undisturbed(
 def test_stage_0_gives_its_weights_and_says_so(
     plain: dict[str, Path], world_pool: WorldPools, tmp_path: Path
 ) -> None:
-    command = ["-m", "unipar.cli", "convert", "--from", "deepspeed"]
+    command = ["-m", "unipar", "convert", "--from", "deepspeed"]
     done = subprocess.run(
         [sys.executable, *command, str(plain["0"] / f"global_step{HALF}"), str(tmp_path / "new")],
         capture_output=True,

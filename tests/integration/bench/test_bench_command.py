@@ -53,7 +53,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def start(directory: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "unipar.cli", "bench", "run.yaml", "--output", "out", *flags]
+    command = [sys.executable, "-m", "unipar", "bench", "run.yaml", "--output", "out", *flags]
     return subprocess.Popen(
         command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

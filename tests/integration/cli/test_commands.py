@@ -63,7 +63,7 @@ def job(tmp_path: Path) -> Path:
 
 def unipar(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "unipar.cli", *arguments],
+        [sys.executable, "-m", "unipar", *arguments],
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", **environment},
         capture_output=True,
@@ -157,7 +157,7 @@ def test_toml_works_likewise(job: Path) -> None:
 def test_interrupt_saves_says_so_and_resumes(job: Path) -> None:
     (job / "run.yaml").write_text(RUN.replace("job:data", "job:Slow").replace("3", "500"))
     process = subprocess.Popen(
-        [sys.executable, "-m", "unipar.cli", "train", "run.yaml"],
+        [sys.executable, "-m", "unipar", "train", "run.yaml"],
         cwd=job,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,

@@ -101,7 +101,7 @@ class Home:
         }
 
     def command(self, *args: str) -> list[str]:
-        return [str(self.root / "env/bin/python"), "-m", "unipar.cli", *args]
+        return [str(self.root / "env/bin/python"), "-m", "unipar", *args]
 
     def unipar(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,31 @@ def test_an_error_is_one_line_and_its_kind_the_exit_code(
     assert capsys.readouterr().err == "unipar: interrupted.\n"
     with pytest.raises(ZeroDivisionError):
         fail_with(ZeroDivisionError())
+
+
+@pytest.mark.parametrize("command", ["schema", "doctor"])
+def test_a_reader_that_leaves_early_is_no_error_to_talk_of(command: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as gone:
+        done = subprocess.run(
+            [sys.executable, "-m", "unipar", command],
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_another_broken_pipe_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise BrokenPipeError("a worker's")
+
+    monkeypatch.setattr("unipar.doctor.examine", fail)
+    with pytest.raises(BrokenPipeError, match="a worker's"):
+        main(["doctor"])
 
 
 def test_verbose_shows_the_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

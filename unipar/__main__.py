@@ -1,4 +1,4 @@
-"""``python -m unipar.cli``."""
+"""``python -m unipar``."""
 
 import sys
 
