@@ -226,6 +226,8 @@ def test_a_number_of_devices_that_is_none_is_refused(run: fabricated.Run) -> Non
          "from lightning_fabric import loggers\n"),
         ("from lightning_fabric import Fabric, loggers as kept\nkept.CSVLogger('a')",
          "from lightning_fabric import loggers as kept\n"),
+        ("from lightning_fabric import Fabric\nfrom .fabric import log\nfrom . import report",
+         "from .fabric import log\nfrom . import report\n"),
     ],
 )  # fmt: skip
 def test_what_is_imported_of_fabric_goes_where_nothing_is_left(given: str, left: str) -> None:

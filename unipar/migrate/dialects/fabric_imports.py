@@ -25,6 +25,8 @@ def drop_imports(plan: Plan, packages: Collection[str], kept: Collection[cst.CST
     for source in plan.sources:
         used = {_root(node) for node in kept if plan.flow.source(node) is source}
         for node in (*source.all(cst.Import), *source.all(cst.ImportFrom)):
+            if isinstance(node, cst.ImportFrom) and node.relative:
+                continue
             if not isinstance(node.names, cst.ImportStar):
                 _drop(source, node, packages, used)
 
