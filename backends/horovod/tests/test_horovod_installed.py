@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 from unipar import registry
 from unipar_horovod import installed
@@ -48,7 +49,7 @@ def fit(tmp_path: Path, environment: dict[str, str]) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-TORCH = metadata.version("torch")
+TORCH = torch.__version__
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,17 @@ def test_an_unusable_horovod_is_refused_with_its_remedy(
     assert "ConfigError" in said
     for word in words:
         assert word in said
+
+
+def test_torch_is_what_it_calls_itself_and_not_what_pip_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package index has the CUDA build of torch as a version without a local part."""
+    fake(tmp_path, version="0.28.1", torch="2.13.0+cu130", source="")
+    monkeypatch.setattr(installed, "_folder", lambda: tmp_path / "horovod")
+    for itself, is_ok in [("2.13.0+cu130", True), ("2.13.0+cpu", False)]:
+        monkeypatch.setattr(torch, "__version__", itself)
+        assert installed.availability().ok is is_ok
 
 
 def test_a_missing_horovod_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,13 @@ _EDITS = (
         "torch's headers need C++20",
     ),
     Edit(
+        "cmake/Modules/FindPytorch.cmake",
+        "import torch; from torch.utils.cpp_extension import CUDA_HOME; print(True if (",
+        "import os, torch; from torch.utils.cpp_extension import CUDA_HOME; "
+        "print(True if ('HOROVOD_GPU_OPERATIONS' in os.environ and ",
+        "beside a CUDA build of torch it wants the CUDA toolkit, which nothing on a CPU uses",
+    ),
+    Edit(
         "setup.py",
         "else 'RelWithDebInfo'",
         "else 'Release'",

@@ -8,6 +8,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from unipar.strategy import Availability
 
 VERSION = "0.28.1"
@@ -28,9 +30,10 @@ def availability() -> Availability:
     if folder is None or _library(folder) is None:
         reason = "Horovod is installed without its library for PyTorch."
         return Availability(False, reason, f"{_REMEDY} --force")
-    built, torch = _built_for(folder), metadata.version("torch")
-    if built is not None and built != torch:
-        reason = f"Horovod was built for torch {built}, and torch {torch} is installed."
+    # What torch calls itself: to pip, the package index's CUDA build has no "+cu130".
+    built, here = _built_for(folder), str(torch.__version__)
+    if built not in (None, here):
+        reason = f"Horovod was built for torch {built}, and torch {here} is installed."
         return Availability(False, reason, f"{_REMEDY} --force")
     return Availability(True)
 
