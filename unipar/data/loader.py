@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data.checks import check_same_epoch, check_size, no_batch, shuffles, slicing_of
@@ -179,30 +181,31 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, start = self._position.epoch, self._position.index
-        batches = self._streamed() if self._source.is_stream else self._indexed()
         index, num_batches = start - 1, self.num_batches
-        for index, (batch, state) in enumerate(batches, start):
-            self._check(batch)
-            last = index + 1 == num_batches
-            self._position = Position(epoch + 1, 0) if last else Position(epoch, index + 1)
-            self._stream_state = None if last else state
-            yield batch
+        reading = self._streamed() if self._source.is_stream else self._indexed()
+        with contextlib.closing(reading) as batches:
+            for index, (batch, state) in enumerate(batches, start):
+                self._check(batch)
+                last = index + 1 == num_batches
+                self._position = Position(epoch + 1, 0) if last else Position(epoch, index + 1)
+                self._stream_state = None if last else state
+                yield batch
         if index < start and self._source.is_stream and start == 0:
             raise DataError(no_batch(self._source, epoch, self.global_batch_size))
         self._position, self._stream_state = Position(epoch + 1, 0), None
 
-    def _indexed(self) -> Iterator[tuple[Batch, None]]:
+    def _indexed(self) -> Generator[tuple[Batch, None], None, None]:
         """Batches of a map-style dataset from the position on."""
         epoch, start = self._position.epoch, self._position.index
         assert self.num_samples is not None
         assert self.num_batches is not None
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         wanted = Wanted(order, self._slicing, range(start, self.num_batches))
-        samples = iter(self._loader_of(wanted))
-        for index in range(start, self.num_batches):
-            num_samples, cuts = wanted.cuts(index)
-            parts = tuple(MicroBatch(self._next(samples), b - a) for a, b in cuts)
-            yield Batch(parts, num_samples, index, epoch), None
+        with _items_of(self._loader_of(wanted)) as samples:
+            for index in range(start, self.num_batches):
+                num_samples, cuts = wanted.cuts(index)
+                parts = tuple(MicroBatch(self._next(samples), b - a) for a, b in cuts)
+                yield Batch(parts, num_samples, index, epoch), None
 
     def _loader_of(self, wanted: Wanted) -> DataLoader:
         if self._dataset_loader is None:
@@ -220,7 +223,7 @@ class Loader:
         sampler.wanted = wanted
         return self._dataset_loader
 
-    def _streamed(self) -> Iterator[tuple[Batch, Any]]:
+    def _streamed(self) -> Generator[tuple[Batch, Any], None, None]:
         """Batches of a stream from the position on."""
         epoch, start = self._position.epoch, self._position.index
         dataset = self._source.dataset
@@ -239,14 +242,14 @@ class Loader:
         )
         loader = DataLoader(share, batch_size=None, generator=torch.Generator(), **self._settings)
         self._seed_workers(loader)
-        items = iter(loader)
-        for index in range(start, 2**63):
-            try:
-                parts, num_samples, state = self._next(items)
-            except StopIteration:
-                return
-            batch = tuple(MicroBatch(data, count) for data, count in parts)
-            yield Batch(batch, num_samples, index, epoch), state
+        with _items_of(loader) as items:
+            for index in range(start, 2**63):
+                try:
+                    parts, num_samples, state = self._next(items)
+                except StopIteration:
+                    return
+                batch = tuple(MicroBatch(data, count) for data, count in parts)
+                yield Batch(batch, num_samples, index, epoch), state
 
     def _seed_workers(self, loader: DataLoader) -> None:
         """Random augmentations differ between epochs, ranks and workers.
@@ -291,6 +294,22 @@ class Loader:
                 expected, expected_size = self._structure
                 if not same_structure(expected, expected_size, found, size):
                     raise_different(expected, found, batch)
+
+
+@contextlib.contextmanager
+def _items_of(loader: DataLoader) -> Iterator[Iterator[Any]]:
+    """What a DataLoader gives, and the end of its processes.
+
+    An error's traceback holds the iterator until the garbage collector comes, which closes pipes
+    in any order. Torch (2.13, ``_MultiProcessingDataLoaderIter.__del__``) then uses a closed one,
+    and a thread of its queue closes whatever file has been opened in its place.
+    """
+    items = iter(loader)
+    try:
+        yield items
+    finally:
+        if isinstance(items, _MultiProcessingDataLoaderIter) and not loader.persistent_workers:
+            items._shutdown_workers()
 
 
 _OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")

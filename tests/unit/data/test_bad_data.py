@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -90,6 +91,15 @@ def test_a_sample_that_raises_is_named_with_its_rank_and_traceback(
         everything(kind(), 8, data_rank=1, data_size=2, num_workers=num_workers)
     assert "\n" not in str(caught.value)
     assert 'raise ValueError("image 5 is truncated")' in shown(caught.value)
+
+
+@pytest.mark.parametrize("batches_made_differently", [False, True])
+def test_workers_end_with_the_error_that_is_still_held(batches_made_differently: bool):
+    data = [torch.tensor(1)] * 8 + [torch.tensor(1.5)] * 8 if batches_made_differently else Faulty()
+    with pytest.raises(DataError) as held:
+        everything(data, 8, num_workers=2)
+    assert multiprocessing.active_children() == []
+    assert held.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
