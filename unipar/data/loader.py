@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data.checks import check_same_epoch, check_size, no_batch, shuffles, slicing_of
 from unipar.data.order import Position, Wanted, WantedSampler, epoch_order, mixed_seed
 from unipar.data.samples import Collate, Samples, raise_different, same_structure, structure
-from unipar.data.sources import Source, open_source
+from unipar.data.sources import open_source
 from unipar.data.stream import StreamShare
+from unipar.data.workers import items_of, loading_settings
 from unipar.errors import DataError
 
 log = logging.getLogger("unipar.data")
@@ -67,7 +67,7 @@ class Loader:
         self._slicing = slicing_of(global_batch_size, micro_batch_size, data_rank, data_size)
         self._seed = seed
         self._shuffle = shuffles(shuffle, source)
-        self._settings = _settings(source, num_workers, pin_memory)
+        self._settings = loading_settings(source, num_workers, pin_memory)
         self._collate = Collate(collate_fn or source.collate_fn)
         self._position = Position(0, 0)
         self._stream_state: Any = None
@@ -201,7 +201,7 @@ class Loader:
         assert self.num_batches is not None
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         wanted = Wanted(order, self._slicing, range(start, self.num_batches))
-        with _items_of(self._loader_of(wanted)) as samples:
+        with items_of(self._loader_of(wanted)) as samples:
             for index in range(start, self.num_batches):
                 num_samples, cuts = wanted.cuts(index)
                 parts = tuple(MicroBatch(self._next(samples), b - a) for a, b in cuts)
@@ -242,7 +242,7 @@ class Loader:
         )
         loader = DataLoader(share, batch_size=None, generator=torch.Generator(), **self._settings)
         self._seed_workers(loader)
-        with _items_of(loader) as items:
+        with items_of(loader) as items:
             for index in range(start, 2**63):
                 try:
                     parts, num_samples, state = self._next(items)
@@ -294,35 +294,3 @@ class Loader:
                 expected, expected_size = self._structure
                 if not same_structure(expected, expected_size, found, size):
                     raise_different(expected, found, batch)
-
-
-@contextlib.contextmanager
-def _items_of(loader: DataLoader) -> Iterator[Iterator[Any]]:
-    """What a DataLoader gives, and the end of its processes.
-
-    An error's traceback holds the iterator until the garbage collector comes, which closes pipes
-    in any order. Torch (2.13, ``_MultiProcessingDataLoaderIter.__del__``) then uses a closed one,
-    and a thread of its queue closes whatever file has been opened in its place.
-    """
-    items = iter(loader)
-    try:
-        yield items
-    finally:
-        if isinstance(items, _MultiProcessingDataLoaderIter) and not loader.persistent_workers:
-            items._shutdown_workers()
-
-
-_OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
-
-
-def _settings(source: Source, num_workers: int | None, pin_memory: bool | None) -> dict[str, Any]:
-    settings = dict(source.settings)
-    if num_workers is not None:
-        settings["num_workers"] = num_workers
-        if num_workers == 0:
-            for name in _OF_WORKERS:
-                settings.pop(name, None)
-    if pin_memory is not None:
-        settings["pin_memory"] = pin_memory
-    settings["pin_memory"] = bool(settings.get("pin_memory")) and torch.cuda.is_available()
-    return settings

@@ -1,0 +1,47 @@
+"""The processes that load samples: their settings, and their end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from unipar.data.sources import Source
+
+_OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+
+
+@contextlib.contextmanager
+def items_of(loader: DataLoader) -> Iterator[Iterator[Any]]:
+    """What a DataLoader gives, and the end of its processes.
+
+    An error's traceback holds the iterator until the garbage collector comes, which closes pipes
+    in any order. Torch (2.13, ``_MultiProcessingDataLoaderIter.__del__``) then uses a closed one,
+    and a thread of its queue closes whatever file has been opened in its place.
+    """
+    items = iter(loader)
+    try:
+        yield items
+    finally:
+        if isinstance(items, _MultiProcessingDataLoaderIter) and not loader.persistent_workers:
+            items._shutdown_workers()
+
+
+def loading_settings(
+    source: Source, num_workers: int | None, pin_memory: bool | None
+) -> dict[str, Any]:
+    """The settings of a DataLoader: the source's, but for what is given here."""
+    settings = dict(source.settings)
+    if num_workers is not None:
+        settings["num_workers"] = num_workers
+        if num_workers == 0:
+            for name in _OF_WORKERS:
+                settings.pop(name, None)
+    if pin_memory is not None:
+        settings["pin_memory"] = pin_memory
+    settings["pin_memory"] = bool(settings.get("pin_memory")) and torch.cuda.is_available()
+    return settings
