@@ -38,9 +38,9 @@ def availability() -> Availability:
     return Availability(True)
 
 
-def local_version(torch: str) -> str:
+def local_version(built_for: str) -> str:
     """What the recipe adds to Horovod's version, to know its own builds by."""
-    return f"torch{torch.replace('+', '.')}.{_MARK}"
+    return f"torch{built_for.replace('+', '.')}.{_MARK}"
 
 
 def starts_again() -> bool:

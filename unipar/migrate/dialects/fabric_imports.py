@@ -25,9 +25,8 @@ def drop_imports(plan: Plan, packages: Collection[str], kept: Collection[cst.CST
     for source in plan.sources:
         used = {_root(node) for node in kept if plan.flow.source(node) is source}
         for node in (*source.all(cst.Import), *source.all(cst.ImportFrom)):
-            if isinstance(node, cst.ImportFrom) and node.relative:
-                continue
-            if not isinstance(node.names, cst.ImportStar):
+            relative = isinstance(node, cst.ImportFrom) and node.relative
+            if not relative and not isinstance(node.names, cst.ImportStar):
                 _drop(source, node, packages, used)
 
 
@@ -47,7 +46,7 @@ def _drop(
         listed = ", ".join(source.code(one).rstrip(" ,") for one in rest)
         head = "import"
         if isinstance(node, cst.ImportFrom) and node.module is not None:
-            head = f"from {'.' * len(node.relative)}{source.code(node.module)} import"
+            head = f"from {source.code(node.module)} import"
         source.edits.replace(source.span(node), f"{head} {listed}")
 
 
