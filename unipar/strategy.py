@@ -245,6 +245,20 @@ class Engine(ABC):
             f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
         )
 
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Say which micro-batch is the last (only with ``capabilities.custom_loop``).
+
+        Put forward and backward pass of each micro-batch into ``with engine.microbatch(last=…)``,
+        and gradients are reduced while the last backward pass computes them. Without it,
+        :meth:`step` reduces what all backward passes have left, in whatever order they came.
+
+        Args:
+            last: whether :meth:`step` comes next; the same on every rank.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
+        )
+
     def step(self) -> StepResult:
         """Reduce, clip, update and clear what :meth:`backward` has added since the last step."""
         raise ConfigError(

@@ -4,6 +4,7 @@ A backend whose framework takes over the whole step implements :class:`unipar.st
 itself; one that only reduces gradients extends :class:`ModuleEngine`.
 """
 
+from unipar.engine.ddp import DDPModuleEngine, DDPReducer, sparse_parameters
 from unipar.engine.flat import flat_state
 from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
 from unipar.engine.state import (
@@ -25,6 +26,8 @@ from unipar.engine.transforms import (
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "DDPModuleEngine",
+    "DDPReducer",
     "ModuleEngine",
     "Undo",
     "checkpoint_activations",
@@ -39,4 +42,5 @@ __all__ = [
     "modules_of_classes",
     "repeated_blocks",
     "restore_groups",
+    "sparse_parameters",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -61,12 +61,14 @@ class ModuleEngine(Engine):
             self.optimizer = self._build_optimizer()
             if spec.lr_scheduler is not None:
                 self.lr_scheduler = spec.lr_scheduler(self.optimizer)
+        # Frozen ones too: they may be thawed between steps.
         self._all_parameters = list(module.parameters())
-        self._parameters = [p for p in self._all_parameters if p.requires_grad]
+        self._parameters = self._all_parameters
         self._scaler = (
             torch.amp.GradScaler(self._device.type) if self._dtype is torch.float16 else None
         )
         self._modes: list[tuple[nn.Module, bool]] = []
+        self._last = False
         self._clear()
 
     # -- what a way of being distributed changes -------------------------------------------------
@@ -84,7 +86,23 @@ class ModuleEngine(Engine):
         return self._microbatch(last=False)
 
     def _finish_gradients(self) -> None:
-        """Wait until the gradients are averaged over ranks, where ``backward()`` does not."""
+        """See to it that every gradient is averaged over ranks, once.
+
+        Raises:
+            ConfigError: some gradient is not, and cannot be.
+        """
+
+    def _call_by_hand(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a user's own loop, which may hold several before a backward pass."""
+        return self._model(*args, **kwargs)
+
+    @property
+    def _holds_forwards(self) -> bool:
+        """Whether the framework bears several forward passes before their backward passes."""
+        return True
+
+    def _begin_by_hand(self) -> None:
+        """What comes before the first forward pass of a step in a user's own loop."""
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the loss scale out of the gradients, unless clipping or stepping does."""
@@ -100,9 +118,16 @@ class ModuleEngine(Engine):
 
     def _sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0 (ranks see different batches in BatchNorm)."""
-        if self.world.size > 1:
-            for buffer in self.module.buffers():
-                dist.broadcast(buffer, src=0)
+        if self.world.size == 1:
+            return
+        by_kind: dict[Any, list[torch.Tensor]] = {}
+        for buffer in self.module.buffers():
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+        for buffers in by_kind.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, src=0)
+            for buffer, sent in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(sent.view(buffer.shape))
 
     # -- training --------------------------------------------------------------------------------
 
@@ -217,8 +242,7 @@ class ModuleEngine(Engine):
             torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def _drop_gradients(self) -> None:
-        # Frozen ones too: they may be thawed between steps. The optimizer's `zero_grad()` does no
-        # more, and takes twenty times as long.
+        # The optimizer's `zero_grad()` does no more, and takes twenty times as long.
         for parameter in self._all_parameters:
             parameter.grad = None
 
@@ -258,24 +282,53 @@ class ModuleEngine(Engine):
         self._count: torch.Tensor | float = 0
         self._normalizer = 0.0
         self._reduction: LossReduction | None = None
+        self._by_hand = self._begun = False
+        self._forwards = 0
 
     # -- the user's own loop ---------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._enter_training()
+            if not self._begun:
+                self._begun = True
+                self._begin_by_hand()
+            self._forwards += 1
         if not self._mixed:
-            return self._model(*args, **kwargs)
+            return self._call_by_hand(*args, **kwargs)
         with torch.autocast(self._device.type, self._dtype):
-            return self._model(*args, **kwargs)
+            return self._call_by_hand(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        with self._microbatch(last):
+            self._last = last
+            try:
+                yield
+            finally:
+                self._last = False
 
     def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
         self._require_optimizer()
         check_loss(loss, training=True)
+        if self._reduction is not None:
+            raise ConfigError(
+                "engine.backward(loss) came after the one in engine.microbatch(last=True), whose "
+                "gradients are reduced already. Pass last=True for the last backward pass before "
+                "engine.step() alone, or leave microbatch out: step() then reduces what there is."
+            )
+        if not self._forwards and not self._holds_forwards:
+            raise ConfigError(
+                "this backward pass has no forward pass of its own: there was none since the "
+                "backward pass before it. Under this strategy each forward pass is followed by its "
+                "backward pass, before the next one begins: put both into `with "
+                "engine.microbatch(last=…):`, or use strategy='fsdp' or 'ddp', which hold several."
+            )
+        self._by_hand, self._forwards = True, 0
         if isinstance(loss, LossSum):
-            self._add(loss.total, 1, loss.count, last=False)
+            self._add(loss.total, 1, loss.count, last=self._last)
         elif num_items is not None:
-            self._add(loss, num_items, num_items, last=False)
+            self._add(loss, num_items, num_items, last=self._last)
         else:
             raise ConfigError(
                 "engine.backward(loss) needs to know how many items the loss is a mean of, since "
@@ -286,8 +339,13 @@ class ModuleEngine(Engine):
     def step(self) -> StepResult:
         if self._total is None:
             raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
-        self._start_reduction()
-        return self._update()
+        if self._reduction is None:
+            self._start_reduction()
+        try:
+            return self._update()
+        except BaseException:
+            self._clear()
+            raise
 
     # -- evaluation ------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unipar.batch import Batch
+from unipar.batch import Batch, MicroBatch
 from unipar.data.move import move_to
 from unipar.garbage import no_collection
-from unipar.loss import LossSum
+from unipar.loss import Loss, LossSum
 from unipar.state import Box, TensorState
 from unipar.strategy import Engine, StepResult, Strategy
 from unipar.testing.reference import Trace
@@ -88,9 +88,9 @@ def train_all(strategy: Strategy, world: World, scenarios: tuple[Scenario, ...])
 
 
 def train(
-    strategy: Strategy, world: World, scenario: Scenario, *, custom_loop: bool = False
+    strategy: Strategy, world: World, scenario: Scenario, step: TakeStep | None = None
 ) -> RankRun:
-    """Train under the strategy, by ``train_step`` or by a loop around ``backward`` and ``step``."""
+    """Train under the strategy, by ``train_step`` or by a user's own loop over a step."""
     torch.manual_seed(scenario.seed)
     engine = strategy.prepare(scenario.spec(world.data_size), world)
     try:
@@ -98,10 +98,10 @@ def train(
         for batch in batches(scenario, world):
             trace.lrs.append(learning_rates(engine))
             samples.append(trained_on(batch))
-            if custom_loop:
-                record(trace, custom_step(engine, world, batch, scenario.loss))
-            else:
+            if step is None:
                 record(trace, engine.train_step(batch, scenario.loss))
+            else:
+                record(trace, step(engine, world, batch, scenario.loss))
         scheduler = engine.lr_scheduler
         steps = None if scheduler is None else scheduler.last_epoch
         return RankRun(trace, Exported.of(engine), samples, steps)
@@ -138,16 +138,44 @@ def record(trace: Trace, result: StepResult) -> None:
     trace.skipped.append(result.skipped)
 
 
-def custom_step(
+TakeStep = Callable[[Engine, World, Batch, Callable[[Any, Any], Any]], StepResult]
+"""``step(engine, world, batch, loss_fn)``: a user's own loop over the micro-batches of a step."""
+
+
+def step_by_hand(
     engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
 ) -> StepResult:
-    """A user's own loop over the micro-batches of a step."""
+    """Forward and backward pass of one micro-batch after the other."""
     for microbatch in batch:
-        loss = loss_fn(engine, move_to(microbatch.data, world.device))
-        if not isinstance(loss, LossSum):
-            engine.backward(loss, num_items=microbatch.num_samples)
-        elif microbatch.num_samples:
-            engine.backward(loss)
-        else:
-            engine.backward(LossSum(loss.total * 0.0, 0))
+        backward(engine, loss_fn(engine, move_to(microbatch.data, world.device)), microbatch)
     return engine.step()
+
+
+def step_telling_the_last(
+    engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
+) -> StepResult:
+    """The same, where the engine is told which one is the last."""
+    for number, microbatch in enumerate(batch, start=1):
+        with engine.microbatch(last=number == len(batch)):
+            backward(engine, loss_fn(engine, move_to(microbatch.data, world.device)), microbatch)
+    return engine.step()
+
+
+def step_holding_forwards(
+    engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
+) -> StepResult:
+    """All forward passes before the first backward pass."""
+    losses = [loss_fn(engine, move_to(part.data, world.device)) for part in batch]
+    for loss, microbatch in zip(losses, batch, strict=True):
+        backward(engine, loss, microbatch)
+    return engine.step()
+
+
+def backward(engine: Engine, loss: Loss, microbatch: MicroBatch) -> None:
+    """Add a micro-batch's gradients; padding counts nothing."""
+    if not isinstance(loss, LossSum):
+        engine.backward(loss, num_items=microbatch.num_samples)
+    elif microbatch.num_samples:
+        engine.backward(loss)
+    else:
+        engine.backward(LossSum(loss.total * 0.0, 0))

@@ -91,6 +91,18 @@ class Network(nn.Module):
         return self.outward(x)
 
 
+class PartlyUsed(Network):
+    """Has a layer that a batch may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor, extra: bool = True) -> torch.Tensor:
+        logits = super().forward(x)
+        return logits + self.extra(x) if extra else logits
+
+
 class Frozen(Network):
     """Trains nothing of its first layer and of half a block."""
 

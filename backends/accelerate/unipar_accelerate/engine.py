@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from unipar.batch import MicroBatch
-from unipar.engine import ModuleEngine, Undo
+from unipar.engine import DDPModuleEngine, DDPReducer, ModuleEngine, Undo
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.state import is_dtensor
@@ -60,14 +61,6 @@ class AccelerateEngine(ModuleEngine):
         else:
             self._model, self._prepared = self.accelerator.prepare(self.module, self.optimizer)
 
-    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # A static graph is recorded in the first backward pass, which asserts if it is not reduced.
-        recording = self._options.static_graph and self.num_steps == 0
-        return contextlib.nullcontext() if last or recording else self._unsynchronized()
-
-    def _unsynchronized(self) -> AbstractContextManager[None]:
-        return self.accelerator.no_sync(self._model)
-
     def _backward(self, loss: torch.Tensor) -> None:
         self._check_shared_state()
         self.accelerator.backward(loss)
@@ -107,6 +100,20 @@ class AccelerateEngine(ModuleEngine):
         self.accelerator.free_memory()
 
 
+class ReplicatedEngine(DDPModuleEngine, AccelerateEngine):
+    """Under DDP, unless the process is alone: gradients are averaged in the last backward pass."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        if isinstance(self._model, DistributedDataParallel):
+            hook = self._options.compression
+            self._reducer = DDPReducer(
+                self._model,
+                allow_unused="accelerate:find_unused_parameters=true",
+                only_overlapped="" if hook == "none" else f"accelerate:compression={hook}",
+            )
+
+
 class ShardedEngine(AccelerateEngine):
     """Under the FSDP2 plugin: gradients are reduce-scattered in the last backward pass."""
 
@@ -115,7 +122,10 @@ class ShardedEngine(AccelerateEngine):
         optimizer = self.optimizer or torch.optim.SGD(self.module.parameters(), lr=0.0)
         self._model, self._prepared = self.accelerator.prepare(self.module, optimizer)
         self._all_parameters = list(self.module.parameters())
-        self._parameters = [p for p in self._all_parameters if p.requires_grad]
+        self._parameters = self._all_parameters
+
+    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self._model)
 
     def _probing(self) -> AbstractContextManager[None]:
         # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.

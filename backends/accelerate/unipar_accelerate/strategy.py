@@ -91,14 +91,14 @@ class AccelerateStrategy(Strategy):
         if self.options.plugin == "deepspeed":
             return self._prepare_deepspeed(spec, world)
         from unipar_accelerate.accelerator import make_accelerator
-        from unipar_accelerate.engine import AccelerateEngine, ShardedEngine
+        from unipar_accelerate.engine import ReplicatedEngine, ShardedEngine
 
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
         undo.append(compile_modules([module], spec.compile))
         accelerator = make_accelerator(self._framework, self.options, spec, module, world)
         if self.options.plugin == "ddp":
-            return AccelerateEngine(spec, world, module, accelerator, self.options, undo)
+            return ReplicatedEngine(spec, world, module, accelerator, self.options, undo)
         _make_equal(module)
         return ShardedEngine(spec, world, module, accelerator, self.options, undo)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unipar.engine import ModuleEngine
+from unipar.engine import DDPModuleEngine, DDPReducer, ModuleEngine
 from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_colossalai.boosted import Boosted
@@ -85,12 +83,11 @@ class BoosterEngine(ModuleEngine):
         self.booster.backward(loss, self.framework_optimizer)
 
 
-class DDPEngine(BoosterEngine):
+class DDPEngine(DDPModuleEngine, BoosterEngine):
     """Gradients are averaged during the backward pass of the last micro-batch."""
 
-    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # A static graph is recorded in the first backward pass, which asserts if it is not reduced.
-        recording = self.num_steps == 0 and self.booster.plugin.ddp_kwargs["static_graph"]
-        if last or recording:
-            return contextlib.nullcontext()
-        return self.booster.no_sync(self.wrapper, self.framework_optimizer)
+    def __init__(self, start: Start) -> None:
+        super().__init__(start)
+        self._reducer = DDPReducer(
+            self.wrapper.module, allow_unused="colossalai:plugin=ddp,find_unused_parameters=true"
+        )

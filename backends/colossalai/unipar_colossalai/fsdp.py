@@ -91,6 +91,12 @@ class FSDPEngine(BoosterEngine):
         if self._scaler is not None:
             self._scaler = PartScaler(self._device.type, process_group=None)
 
+    @property
+    def _holds_forwards(self) -> bool:
+        # FSDP1 frees a unit's parameters after its first backward pass, which other graphs still
+        # hold views of (torch 2.13, distributed/fsdp/_runtime_utils.py, _post_backward_hook).
+        return False
+
     def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
             check_optimizer(self.module, optimizer, self._promised)

@@ -43,7 +43,7 @@ class ZeROEngine(BoosterEngine):
             return
         # Backward passes of other engines may go through this model; its hooks reduce in its own.
         zero.require_grad_sync = False
-        self._trained = self._parameters
+        self._trained = [p for p in self._all_parameters if p.requires_grad]
         self._undo.extend(
             p.register_post_accumulate_grad_hook(self._without.discard).remove
             for p in self._trained

@@ -46,6 +46,12 @@ class ZeROEngine(DeepSpeedEngine):
     def _zero(self) -> Any:
         return self._deepspeed.optimizer
 
+    @property
+    def _holds_forwards(self) -> bool:
+        # DeepSpeed 0.19.8 counts, for each module of stage 3, the backward passes of its last
+        # forward pass alone (runtime/zero/parameter_offload.py), and loses gradients of others.
+        return self._deepspeed is None or not is_stage_3(self._zero)
+
     @functools.cached_property
     def _swapping(self) -> Swapping:
         align_gradients(self._zero)

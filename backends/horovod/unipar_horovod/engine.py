@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unipar.batch import Batch
-from unipar.engine import ModuleEngine
+from unipar.engine import ModuleEngine, sparse_parameters
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.strategy import EngineSpec, StepResult
@@ -60,7 +60,7 @@ class HorovodEngine(ModuleEngine):
 
     def _build_reducer(self) -> Any:
         options = self._options
-        sparse = _sparse_weights(self.module)
+        sparse = list(sparse_parameters(self.module).values())
         if sparse and options.num_groups is not None:
             raise ConfigError(
                 f"horovod: num_groups={options.num_groups} was given, and '{sparse[0]}' has sparse "
@@ -90,7 +90,7 @@ class HorovodEngine(ModuleEngine):
         Left to itself Horovod fuses what happens to be there, and over more than two ranks the
         order of a sum, so the last bit of it, depends on what else is in the buffer.
         """
-        parameters = self._parameters[::-1]
+        parameters = [p for p in self._all_parameters[::-1] if p.requires_grad]
         if self._options.num_groups is not None:
             size = -(-len(parameters) // self._options.num_groups)
             return [parameters[at : at + size] for at in range(0, len(parameters), size)]
@@ -123,10 +123,8 @@ class HorovodEngine(ModuleEngine):
         self._share_buffers()
         return super().train_step(batch, loss_fn)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._total is None and torch.is_grad_enabled():
-            self._share_buffers()
-        return super().__call__(*args, **kwargs)
+    def _begin_by_hand(self) -> None:
+        self._share_buffers()
 
     def _share_buffers(self) -> None:
         if self._options.broadcast_buffers:
@@ -201,22 +199,13 @@ class HorovodEngine(ModuleEngine):
 
     def _complete_each(self) -> None:
         """The same where each gradient is reduced by itself, since some are sparse."""
-        reducer, sparse = self.reducer, set(_sparse_weights(self.module))
+        reducer, sparse = self.reducer, set(sparse_parameters(self.module).values())
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 reducer._requires_update.add(parameter)
                 if parameter.grad is None and name in sparse:
                     # Horovod would give dense zeros, and wait for the ranks that send indices.
                     parameter.grad = torch.zeros_like(parameter).to_sparse(1)
-
-
-def _sparse_weights(module: nn.Module) -> list[str]:
-    """The names of the parameters whose gradients are sparse."""
-    return [
-        f"{prefix}.weight" if prefix else "weight"
-        for prefix, one in module.named_modules()
-        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
-    ]
 
 
 def check_dtypes(module: nn.Module) -> None:

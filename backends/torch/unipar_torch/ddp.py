@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -13,7 +11,12 @@ from pydantic import Field
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unipar.engine import ModuleEngine, checkpoint_activations, compile_modules
+from unipar.engine import (
+    DDPModuleEngine,
+    DDPReducer,
+    checkpoint_activations,
+    compile_modules,
+)
 from unipar.errors import ConfigError
 from unipar.strategy import (
     Capabilities,
@@ -28,6 +31,8 @@ from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+_WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DDPOptions(StrategyOptions):
@@ -113,7 +118,7 @@ class DDPStrategy(Strategy):
         return DDPEngine(spec, world, module, model, undo, options)
 
 
-class DDPEngine(ModuleEngine):
+class DDPEngine(DDPModuleEngine):
     """Gradients are averaged during the backward pass of the last micro-batch."""
 
     def __init__(
@@ -126,17 +131,17 @@ class DDPEngine(ModuleEngine):
         options: DDPOptions,
     ) -> None:
         self._options = options
-        self._replica = model
         super().__init__(spec, world, module, model, undo)
+        self._reducer = DDPReducer(
+            model,
+            allow_unused="ddp:find_unused_parameters=true",
+            wire_dtype=_WIRE_DTYPES.get(options.compression),
+            only_overlapped="ddp:compression=powersgd" * (options.compression == "powersgd"),
+        )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super()._build_optimizer()
         return shard_optimizer(optimizer) if self._options.shard_optimizer else optimizer
-
-    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # A static graph is recorded in the first backward pass, which asserts if it is not reduced.
-        recording = self._options.static_graph and self.num_steps == 0
-        return contextlib.nullcontext() if last or recording else self._replica.no_sync()
 
 
 class ReplicatedModule(DistributedDataParallel):

@@ -32,8 +32,27 @@ class GradientsSummed(DDPEngine):
 
 class NeverReduced(DDPEngine):
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        with self._replica.no_sync():
+        assert self._reducer is not None
+        with self._reducer.ddp.no_sync():
             return super().train_step(batch, loss_fn)
+
+    def _finish_gradients(self) -> None:
+        pass
+
+
+class UnusedUnnoticed(DDPEngine):
+    def _finish_gradients(self) -> None:
+        pass
+
+
+class ReducedAfterForward(DDPEngine):
+    """Each forward pass of a user's loop makes the next backward pass, and only that, reduce."""
+
+    def _call_by_hand(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
+
+    def _finish_gradients(self) -> None:
+        pass
 
 
 class LastBatchDropped(DDPEngine):

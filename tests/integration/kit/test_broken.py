@@ -30,6 +30,18 @@ BROKEN = [
         "rank 1 was told other grad_norms than rank 0|holds other values of",
     ),
     (
+        "an unused parameter unnoticed",
+        engine(broken.UnusedUnnoticed),
+        "knows_unused_parameters",
+        "rank 1 was told other grad_norms",
+    ),
+    (
+        "reduced after each forward pass",
+        engine(broken.ReducedAfterForward),
+        "holds_forwards",
+        "holds other values of|rank 1 was told other",
+    ),
+    (
         "last batch dropped",
         engine(broken.LastBatchDropped),
         "equals_the_reference",

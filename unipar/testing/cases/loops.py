@@ -11,16 +11,30 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
+from torch.nn.functional import cross_entropy
 
+from unipar.batch import Batch
+from unipar.data.move import move_to
 from unipar.errors import ConfigError
 from unipar.evaluate import evaluate
 from unipar.loss import Loss
-from unipar.strategy import EngineSpec, Strategy
+from unipar.strategy import Engine, EngineSpec, StepResult, Strategy
 from unipar.testing import models, reference
 from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assert_equal_runs
-from unipar.testing.harness import Exported, RankRun, batches, custom_step, record, train
+from unipar.testing.harness import (
+    Exported,
+    RankRun,
+    TakeStep,
+    backward,
+    batches,
+    record,
+    step_by_hand,
+    step_holding_forwards,
+    step_telling_the_last,
+    train,
+)
 from unipar.testing.kit import (
     HALF_PRECISION_FACTOR,
     ROUNDINGS,
@@ -29,11 +43,14 @@ from unipar.testing.kit import (
     merge,
     merge_all,
 )
+from unipar.testing.models import Samples
 from unipar.testing.reference import Trace
 from unipar.testing.scenarios import HALF_DTYPES, NUM_SAMPLES, Scenario, adamw
 from unipar.world import World
 
-GAN = Scenario(data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None, num_steps=7)
+GAN = Scenario(
+    data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None, num_steps=7, accumulation=2
+)
 
 
 @case
@@ -47,12 +64,92 @@ def lets_users_loop(kit: Kit) -> None:
         kit.run(_refuses_to_be_cut)
         return
     scenarios = [kit.fit(scenario) for scenario in scenarios if not kit.refuses(scenario)]
-    for run, scenario in zip(merge_all(kit.run(_train_by_hand, scenarios)), scenarios, strict=True):
-        kit.check(run, scenario, subject=f"{kit.target.name}, custom loop")
+    for step, how in ((step_by_hand, "custom loop"), (step_telling_the_last, "told the last")):
+        for run, scenario in zip(
+            merge_all(kit.run(_train_by_hand, scenarios, step)), scenarios, strict=True
+        ):
+            kit.check(run, scenario, subject=f"{kit.target.name}, {how}")
 
 
-def _train_by_hand(strategy: Strategy, world: World, scenarios: list[Scenario]) -> list[RankRun]:
-    return [train(strategy, world, scenario, custom_loop=True) for scenario in scenarios]
+@case
+def holds_forwards(kit: Kit) -> None:
+    """All forward passes of a step before its first backward pass: each gradient counts once.
+
+    A framework that cannot do this refuses it.
+    """
+    scenarios = [
+        replace(PLAIN, accumulation=2, num_steps=7),
+        replace(TOKENS, accumulation=2, num_steps=7),
+    ]
+    if not kit.capabilities.custom_loop:
+        return
+    scenarios = [kit.fit(scenario) for scenario in scenarios if not kit.refuses(scenario)]
+    ranks = kit.run(_or_refusal, _train_by_hand, scenarios, step_holding_forwards)
+    if refusals := [said for said in ranks if isinstance(said, str)]:
+        assert_refusals(kit, ranks, refusals, "microbatch")
+        return
+    for run, scenario in zip(merge_all(ranks), scenarios, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, forwards held")
+
+
+def _train_by_hand(
+    strategy: Strategy, world: World, scenarios: list[Scenario], step: TakeStep
+) -> list[RankRun]:
+    return [train(strategy, world, scenario, step) for scenario in scenarios]
+
+
+def _or_refusal(strategy: Strategy, world: World, fn: Any, *args: Any) -> Any:
+    """What ``fn`` returns on this rank, or what it refuses with."""
+    try:
+        return fn(strategy, world, *args)
+    except ConfigError as error:
+        return str(error)
+
+
+def assert_refusals(kit: Kit, ranks: list[Any], refusals: list[str], named: str) -> None:
+    """Assert that every rank has refused, and has named what."""
+    if len(refusals) < len(ranks):
+        raise AssertionError(
+            f"{kit.target.name}: {len(refusals)} of {len(ranks)} ranks refuse, and the others "
+            f"train: {refusals[0]}"
+        )
+    for said in refusals:
+        if named not in said:
+            raise AssertionError(f"{kit.target.name}: the refusal does not name {named!r}: {said}")
+
+
+UNUSED_IN_STEP = 3
+
+
+def _sometimes_used() -> Samples:
+    """Points, of which those of one step's batch leave a part of the model out."""
+    data = models.points(NUM_SAMPLES)
+    left_out = Scenario(num_steps=UNUSED_IN_STEP).order()[-1]
+    used = torch.ones(NUM_SAMPLES, dtype=torch.bool)
+    used[left_out] = False
+    data.columns["used"] = used
+    return data
+
+
+def _classify_by_parts(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    logits = model(batch["x"], extra=bool(batch["used"][0]))
+    return cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"])
+
+
+@case
+def knows_unused_parameters(kit: Kit) -> None:
+    """A parameter that no rank uses in a step stays as it is, or is named before anything steps.
+
+    Also where that step is the run's last, after which no forward pass could find it out.
+    """
+    scenario = Scenario(models.PartlyUsed, _sometimes_used, _classify_by_parts)
+    for num_steps in (UNUSED_IN_STEP, UNUSED_IN_STEP + 2):
+        asked = kit.fit(replace(scenario, num_steps=num_steps))
+        ranks = kit.run(_or_refusal, train, asked)
+        if refusals := [said for said in ranks if isinstance(said, str)]:
+            assert_refusals(kit, ranks, refusals, "extra")
+        else:
+            kit.check(merge(ranks), asked, subject=f"{kit.target.name}, a parameter unused")
 
 
 def _refuses_to_be_cut(strategy: Strategy, world: World) -> None:
@@ -75,9 +172,12 @@ def trains_several_models(kit: Kit) -> None:
     expected_g, expected_d = reference.train_gan(
         *_gan_models(), [data.batch(indices) for indices in GAN.order()], adamw
     )
-    for custom_loop in (False, True) if kit.capabilities.custom_loop else (False,):
-        subject = f"{kit.target.name}, GAN by {'backward' if custom_loop else 'train_step'}"
-        runs_g, runs_d = zip(*kit.run(_train_gan, custom_loop), strict=True)
+    ways: dict[str, Any] = {"train_step": _step_whole}
+    if kit.capabilities.custom_loop:
+        ways |= {"backward": _step_cut, "forwards held": _step_held}
+    for way, step in ways.items():
+        subject = f"{kit.target.name}, GAN by {way}"
+        runs_g, runs_d = zip(*kit.run(_train_gan, step), strict=True)
         for runs, expected, name in (
             (runs_d, expected_d, "discriminator"),
             (runs_g, expected_g, "generator"),
@@ -92,33 +192,62 @@ def _gan_models() -> tuple[nn.Module, nn.Module]:
         return models.Network(4, 2), models.Network(2, 1)
 
 
-def _train_gan(strategy: Strategy, world: World, custom_loop: bool) -> tuple[RankRun, RankRun]:
+def _train_gan(strategy: Strategy, world: World, step: Any) -> tuple[RankRun, RankRun]:
     generator, discriminator = _gan_models()
     g = strategy.prepare(EngineSpec(generator, adamw, name="generator"), world)
     d = strategy.prepare(EngineSpec(discriminator, adamw, name="discriminator"), world)
     trace_g, trace_d = Trace(), Trace()
-
-    def judge(model: Any, batch: Mapping[str, torch.Tensor]) -> Loss:
-        with torch.no_grad():
-            fake = g.module(batch["noise"])
-        on_real, on_fake = model(batch["real"]), model(fake)
-        return bce(on_real, torch.ones_like(on_real)) + bce(on_fake, torch.zeros_like(on_fake))
-
-    def deceive(model: Any, batch: Mapping[str, torch.Tensor]) -> Loss:
-        judged = d.module(model(batch["noise"]))
-        return bce(judged, torch.ones_like(judged))
-
     for batch in batches(GAN, world):
-        for engine, loss_fn, trace in ((d, judge, trace_d), (g, deceive, trace_g)):
-            if custom_loop:
-                result = custom_step(engine, world, batch, loss_fn)
-            else:
-                result = engine.train_step(batch, loss_fn)
-            record(trace, result)
+        of_d, of_g = step(g, d, world, batch)
+        record(trace_d, of_d)
+        record(trace_g, of_g)
     result = RankRun(trace_g, Exported.of(g)), RankRun(trace_d, Exported.of(d))
     d.close()
     g.close()
     return result
+
+
+def _judged(on_real: torch.Tensor, on_fake: torch.Tensor) -> torch.Tensor:
+    return bce(on_real, torch.ones_like(on_real)) + bce(on_fake, torch.zeros_like(on_fake))
+
+
+def _believed(on_fake: torch.Tensor) -> torch.Tensor:
+    return bce(on_fake, torch.ones_like(on_fake))
+
+
+def _step_whole(
+    g: Engine, d: Engine, world: World, batch: Batch, take: TakeStep | None = None
+) -> tuple[StepResult, StepResult]:
+    def judge(model: Any, data: Mapping[str, torch.Tensor]) -> Loss:
+        with torch.no_grad():
+            fake = g.module(data["noise"])
+        return _judged(model(data["real"]), model(fake))
+
+    def deceive(model: Any, data: Mapping[str, torch.Tensor]) -> Loss:
+        return _believed(d.module(model(data["noise"])))
+
+    if take is None:
+        return d.train_step(batch, judge), g.train_step(batch, deceive)
+    return take(d, world, batch, judge), take(g, world, batch, deceive)
+
+
+def _step_cut(g: Engine, d: Engine, world: World, batch: Batch) -> tuple[StepResult, StepResult]:
+    return _step_whole(g, d, world, batch, step_by_hand)
+
+
+def _step_held(g: Engine, d: Engine, world: World, batch: Batch) -> tuple[StepResult, StepResult]:
+    """The generator's forward passes are held while the discriminator steps."""
+    parts = [move_to(part.data, world.device) for part in batch]
+    fakes = [g(part["noise"]) for part in parts]
+    losses = [
+        _judged(d(part["real"]), d(fake.detach())) for part, fake in zip(parts, fakes, strict=True)
+    ]
+    for loss, microbatch in zip(losses, batch, strict=True):
+        backward(d, loss, microbatch)
+    of_d = d.step()
+    for fake, microbatch in zip(fakes, batch, strict=True):
+        backward(g, _believed(d.module(fake)), microbatch)
+    return of_d, g.step()
 
 
 @case_also_at(4)

@@ -1,0 +1,229 @@
+"""DDP averages every gradient once before the optimizer steps, or says which one it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unipar
+from unipar.batch import Batch, MicroBatch
+from unipar.errors import ConfigError
+from unipar.strategy import Engine
+from unipar.world import Placement
+
+SAMPLES = 4
+
+
+class Model(nn.Module):
+    """A sparse table, a layer that is thawed late, and one that a call may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 6, sparse=True)
+        self.late = nn.Linear(6, 6).requires_grad_(False)
+        self.part = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, tokens: torch.Tensor, part: bool = True) -> torch.Tensor:
+        hidden = self.late(self.table(tokens))
+        return self.head(hidden + self.part(hidden) if part else hidden)
+
+
+def tokens(step: int, rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + number)
+    return torch.randint(9, (SAMPLES,), generator=generator)
+
+
+def uses_part(step: int, rank: int, number: int) -> bool:
+    """In step 1 one micro-batch of rank 1 uses it, in step 2 none at all."""
+    return step == 0 or (step == 1 and (rank, number) == (1, 0))
+
+
+def thaw(model: Model, step: int) -> None:
+    if step == 2:
+        model.late.requires_grad_(True)
+
+
+def by_hand() -> dict[str, torch.Tensor]:
+    """The plain loop; nothing of unipar in it."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        thaw(model, step)
+        optimizer.zero_grad()
+        parts = [(step, rank, number) for rank in range(2) for number in range(2)]
+        losses = [model(tokens(*at), uses_part(*at)).square().mean() for at in parts]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def one_after_the_other(engine: Engine, step: int, rank: int) -> None:
+    for number in range(2):
+        loss = engine(tokens(step, rank, number), uses_part(step, rank, number)).square().mean()
+        engine.backward(loss, num_items=SAMPLES)
+
+
+def held(engine: Engine, step: int, rank: int) -> None:
+    parts = [(step, rank, number) for number in range(2)]
+    losses = [engine(tokens(*at), uses_part(*at)).square().mean() for at in parts]
+    for loss in losses:
+        engine.backward(loss, num_items=SAMPLES)
+
+
+def told(engine: Engine, step: int, rank: int) -> None:
+    for number in range(2):
+        with engine.microbatch(last=number == 1):
+            loss = engine(tokens(step, rank, number), uses_part(step, rank, number)).square().mean()
+            engine.backward(loss, num_items=SAMPLES)
+
+
+def train(placement: Placement, strategy: str, loop: Callable[..., None]) -> dict[str, Any]:
+    with unipar.Session(strategy=strategy, placement=placement) as session:
+        engine = session.prepare(
+            Model(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1, 0.9)
+        )
+        for step in range(4):
+            thaw(engine.module, step)  # pyright: ignore[reportArgumentType]
+            loop(engine, step, placement.rank)
+            engine.step()
+        return {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop"),
+    [
+        ("ddp", one_after_the_other),
+        ("ddp", held),
+        ("ddp:find_unused_parameters=true", held),
+        ("ddp:find_unused_parameters=true", told),
+        ("ddp:static_graph=true", held),
+    ],
+)
+def test_every_gradient_counts_once(
+    world_pool: Any, strategy: str, loop: Callable[..., None]
+) -> None:
+    expected = by_hand()
+    for weights in world_pool(2).run(train, strategy, loop):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compression_holds_where_no_last_backward_pass_is_named(
+    world_pool: Any, compression: str
+) -> None:
+    def run(placement: Placement) -> tuple[torch.Tensor, torch.Tensor]:
+        with unipar.Session(f"ddp:compression={compression}", placement=placement) as session:
+            sgd = lambda named: torch.optim.SGD([p for _, p in named], 1.0)  # noqa: E731
+            engine = session.prepare(nn.Linear(6, 6), optimizer=sgd)
+            before = engine.module.get_parameter("weight").detach().clone()
+            engine.backward(engine(torch.eye(6) * 0.1).square().mean(), num_items=6)
+            engine.step()
+            return before, engine.module.get_parameter("weight").detach()
+
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[compression]
+    for before, after in world_pool(2).run(run):
+        gradient = before - after
+        rounded = gradient.to(dtype).float()
+        # Half of what travels is each rank's, which is rounded; their sum is rounded once more.
+        assert (gradient - rounded).abs().max() < 1e-6 < gradient.abs().max()
+
+
+def refusal_of(placement: Placement, strategy: str, loop: Callable[[Engine, int], Any]) -> str:
+    with unipar.Session(strategy=strategy, placement=placement) as session:
+        engine = session.prepare(
+            Model(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1)
+        )
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        with pytest.raises(ConfigError) as refused:
+            loop(engine, placement.rank)
+        for parameter, value in zip(engine.module.parameters(), before, strict=True):
+            assert torch.equal(parameter, value), "a refused step has changed the weights"
+        return str(refused.value)
+
+
+def leave_a_part_out(engine: Engine, rank: int) -> None:
+    batch = Batch((MicroBatch(tokens(0, rank, 0), SAMPLES),), 2 * SAMPLES)
+    engine.train_step(batch, lambda model, data: model(data, part=False).square().mean())
+
+
+def leave_a_part_out_of_the_last(engine: Engine, rank: int) -> None:
+    for number in range(2):
+        with engine.microbatch(last=number == 1):
+            loss = engine(tokens(0, rank, number), part=number == 0).square().mean()
+            engine.backward(loss, num_items=SAMPLES)
+    engine.step()
+
+
+def go_around_the_model(engine: Engine, rank: int) -> None:
+    batch = Batch((MicroBatch(tokens(0, rank, 0), SAMPLES),), 2 * SAMPLES)
+    engine.train_step(batch, lambda model, data: engine.module(data).square().mean())
+
+
+def go_on_after_the_last(engine: Engine, rank: int) -> None:
+    for _ in range(2):
+        with engine.microbatch(last=True):
+            engine.backward(engine(tokens(0, rank, 0)).square().mean(), num_items=SAMPLES)
+
+
+def do_not_tell_the_last(engine: Engine, rank: int) -> None:
+    engine.backward(engine(tokens(0, rank, 0)).square().mean(), num_items=SAMPLES)
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop", "said"),
+    [
+        (
+            "ddp",
+            leave_a_part_out,
+            ["'part.weight', 'part.bias'", "strategy='ddp:find_unused_parameters=true'"],
+        ),
+        ("ddp", leave_a_part_out_of_the_last, ["'part.weight', 'part.bias'"]),
+        ("ddp", go_around_the_model, ["Call model(…) in loss(model, batch)"]),
+        ("ddp", go_on_after_the_last, ["engine.microbatch(last=True)", "reduced already"]),
+        (
+            "ddp:compression=powersgd",
+            do_not_tell_the_last,
+            ["ddp:compression=powersgd", "engine.microbatch(last=…)"],
+        ),
+    ],
+)
+def test_what_is_not_averaged_is_refused_before_the_optimizer_steps(
+    world_pool: Any, strategy: str, loop: Callable[[Engine, int], Any], said: list[str]
+) -> None:
+    for message in world_pool(2).run(refusal_of, strategy, loop):
+        for part in said:
+            assert part in message
+        assert "DistributedDataParallel" not in message
+
+
+def test_parameters_that_one_rank_alone_leaves_out_are_named_by_fit(tmp_path: Any) -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        import torch.distributed as dist
+
+        return model(batch[0], part=dist.get_rank() == 0).square().mean()
+
+    data = torch.arange(8) % 9
+    with pytest.raises(ConfigError, match=r"'part\.weight'.*find_unused_parameters=true"):
+        unipar.fit(
+            Model(),
+            (data,),
+            strategy="ddp",
+            devices=2,
+            device="cpu",
+            global_batch_size=8,
+            steps=1,
+            loss=loss,
+            optimizer={"name": "sgd", "lr": 0.1},
+            output_dir=tmp_path,
+            checkpoint=False,
+            progress=False,
+            timeout=30,
+        )

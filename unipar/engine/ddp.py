@@ -1,0 +1,286 @@
+"""Engines whose gradients PyTorch's DistributedDataParallel averages, whichever framework made it.
+
+Its reducer is armed by a forward pass, and averages in the first backward pass after it; one that
+was armed and saw no gradient of some parameter says so only in the next forward pass, when the
+optimizer has stepped. So whole steps are checked before the optimizer steps, and a user's own loop,
+where several forward passes may come before their backward passes, goes around that forward pass:
+the reducer is armed in the backward pass that is told to be the last, or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unipar.engine.module import ModuleEngine
+from unipar.errors import ConfigError
+
+_BUCKET_BYTES = 25 * 2**20
+_IN_FLIGHT = 2
+_NAMED_BY_TORCH = 8
+
+
+class DDPReducer:
+    """What the forward pass of a DistributedDataParallel does not do about gradients.
+
+    Args:
+        ddp: the wrapper.
+        allow_unused: the strategy and option that let parameters go unused, as a user writes them.
+        wire_dtype: the dtype in which gradients travel; ``None``: their own.
+        only_overlapped: an option under which gradients can only be averaged while the last
+            backward pass runs, as a user writes it; empty: none is set.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        *,
+        allow_unused: str,
+        wire_dtype: torch.dtype | None = None,
+        only_overlapped: str = "",
+    ) -> None:
+        self.ddp = ddp
+        self._allow_unused = allow_unused
+        self._wire_dtype, self._only_overlapped = wire_dtype, only_overlapped
+        named = list(ddp.module.named_parameters())
+        # In the order in which the reducer counts them.
+        self._names = [name for name, p in named if p.requires_grad]
+        self._unknown = [p for _, p in named if not p.requires_grad]
+        self._sparse = sparse_parameters(ddp.module)
+        self._armed = False
+        self._hook = ddp.register_forward_hook(self._saw_forward)
+
+    def _saw_forward(self, module: nn.Module, *_: Any) -> None:
+        if self.ddp.require_backward_grad_sync and torch.is_grad_enabled():
+            self._armed = True
+
+    def arm(self, loss: torch.Tensor) -> None:
+        """Let the next backward pass average all gradients, accumulated ones too. Collective.
+
+        Args:
+            loss: what it will start from.
+        """
+        if self.ddp.static_graph:
+            # It is recorded in a forward pass of the wrapper's.
+            return
+        # As the wrapper's own forward pass does it (torch 2.13, nn/parallel/distributed.py,
+        # _pre_forward and _post_forward).
+        reducer = self.ddp.reducer
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
+        self._armed = True
+
+    def finish(self) -> None:
+        """See to it that every gradient is averaged, once. Collective where none was.
+
+        Raises:
+            ConfigError: some gradient was not, and cannot be now; it names the parameter.
+        """
+        if not self._armed:
+            self._reduce(list(self.ddp.module.parameters()))
+            return
+        self._armed = False
+        try:
+            self.ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise self._unused(str(error)) from None
+        # Frozen when the wrapper was made, and thawed since.
+        self._reduce([p for p in self._unknown if p.requires_grad])
+
+    def must_be_armed(self) -> None:
+        """Check that the whole step's loss has come through the wrapper.
+
+        Raises:
+            ConfigError: it has not, so that ranks would go on with gradients of their own.
+        """
+        if not self._armed:
+            raise ConfigError(
+                "the loss of this step did not come from the model that the loss function was "
+                "given, so the gradients of this rank would not be averaged with the others'. "
+                "Call model(…) in loss(model, batch), not the module that you built or "
+                "engine.module."
+            )
+
+    def forget(self) -> None:
+        """Begin another step."""
+        self._armed = False
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _unused(self, said: str) -> ConfigError:
+        # The reducer tells their numbers, and nothing else does (torch 2.13, reducer.cpp,
+        # ensure_prior_reduction_finished).
+        found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", said)
+        names = [self._names[int(index)] for index in found[1].split()] if found else []
+        more = len(names) - _NAMED_BY_TORCH
+        listed = ", ".join(f"'{name}'" for name in names[:_NAMED_BY_TORCH])
+        what = f"parameters that it trains: {listed}{f' and {more} more' if more > 0 else ''}"
+        if self.ddp.static_graph:
+            why = "under static_graph=true, which expects the graph of the first step in each"
+            remedy = f"Leave static_graph out, and use strategy='{self._allow_unused}'"
+        else:
+            why = "and gradients are averaged in an order that waits for each"
+            remedy = f"Use strategy='{self._allow_unused}'"
+        return ConfigError(
+            f"the backward pass of this step gave no gradient to some {what}; {why}. Nothing was "
+            f"updated. {remedy}, which finds unused parameters in every step, or freeze what is "
+            "never used (parameter.requires_grad_(False))."
+        )
+
+    def _reduce(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average gradients that only this rank has, leaving out what no rank has used."""
+        parameters = [p for p in parameters if p.requires_grad]
+        group: Any = self.ddp.process_group
+        if not parameters or dist.get_world_size(group) == 1:
+            return
+        if self._only_overlapped:
+            raise ConfigError(
+                f"{self._only_overlapped} compresses gradients while the last backward pass of a "
+                "step runs, and this loop does not say which one is the last: put forward and "
+                "backward of each micro-batch in `with engine.microbatch(last=…):`, or use "
+                "engine.train_step(batch, loss)."
+            )
+        used = torch.tensor(
+            [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
+        )
+        telling = dist.all_reduce(used, dist.ReduceOp.MAX, group=group, async_op=True)
+        assert telling is not None
+        unused = [p for p in parameters if p.grad is None]
+        flying: deque[_Flight] = deque()
+        for bucket in _buckets(parameters, self._sparse):
+            flying.append(self._start(bucket, group))
+            if len(flying) > _IN_FLIGHT:
+                _land(flying.popleft())
+        while flying:
+            _land(flying.popleft())
+        telling.wait()
+        if unused:
+            seen = dict(zip(parameters, used.tolist(), strict=True))
+            for parameter in unused:
+                if not seen[parameter]:
+                    parameter.grad = None
+
+    def _start(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> _Flight:
+        if bucket[0] in self._sparse:
+            (parameter,) = bucket
+            values = parameter.grad
+            if values is None:
+                values = torch.zeros_like(parameter).to_sparse(1)
+            values = values.coalesce()
+        else:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+            values = torch.cat([grad.reshape(-1) for grad in grads])
+            if self._wire_dtype is not None:
+                values = values.to(self._wire_dtype)
+        values = values / dist.get_world_size(group)
+        work = dist.all_reduce(values, group=group, async_op=True)
+        assert work is not None
+        return _Flight(bucket, values, work)
+
+
+class _Flight(NamedTuple):
+    """Gradients on their way to being averages."""
+
+    bucket: list[nn.Parameter]
+    values: torch.Tensor
+    work: dist.Work
+
+
+def _land(flight: _Flight) -> None:
+    flight.work.wait()
+    if flight.values.is_sparse:
+        flight.bucket[0].grad = flight.values
+        return
+    parts = flight.values.split([p.numel() for p in flight.bucket])
+    for parameter, part in zip(flight.bucket, parts, strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.empty_like(parameter)
+        parameter.grad.copy_(part.view(parameter.shape))
+
+
+def _buckets(
+    parameters: Iterable[nn.Parameter], sparse: Collection[nn.Parameter]
+) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype whose gradients travel as one tensor; a sparse one alone."""
+    bucket: list[nn.Parameter] = []
+    filled = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if parameter in sparse:
+            yield [parameter]
+            continue
+        if bucket and (bucket[0].dtype != parameter.dtype or filled + size > _BUCKET_BYTES):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(parameter)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def sparse_parameters(module: nn.Module) -> dict[nn.Parameter, str]:
+    """The parameters whose gradients are sparse, with their names."""
+    sparse = {
+        one.weight
+        for one in module.modules()
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
+    }
+    return {p: name for name, p in module.named_parameters() if p in sparse}
+
+
+class DDPModuleEngine(ModuleEngine):
+    """Whole replicas, whose gradients a DistributedDataParallel averages.
+
+    A subclass sets :attr:`_reducer` once the wrapper is there; without one, the engine is alone.
+    """
+
+    _reducer: DDPReducer | None = None
+
+    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+        # A static graph is recorded in the first backward pass, which asserts if it is not reduced.
+        reducer = self._reducer
+        if reducer is None or last or (reducer.ddp.static_graph and self.num_steps == 0):
+            return contextlib.nullcontext()
+        return reducer.ddp.no_sync()
+
+    def _finish_gradients(self) -> None:
+        if self._reducer is None:
+            return
+        if not self._by_hand:
+            self._reducer.must_be_armed()
+        self._reducer.finish()
+
+    def _clear(self) -> None:
+        super()._clear()
+        if self._reducer is not None:
+            self._reducer.forget()
+
+    def _call_by_hand(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def _begin_by_hand(self) -> None:
+        if self._reducer is not None and self._reducer.ddp.broadcast_buffers:
+            self._sync_buffers()
+
+    def _add(
+        self, loss: torch.Tensor, weight: float, count: Any, *, last: bool, **known: Any
+    ) -> None:
+        if last and self._by_hand and self._reducer is not None:
+            self._reducer.arm(loss)
+        super()._add(loss, weight, count, last=last, **known)
+
+    def close(self) -> None:
+        super().close()
+        if self._reducer is not None:
+            self._reducer.close()
