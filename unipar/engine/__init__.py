@@ -4,6 +4,8 @@ A backend whose framework takes over the whole step implements :class:`unipar.st
 itself; one that only reduces gradients extends :class:`ModuleEngine`.
 """
 
+from unipar.engine.divisible import check_divisible, with_divisible_optimizer
+from unipar.engine.divisions import AsDTensors, ByTensor, Flat, Sliced, constructor_arguments
 from unipar.engine.flat import flat_state
 from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
 from unipar.engine.state import (
@@ -25,10 +27,16 @@ from unipar.engine.transforms import (
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "AsDTensors",
+    "ByTensor",
+    "Flat",
     "ModuleEngine",
+    "Sliced",
     "Undo",
+    "check_divisible",
     "checkpoint_activations",
     "compile_modules",
+    "constructor_arguments",
     "export_scheduler",
     "export_state",
     "flat_state",
@@ -39,4 +47,5 @@ __all__ = [
     "modules_of_classes",
     "repeated_blocks",
     "restore_groups",
+    "with_divisible_optimizer",
 ]

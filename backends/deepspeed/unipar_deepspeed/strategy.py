@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import nn
 
-from unipar.engine import checkpoint_activations, compile_modules
+from unipar.engine import (
+    Flat,
+    checkpoint_activations,
+    compile_modules,
+    with_divisible_optimizer,
+)
 from unipar.errors import ConfigError
 from unipar.state import EngineState
 from unipar.strategy import (
@@ -72,6 +77,7 @@ class DeepSpeedStrategy(Strategy):
             | frozenset({"parameters"} if stage == 3 else ()),
             several_engines=False,
             compile=stage < 3,
+            splits_tensors=stage > 0,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
@@ -117,6 +123,7 @@ class DeepSpeedStrategy(Strategy):
         initialize = self.initialize or plain_initialize
         if self.options.stage == 0:
             return ReplicaEngine(spec, world, module, config, initialize, undo)
+        spec = with_divisible_optimizer(spec, self.name, world, Flat(min(world.size, 2)))
         refuse = self.options.unused_parameters == "refuse"
         with initializing:
             return ZeROEngine(spec, world, module, config, initialize, undo, refuse_unused=refuse)
