@@ -28,10 +28,11 @@ from unipar.world import World
 ELEMENTWISE = frozenset(
     {
         *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam),
-        *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop),
+        *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
     }
 )
-"""The optimizers of torch that are known to update each element by itself; they are not tried."""
+"""The optimizers of torch that update each element by itself however it is held; they are not tried.
+(Rprop does, but not by operations that DTensors have.)"""
 
 TOLERANCE = 0.05
 """The largest difference that is rounding, relative to the largest update of a tensor."""
@@ -107,8 +108,8 @@ def _refusal(optimizer: Optimizer, strategy: str, problem: str, world: World) ->
 
     whole = ", ".join(keeping_tensors_whole(world.placement)) or "none is installed"
     return (
-        f"{strategy}: the optimizer {type(optimizer).__qualname__} cannot be used where tensors are "
-        f"divided among ranks: in a trial on small tensors {problem}. Use a strategy that keeps "
+        f"{strategy}: the optimizer {type(optimizer).__qualname__} cannot be used where ranks divide "
+        f"what it updates: in a trial on small tensors {problem}. Use a strategy that keeps "
         f"tensors whole ({whole}), or an optimizer whose update of an element depends on that "
         f"element alone, like {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}."
     )
@@ -123,7 +124,7 @@ Seen = dict[str, torch.Tensor]
 class _Sample(NamedTuple):
     """A parameter that is tried, and the shape of what stands for it."""
 
-    index: int
+    number: int
     parameter: torch.Tensor
     shape: tuple[int, ...]
 
@@ -144,15 +145,15 @@ def _problem(optimizer: Optimizer, division: Division) -> str:
 
 def _samples(optimizer: Optimizer) -> Iterator[_Sample]:
     """Of each group and shape a few parameters, since all would take long."""
-    index = 0
+    number = 0
     for group in optimizer.param_groups:
         alike: dict[tuple[int, ...], int] = defaultdict(int)
         for parameter in group["params"]:
             shape = _small(tuple(parameter.shape))
             if parameter.requires_grad and math.prod(shape) and alike[shape] < _ALIKE:
                 alike[shape] += 1
-                yield _Sample(index, parameter, shape)
-                index += 1
+                yield _Sample(number, parameter, shape)
+                number += 1
 
 
 def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -181,7 +182,9 @@ def _try(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> Se
 def _steps(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> Seen:
     # Small ones, so that weight decay does not hide the rest of an update.
     weights = [_values(sample, 0) / 20 for sample in samples]
-    split = [division.split(s.index, s.parameter, w) for s, w in zip(samples, weights, strict=True)]
+    split = [
+        division.split(s.number, s.parameter, w) for s, w in zip(samples, weights, strict=True)
+    ]
     ranks: list[Optimizer] = []
     try:
         for rank in range(division.num_shares):
@@ -189,7 +192,7 @@ def _steps(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> 
         for step in range(1, NUM_STEPS + 1):
             for sample, parts in zip(samples, split, strict=True):
                 gradient = _values(sample, step)
-                gradients = division.split(sample.index, sample.parameter, gradient)
+                gradients = division.split(sample.number, sample.parameter, gradient)
                 for part, own in zip(parts, gradients, strict=True):
                     if part is not None:
                         part.grad = own
@@ -198,19 +201,19 @@ def _steps(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> 
         return _seen(division, weights, split, ranks)
     finally:
         for one in ranks:
-            # Its class may let go, when it is deleted, of what belongs to the one it is copied from.
+            # When it is deleted, its class may let go of what the user's own still needs.
             one.__class__ = Optimizer
 
 
 def _values(sample: _Sample, step: int) -> torch.Tensor:
     """Numbers whose size depends on where in the tensor they are, and otherwise in each step."""
-    generator = torch.Generator().manual_seed(1000 * step + sample.index)
+    generator = torch.Generator().manual_seed(1000 * step + sample.number)
     values = torch.randn(sample.shape, generator=generator)
     for dim, size in enumerate(sample.shape):
         slope = torch.linspace(-1.5, 1.5, size).exp()
         others = (1,) * (len(sample.shape) - dim - 1)
         values *= (slope if step % 2 else slope.flip(0)).view(-1, *others)
-    values *= 4.0 ** ((sample.index % 3 - 1) * (1 if step % 2 else -1))
+    values *= 4.0 ** ((sample.number % 3 - 1) * (1 if step % 2 else -1))
     return values.to(sample.parameter.device, sample.parameter.dtype)
 
 
@@ -255,7 +258,7 @@ def _part_of_state(value: Any, division: Division, sample: _Sample, rank: int) -
     if not torch.is_tensor(value) or not value.ndim or value.shape != sample.parameter.shape:
         return copy.deepcopy(value)
     small = whole_of(value)[tuple(slice(size) for size in sample.shape)]
-    return division.split(sample.index, sample.parameter, small.clone())[rank]
+    return division.split(sample.number, sample.parameter, small.clone())[rank]
 
 
 def _copied(

@@ -30,8 +30,8 @@ class Division(ABC):
     comes_first: bool = False
 
     @abstractmethod
-    def split(self, index: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
-        """What each rank has of the tensor numbered ``index``, which stands for ``parameter``."""
+    def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
+        """What each rank has of the tensor ``number``, which stands for ``parameter``."""
 
     @abstractmethod
     def join(self, parts: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Undivided(Division):
 
     comes_first = True
 
-    def split(self, index: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
+    def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
         return [whole.clone()]
 
     def join(self, parts: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class Flat(Division):
 
     num_shares: int = 2
 
-    def split(self, index: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
+    def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
         return _cut(whole.flatten(), 0, self.num_shares)
 
     def join(self, parts: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Sliced(Division):
     dim: int
     num_shares: int = 2
 
-    def split(self, index: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
+    def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
         if whole.ndim > 1:
             return _cut(whole, self.dim, self.num_shares)
         return [whole.clone() for _ in range(self.num_shares)]
@@ -98,8 +98,8 @@ class ByTensor(Division):
     rebuilt: bool = False
     num_shares: int = 2
 
-    def split(self, index: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
-        own = index % self.num_shares
+    def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
+        own = number % self.num_shares
         return [whole.clone() if rank == own else None for rank in range(self.num_shares)]
 
     def join(self, parts: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class AsDTensors(Division):
 
     comes_first = True
 
-    def split(self, index: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
+    def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
         # It takes long to import, and where there are DTensors it has been.
         from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -141,7 +141,10 @@ def constructor_arguments(optimizer: Optimizer) -> dict[str, Any]:
 
 def whole_of(value: Any) -> Any:
     """A DTensor gathered, and anything else as it is."""
-    return value.detach().full_tensor() if is_dtensor(value) else value
+    if is_dtensor(value):
+        with torch.no_grad():
+            return value.full_tensor()
+    return value
 
 
 def _cut(whole: torch.Tensor, dim: int, num_shares: int) -> list[Part]:
