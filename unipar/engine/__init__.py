@@ -5,7 +5,14 @@ itself; one that only reduces gradients extends :class:`ModuleEngine`.
 """
 
 from unipar.engine.divisible import check_divisible, with_divisible_optimizer
-from unipar.engine.divisions import AsDTensors, ByTensor, Flat, Sliced, constructor_arguments
+from unipar.engine.divisions import (
+    AsDTensors,
+    ByTensor,
+    Division,
+    Flat,
+    Sliced,
+    constructor_arguments,
+)
 from unipar.engine.flat import flat_state
 from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
 from unipar.engine.state import (
@@ -29,6 +36,7 @@ __all__ = [
     "COMPUTE_DTYPES",
     "AsDTensors",
     "ByTensor",
+    "Division",
     "Flat",
     "ModuleEngine",
     "Sliced",

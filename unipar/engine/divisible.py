@@ -31,8 +31,8 @@ ELEMENTWISE = frozenset(
         *(optim.RMSprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
     }
 )
-"""The optimizers of torch that update each element by itself however it is held; they are not tried.
-(Rprop does, but not by operations that DTensors have.)"""
+"""Optimizers of torch that update each element by itself, and are not tried. (So does Rprop, but by
+operations that DTensors lack.)"""
 
 TOLERANCE = 0.05
 """The largest difference that is rounding, relative to the largest update of a tensor."""
@@ -55,7 +55,7 @@ def with_divisible_optimizer(
         world: the joined processes.
         divisions: each way in which it divides what the optimizer updates.
     """
-    if spec.optimizer is None:
+    if spec.optimizer is None or not divisions:
         return spec
     return replace(spec, optimizer=_CheckedOptimizer(spec.optimizer, strategy, world, divisions))
 
@@ -108,8 +108,8 @@ def _refusal(optimizer: Optimizer, strategy: str, problem: str, world: World) ->
 
     whole = ", ".join(keeping_tensors_whole(world.placement)) or "none is installed"
     return (
-        f"{strategy}: the optimizer {type(optimizer).__qualname__} cannot be used where ranks divide "
-        f"what it updates: in a trial on small tensors {problem}. Use a strategy that keeps "
+        f"{strategy}: the optimizer {type(optimizer).__qualname__} cannot be used where ranks "
+        f"divide what it updates: in a trial on small tensors {problem}. Use a strategy that keeps "
         f"tensors whole ({whole}), or an optimizer whose update of an element depends on that "
         f"element alone, like {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}."
     )
@@ -129,7 +129,7 @@ class _Sample(NamedTuple):
     shape: tuple[int, ...]
 
 
-class _Undivided(Exception):
+class _Indivisible(Exception):
     """An optimizer keeps what cannot be divided."""
 
 
@@ -171,7 +171,7 @@ def _try(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> Se
         torch.manual_seed(0)
         try:
             return _steps(optimizer, division, samples)
-        except _Undivided as error:
+        except _Indivisible as error:
             return str(error)
         except Exception as error:
             # The user's own code may raise anything.
@@ -286,8 +286,8 @@ def _copied(
     for name, value in vars(optimizer).items():
         try:
             made.__dict__[name] = copy.deepcopy(value, memo)
-        except (TypeError, RuntimeError):
-            # Process groups, locks and generators cannot be copied, and need not be.
+        except Exception:
+            # A process group, a lock, a generator or a sharded model cannot be, and need not be.
             made.__dict__[name] = value
     return made
 
@@ -302,11 +302,6 @@ def _seen(
     ranks: list[Optimizer],
 ) -> Seen:
     seen: Seen = {}
-    for number in range(len(ranks[0].param_groups)):
-        groups = [one.param_groups[number] for one in ranks if one.param_groups[number]["params"]]
-        for key, value in groups[0].items() if groups else ():
-            if _is_number(value):
-                seen[f"hyperparameter '{key}' of group {number}"] = _numbers(g[key] for g in groups)
     for index, (weight, parts) in enumerate(zip(weights, split, strict=True)):
         held = [part for part in parts if part is not None]
         states = [
@@ -326,7 +321,12 @@ def _seen(
             elif len(values) == 1 and torch.is_tensor(values[0]):
                 seen[what] = whole_of(values[0])
             elif len(values) > 1 and values[0] is not None:
-                raise _Undivided(f"it kept state '{key}', which is not shaped like the tensor")
+                raise _Indivisible(f"it kept state '{key}', which is not shaped like the tensor")
+    for number in range(len(ranks[0].param_groups)):
+        groups = [one.param_groups[number] for one in ranks if one.param_groups[number]["params"]]
+        for key, value in groups[0].items() if groups else ():
+            if _is_number(value):
+                seen[f"hyperparameter '{key}' of group {number}"] = _numbers(g[key] for g in groups)
     return seen
 
 
@@ -343,13 +343,12 @@ def _numbers(values: Iterable[Any]) -> torch.Tensor:
 
 
 def _difference(whole: Seen, parts: Seen) -> str:
-    if whole.keys() != parts.keys():
-        what = min(whole.keys() ^ parts.keys())
-        return f"it had {what} only where tensors were {'whole' if what in whole else 'parts'}"
     for what, expected in whole.items():
-        found = parts[what]
+        found = parts.get(what)
+        if found is None:
+            return f"{what} was there only for the whole"
         if found.shape != expected.shape and expected.numel() != 1:
-            return f"{what} was {tuple(found.shape)}, and {tuple(expected.shape)} of whole ones"
+            return f"{what} had the shape {tuple(found.shape)}, not {tuple(expected.shape)}"
         scale = expected.abs().max()
         off = (found - expected).abs().max() / scale if scale else found.abs().max()
         if not off <= TOLERANCE:

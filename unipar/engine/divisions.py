@@ -59,6 +59,7 @@ class Flat(Division):
     """Each rank has a run of a tensor's elements in one dimension, as ZeRO divides them."""
 
     num_shares: int = 2
+    comes_first: bool = False
 
     def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
         return _cut(whole.flatten(), 0, self.num_shares)
@@ -111,10 +112,11 @@ class ByTensor(Division):
         return type(optimizer)(groups, **constructor_arguments(optimizer))
 
 
+@dataclass(frozen=True)
 class AsDTensors(Division):
     """Each rank has its shard of a DTensor, divided as the parameter is. Collective."""
 
-    comes_first = True
+    comes_first: bool = True
 
     def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
         # It takes long to import, and where there are DTensors it has been.

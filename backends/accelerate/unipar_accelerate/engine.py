@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from unipar.batch import MicroBatch
-from unipar.engine import ModuleEngine, Undo
+from unipar.engine import AsDTensors, ModuleEngine, Undo, check_divisible
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.state import is_dtensor
@@ -114,6 +114,7 @@ class ShardedEngine(AccelerateEngine):
         # FSDP2 is prepared with an optimizer, or not at all.
         optimizer = self.optimizer or torch.optim.SGD(self.module.parameters(), lr=0.0)
         self._model, self._prepared = self.accelerator.prepare(self.module, optimizer)
+        check_divisible(optimizer, "accelerate", self.world, AsDTensors(comes_first=False))
         self._all_parameters = list(self.module.parameters())
         self._parameters = [p for p in self._all_parameters if p.requires_grad]
 

@@ -123,7 +123,8 @@ class DeepSpeedStrategy(Strategy):
         initialize = self.initialize or plain_initialize
         if self.options.stage == 0:
             return ReplicaEngine(spec, world, module, config, initialize, undo)
-        spec = with_divisible_optimizer(spec, self.name, world, Flat(min(world.size, 2)))
+        # On one rank, too: a flat partition holds parts of several tensors.
+        spec = with_divisible_optimizer(spec, self.name, world, Flat())
         refuse = self.options.unused_parameters == "refuse"
         with initializing:
             return ZeROEngine(spec, world, module, config, initialize, undo, refuse_unused=refuse)
