@@ -1,4 +1,4 @@
-"""Optimizers that need whole tensors: the run of a hand-written loop, or a refusal that says why."""
+"""Optimizers that need whole tensors: the run of a loop written by hand, or a refusal."""
 
 from __future__ import annotations
 
