@@ -122,11 +122,12 @@ Seen = dict[str, torch.Tensor]
 
 
 class _Sample(NamedTuple):
-    """A parameter that is tried, and the shape of what stands for it."""
+    """A parameter that is tried, and the shape and place of what stands for it."""
 
     number: int
     parameter: torch.Tensor
     shape: tuple[int, ...]
+    device: torch.device
 
 
 class _Indivisible(Exception):
@@ -135,7 +136,7 @@ class _Indivisible(Exception):
 
 def _problem(optimizer: Optimizer, division: Division) -> str:
     """What the divided trial does otherwise than the whole one; empty if nothing."""
-    samples = list(_samples(optimizer))
+    samples = list(_samples(optimizer, division))
     whole = _try(optimizer, Undivided(), samples)
     if isinstance(whole, str):
         return f"it could not be tried at all, since {whole}"
@@ -143,7 +144,7 @@ def _problem(optimizer: Optimizer, division: Division) -> str:
     return parts if isinstance(parts, str) else _difference(whole, parts)
 
 
-def _samples(optimizer: Optimizer) -> Iterator[_Sample]:
+def _samples(optimizer: Optimizer, division: Division) -> Iterator[_Sample]:
     """Of each group and shape a few parameters, since all would take long."""
     number = 0
     for group in optimizer.param_groups:
@@ -152,7 +153,8 @@ def _samples(optimizer: Optimizer) -> Iterator[_Sample]:
             shape = _small(tuple(parameter.shape))
             if parameter.requires_grad and math.prod(shape) and alike[shape] < _ALIKE:
                 alike[shape] += 1
-                yield _Sample(number, parameter, shape)
+                device = division.device or parameter.device
+                yield _Sample(number, parameter, shape, device)
                 number += 1
 
 
@@ -166,7 +168,7 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _try(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> Seen | str:
     """What a trial has come to, or how it failed."""
-    devices = {s.parameter.device.index for s in samples if s.parameter.device.type == "cuda"}
+    devices = {sample.device.index for sample in samples if sample.device.type == "cuda"}
     with torch.random.fork_rng(sorted(devices)):
         torch.manual_seed(0)
         try:
@@ -214,7 +216,7 @@ def _values(sample: _Sample, step: int) -> torch.Tensor:
         others = (1,) * (len(sample.shape) - dim - 1)
         values *= (slope if step % 2 else slope.flip(0)).view(-1, *others)
     values *= 4.0 ** ((sample.number % 3 - 1) * (1 if step % 2 else -1))
-    return values.to(sample.parameter.device, sample.parameter.dtype)
+    return values.to(sample.device, sample.parameter.dtype)
 
 
 def _of_rank(

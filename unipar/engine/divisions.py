@@ -22,11 +22,13 @@ class Division(ABC):
 
     Attributes:
         num_shares: how many ranks are imitated.
+        device: where the parts are updated; ``None`` where the parameters are.
         comes_first: whether the optimizer is built over parts, so that all that it keeps refers to
             these; otherwise they are put into its groups when it has been built over the whole.
     """
 
     num_shares: int = 1
+    device: torch.device | None = None
     comes_first: bool = False
 
     @abstractmethod
@@ -59,6 +61,7 @@ class Flat(Division):
     """Each rank has a run of a tensor's elements in one dimension, as ZeRO divides them."""
 
     num_shares: int = 2
+    device: torch.device | None = None
     comes_first: bool = False
 
     def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:

@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import nn
 
 from unipar.engine import (
@@ -123,8 +124,9 @@ class DeepSpeedStrategy(Strategy):
         initialize = self.initialize or plain_initialize
         if self.options.stage == 0:
             return ReplicaEngine(spec, world, module, config, initialize, undo)
-        # On one rank, too: a flat partition holds parts of several tensors.
-        spec = with_divisible_optimizer(spec, self.name, world, Flat())
+        # On one rank, too, a flat partition is made of several tensors.
+        device = torch.device("cpu") if self.options.offload_optimizer else None
+        spec = with_divisible_optimizer(spec, self.name, world, Flat(device=device))
         refuse = self.options.unused_parameters == "refuse"
         with initializing:
             return ZeROEngine(spec, world, module, config, initialize, undo, refuse_unused=refuse)
