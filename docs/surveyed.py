@@ -23,6 +23,7 @@ FLAGS = {
     "elastic": "elastic",
     "skip_nan": "skips NaN",
     "half_weights": "half-precision weights",
+    "splits_tensors": "splits tensors",
 }
 
 

@@ -24,6 +24,7 @@ from unipar.documents import KeyPath, parse_value
 from unipar.errors import ConfigError, did_you_mean
 from unipar.problems import config_error
 from unipar.strategy import Availability, Capabilities, Needs, Strategy, StrategyOptions
+from unipar.world import Placement
 
 _log = logging.getLogger(__name__)
 
@@ -175,6 +176,17 @@ def split(text: str, at: str = ",") -> list[str]:
 def table() -> list[StrategyInfo]:
     """Every installed strategy, whether it can run here, and what it can do."""
     return [_info(name) for name in names()]
+
+
+def keeping_tensors_whole(placement: Placement) -> list[str]:
+    """The strategies that can run there and give optimizers whole tensors."""
+    return [
+        info.name
+        for info in table()
+        if info.availability.ok and (able := info.capabilities) and not able.splits_tensors
+        if placement.device_type in able.device_types
+        and placement.size <= (able.max_devices or placement.size)
+    ]
 
 
 def _info(name: str) -> StrategyInfo:

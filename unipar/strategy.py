@@ -59,6 +59,8 @@ class Capabilities:
         half_weights: whether ``bf16`` and ``fp16`` round the weights that compute, buffers
             included, and the gradients; the optimizer updates fp32 weights beside them. Elsewhere
             half precision is autocast's, which rounds neither.
+        splits_tensors: whether the optimizer is given parts of tensors. Preparing an engine then
+            refuses one that would update parts otherwise than the whole.
     """
 
     precisions: frozenset[Precision]
@@ -76,6 +78,7 @@ class Capabilities:
     elastic: bool = True
     skip_nan: bool = True
     half_weights: bool = False
+    splits_tensors: bool = False
 
 
 class StrategyOptions(BaseModel):

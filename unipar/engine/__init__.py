@@ -5,6 +5,15 @@ itself; one that only reduces gradients extends :class:`ModuleEngine`.
 """
 
 from unipar.engine.ddp import DDPModuleEngine, DDPReducer, sparse_parameters
+from unipar.engine.divisible import check_divisible, with_divisible_optimizer
+from unipar.engine.divisions import (
+    AsDTensors,
+    ByTensor,
+    Division,
+    Flat,
+    Sliced,
+    constructor_arguments,
+)
 from unipar.engine.flat import flat_state
 from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
 from unipar.engine.state import (
@@ -26,12 +35,19 @@ from unipar.engine.transforms import (
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "AsDTensors",
+    "ByTensor",
     "DDPModuleEngine",
     "DDPReducer",
+    "Division",
+    "Flat",
     "ModuleEngine",
+    "Sliced",
     "Undo",
+    "check_divisible",
     "checkpoint_activations",
     "compile_modules",
+    "constructor_arguments",
     "export_scheduler",
     "export_state",
     "flat_state",
@@ -43,4 +59,5 @@ __all__ = [
     "repeated_blocks",
     "restore_groups",
     "sparse_parameters",
+    "with_divisible_optimizer",
 ]

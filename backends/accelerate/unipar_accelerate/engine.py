@@ -13,7 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unipar.batch import MicroBatch
-from unipar.engine import DDPModuleEngine, DDPReducer, ModuleEngine, Undo
+from unipar.engine import (
+    AsDTensors,
+    DDPModuleEngine,
+    DDPReducer,
+    ModuleEngine,
+    Undo,
+    check_divisible,
+)
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.state import is_dtensor
@@ -121,6 +128,7 @@ class ShardedEngine(AccelerateEngine):
         # FSDP2 is prepared with an optimizer, or not at all.
         optimizer = self.optimizer or torch.optim.SGD(self.module.parameters(), lr=0.0)
         self._model, self._prepared = self.accelerator.prepare(self.module, optimizer)
+        check_divisible(optimizer, "accelerate", self.world, AsDTensors(comes_first=False))
         self._all_parameters = list(self.module.parameters())
         self._parameters = self._all_parameters
 

@@ -59,6 +59,7 @@ class AccelerateStrategy(Strategy):
             frozenset({"cuda"}),
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset({"parameters", "optimizer"}),
+            splits_tensors=True,
             # The plugin, with the classes that it wraps, is one for all Accelerators of a process.
             several_engines=False,
         )

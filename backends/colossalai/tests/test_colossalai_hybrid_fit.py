@@ -144,7 +144,7 @@ def test_native_arguments_that_are_not_proved_are_refused(native: str, said: str
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("adafactor", "elementwise_optimizer=true"),
+        ("adafactor", "cannot be used where ranks divide what it updates"),
         ("frozen", "'model.norm.weight' is frozen"),
         ("auto", "Set micro_batch_size to a number"),
     ],

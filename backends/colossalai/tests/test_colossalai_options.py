@@ -14,6 +14,7 @@ from unipar import registry
 from unipar.checks import check_capabilities
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
+from unipar.testing.optimizers import adafactor, layerwise
 from unipar.world import Placement
 from unipar_colossalai import installed
 from unipar_colossalai.options import ColossalAIOptions
@@ -81,7 +82,7 @@ def test_an_unknown_plugin_is_refused_with_those_there_are() -> None:
     [
         ("colossalai:plugin=zero2,bucket_cap_mb=5", "bucket_cap_mb has no meaning"),
         ("colossalai:plugin=ddp,reduce_bucket_size_m=1", "reduce_bucket_size_m has no meaning"),
-        ("colossalai:plugin=ddp,elementwise_optimizer=true", "zero1, zero2, .* only"),
+        ("colossalai:plugin=ddp,wrap=none", "wrap has no meaning .*; fsdp only"),
     ],
 )
 def test_an_option_of_another_plugin_is_refused(strategy: str, said: str) -> None:
@@ -222,7 +223,7 @@ def test_parameters_that_zero_cannot_take_are_refused(model: nn.Module, said: st
 
 
 class Stochastic(optim.Optimizer):
-    """An optimizer of a user's own, whose update may need whole tensors."""
+    """An optimizer of a user's own."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -234,19 +235,16 @@ class Stochastic(optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"])
 
 
-def test_an_optimizer_that_may_need_whole_tensors_is_refused(world_pool: Any) -> None:
-    for factory in (
-        lambda named: optim.Adafactor([p for _, p in named]),
-        lambda named: Stochastic([p for _, p in named]),
-    ):
-        said = world_pool(1).run(step_of, ZERO2, same_everywhere, plain_loss, factory)[0]
-        assert "elementwise_optimizer=true" in said
+def test_an_optimizer_that_needs_whole_tensors_is_refused(world_pool: Any) -> None:
+    for factory in (adafactor, layerwise):
+        said = world_pool(2).run(step_of, ZERO2, same_everywhere, plain_loss, factory)[0]
+        assert "cannot be used where ranks divide what it updates" in said
 
 
-def test_an_optimizer_that_is_promised_to_be_elementwise_is_taken(world_pool: Any) -> None:
+def test_an_elementwise_optimizer_of_a_users_own_is_taken(world_pool: Any) -> None:
     results = world_pool(2).run(
         step_of,
-        f"{ZERO2},elementwise_optimizer=true",
+        ZERO2,
         same_everywhere,
         plain_loss,
         lambda named: Stochastic([p for _, p in named]),

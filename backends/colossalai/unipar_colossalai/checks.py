@@ -7,11 +7,6 @@ from torch import nn, optim
 
 from unipar.errors import ConfigError
 
-ELEMENTWISE = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
-    *(optim.Adagrad, optim.Adadelta, optim.ASGD, optim.Rprop),
-)
-
 
 def check_parameters(module: nn.Module) -> None:
     """Refuse parameters that such a plugin would fail on, or train wrongly."""
@@ -40,22 +35,8 @@ def check_no_scalar(module: nn.Module) -> None:
             )
 
 
-def check_optimizer(module: nn.Module, optimizer: optim.Optimizer, promised: bool) -> None:
-    """Refuse an optimizer that would not update a flat part of a tensor as it does the whole.
-
-    Args:
-        module: the model.
-        optimizer: built for its parameters.
-        promised: whether the user says that any optimizer is elementwise.
-    """
-    kind = type(optimizer).__name__
-    if not promised and not isinstance(optimizer, ELEMENTWISE):
-        raise ConfigError(
-            f"colossalai: this plugin gives the optimizer ({kind}) flat parts of tensors, and only "
-            f"for {', '.join(sorted(c.__name__ for c in ELEMENTWISE))} is it known that this "
-            "changes nothing. Use one of these or plugin='ddp'; if it updates every element by "
-            "itself, pass elementwise_optimizer=true."
-        )
+def check_optimizer(module: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Refuse an optimizer whose parameters are not all that are trained."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in held:

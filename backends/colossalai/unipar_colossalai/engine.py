@@ -27,7 +27,6 @@ class Start:
         module: the user's, on the device.
         booster: Colossal-AI's Booster, with the plugin.
         undo: what takes back the changes to the module.
-        promised: whether the user says that any optimizer is elementwise.
     """
 
     spec: EngineSpec
@@ -35,7 +34,6 @@ class Start:
     module: nn.Module
     booster: Any
     undo: list[Callable[[], None]]
-    promised: bool
 
     def send_weights(self) -> None:
         """Give every rank the weights and buffers of rank 0.
@@ -56,7 +54,7 @@ class BoosterEngine(ModuleEngine):
     """
 
     def __init__(self, start: Start) -> None:
-        self.booster, self._promised = start.booster, start.promised
+        self.booster = start.booster
         self.framework_optimizer: Any = None
         super().__init__(start.spec, start.world, start.module, undo=start.undo)
         if self.optimizer is None:

@@ -99,7 +99,7 @@ class FSDPEngine(BoosterEngine):
 
     def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
-            check_optimizer(self.module, optimizer, self._promised)
+            check_optimizer(self.module, optimizer)
             names = {id(p): name for name, (p, _) in self._shapes.items()}
             self._groups = [
                 tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups
@@ -115,6 +115,16 @@ class FSDPEngine(BoosterEngine):
             )
 
             self.framework_optimizer = FSDPOptimizerWrapper(optimizer, self.wrapper)
+            self._divide_state(optimizer)
+
+    def _divide_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Of what the optimizer has made when it was built, as Adagrad does, keep this rank's."""
+        for parameter, part in self._parts():
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if part.shape and torch.is_tensor(value) and tuple(value.shape) == part.shape:
+                    own = value.flatten()[part.start : part.start + part.held.numel()]
+                    state[key] = own.view(part.held.shape).clone()
 
     def _require_optimizer(self) -> Any:
         super()._require_optimizer()

@@ -48,7 +48,7 @@ class GeminiEngine(BoosterEngine):
     def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
         originals = {name: tensor.detach() for name, tensor in floating(self.module)}
         if optimizer is not None:
-            check_optimizer(self.module, optimizer, self._promised)
+            check_optimizer(self.module, optimizer)
             # Before its groups hold parts of parameters.
             self._groups = group_names(self.module, optimizer)
         super()._boost(optimizer)

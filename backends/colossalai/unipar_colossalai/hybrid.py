@@ -46,7 +46,7 @@ class HybridEngine(BoosterEngine):
 
     def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
-            check_training(self.module, optimizer, self._promised)
+            check_training(self.module)
         # The optimizer is given whole parameters, of which Colossal-AI leaves it the parts.
         self.logical = hybrid_state.Logical(self.module, optimizer)
         super()._boost(optimizer)

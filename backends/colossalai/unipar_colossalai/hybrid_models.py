@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import nn
 
 from unipar.errors import ConfigError
 from unipar.world import Placement, World
-from unipar_colossalai.checks import ELEMENTWISE
 
 
 @dataclass(frozen=True)
@@ -126,11 +125,11 @@ def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:
         )
 
 
-def check_training(model: nn.Module, optimizer: optim.Optimizer, promised: bool) -> None:
-    """Refuse frozen weights, and optimizers that would not update parts of tensors as the whole.
+def check_training(model: nn.Module) -> None:
+    """Refuse frozen weights.
 
     Raises:
-        ConfigError: there is one, or it is not known to be elementwise, and not promised to be.
+        ConfigError: there is one.
     """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -138,10 +137,3 @@ def check_training(model: nn.Module, optimizer: optim.Optimizer, promised: bool)
                 f"colossalai: parameter '{name}' is frozen, and plugin='hybrid' is proved with "
                 "models that are trained whole. Thaw it, or use plugin='ddp'."
             )
-    if not promised and not isinstance(optimizer, ELEMENTWISE):
-        raise ConfigError(
-            f"colossalai: plugin='hybrid' gives the optimizer ({type(optimizer).__name__}) parts "
-            f"of tensors, and only for {', '.join(sorted(c.__name__ for c in ELEMENTWISE))} is it "
-            "known that this changes nothing. Use one of these; if it updates every element by "
-            "itself, pass elementwise_optimizer=true."
-        )

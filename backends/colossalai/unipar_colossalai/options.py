@@ -50,11 +50,6 @@ class ColossalAIOptions(StrategyOptions):
         gt=0,
         description="With 'zero1' and 'zero2': elements of a bucket of gradients, in 2**20.",
     )
-    elementwise_optimizer: bool = Field(
-        default=False,
-        description="Not with 'ddp': promise that an optimizer not of torch.optim updates each "
-        "element by itself, so that it may be given a part of a tensor.",
-    )
     tp_size: int = Field(
         default=1,
         ge=1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from unipar.engine import with_divisible_optimizer
 from unipar.errors import ConfigError
 from unipar.strategy import Availability, Capabilities, EngineSpec, Strategy, seeded_model
 from unipar.world import Placement, World, join
@@ -65,8 +66,8 @@ class ColossalAIStrategy(Strategy):
         module = seeded_model(spec).to(world.device)
         undo = self._plugin.change(module, spec)
         booster = self._booster(self._plugin.arguments(module, spec, world))
-        promised = self.options.elementwise_optimizer
-        return self._plugin.engine()(Start(spec, world, module, booster, undo, promised))
+        spec = with_divisible_optimizer(spec, self.name, world, *self._plugin.divisions(world))
+        return self._plugin.engine()(Start(spec, world, module, booster, undo))
 
     def _booster(self, arguments: dict[str, Any]) -> Any:
         from unipar_colossalai.framework import quiet

@@ -56,7 +56,7 @@ class ZeROEngine(BoosterEngine):
 
     def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
         if optimizer is not None:
-            check_optimizer(self.module, optimizer, self._promised)
+            check_optimizer(self.module, optimizer)
             # Before its groups hold parts of parameters.
             self._groups = group_names(self.module, optimizer)
         super()._boost(optimizer)

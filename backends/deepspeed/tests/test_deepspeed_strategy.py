@@ -20,8 +20,9 @@ from unipar.errors import CheckpointError, ConfigError, WorkerError
 from unipar.registry import resolve
 from unipar.strategy import EngineSpec, Strategy
 from unipar.testing.harness import on_strategy
+from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
-from unipar.testing.scenarios import Scenario
+from unipar.testing.scenarios import Scenario, warmup_and_decay
 from unipar.world import World
 from unipar_deepspeed import framework
 from unipar_deepspeed.config import deepspeed_config
@@ -43,6 +44,33 @@ def build(width: int = 8) -> nn.Module:
 def settings(directory: Path, **changed: Any) -> dict[str, Any]:
     quiet = {"progress": False, "output_dir": directory, "loss": loss_fn}
     return {"device": "cpu", "devices": 2, "global_batch_size": 16, "steps": 4, **quiet, **changed}
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused(tmp_path: Path) -> None:
+    message = r"zero1: the optimizer Adafactor cannot be used .*% off .*whole \(.*ddp"
+    with pytest.raises(ConfigError, match=message):
+        fit(build(), DATA, strategy="zero1", optimizer="adafactor", **settings(tmp_path))
+
+
+def adagrad(named: Any) -> torch.optim.Optimizer:
+    named = list(named)
+    matrices = [p for _, p in named if p.ndim > 1]
+    others = {"params": [p for _, p in named if p.ndim < 2], "lr": 0.004}
+    return torch.optim.Adagrad([{"params": matrices}, others], lr=0.01)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_adagrad_keeps_its_groups_and_follows_the_scheduler(
+    strategy: str, world_pool: WorldPools
+) -> None:
+    # DeepSpeed builds it once more, from its defaults alone.
+    scenario = Scenario(optimizer=adagrad, scheduler=warmup_and_decay, num_steps=6)
+    kit = Kit(Target.named(strategy), 2, world_pool)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
 
 
 # -- what is refused before any process starts -----------------------------------------------------

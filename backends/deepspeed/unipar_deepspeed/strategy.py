@@ -6,9 +6,15 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import nn
 
-from unipar.engine import checkpoint_activations, compile_modules
+from unipar.engine import (
+    Flat,
+    checkpoint_activations,
+    compile_modules,
+    with_divisible_optimizer,
+)
 from unipar.errors import ConfigError
 from unipar.state import EngineState
 from unipar.strategy import (
@@ -72,6 +78,7 @@ class DeepSpeedStrategy(Strategy):
             | frozenset({"parameters"} if stage == 3 else ()),
             several_engines=False,
             compile=stage < 3,
+            splits_tensors=stage > 0,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
@@ -117,6 +124,9 @@ class DeepSpeedStrategy(Strategy):
         initialize = self.initialize or plain_initialize
         if self.options.stage == 0:
             return ReplicaEngine(spec, world, module, config, initialize, undo)
+        # On one rank, too, a flat partition is made of several tensors.
+        device = torch.device("cpu") if self.options.offload_optimizer else None
+        spec = with_divisible_optimizer(spec, self.name, world, Flat(device=device))
         refuse = self.options.unused_parameters == "refuse"
         with initializing:
             return ZeROEngine(spec, world, module, config, initialize, undo, refuse_unused=refuse)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from unipar.batch import MicroBatch
 from unipar.loss import LossFn, LossSum
@@ -41,6 +42,19 @@ class ZeROEngine(DeepSpeedEngine):
     def num_parameters(self) -> int:
         # Stage 3 leaves nothing of a parameter in the module but what it was.
         return sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters())
+
+    def _build_optimizer(self) -> Optimizer:
+        optimizer = super()._build_optimizer()
+        if self._zero.optimizer is not optimizer:
+            # DeepSpeed 0.19.8 builds Adagrad once more, from its defaults alone, for its first
+            # state (stage_1_and_2.py and stage3.py, `initialize_optimizer_states`): without the
+            # user's groups, and with learning rates that no scheduler reaches.
+            optimizer.state = self._zero.optimizer.state
+            self._zero.optimizer = optimizer
+            if not is_stage_3(self._zero):
+                # What it has linked is the parameters of one group.
+                self._zero._link_all_hp_params()
+        return optimizer
 
     @property
     def _zero(self) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -12,10 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unipar.engine import (
+    ByTensor,
     DDPModuleEngine,
     DDPReducer,
     checkpoint_activations,
     compile_modules,
+    constructor_arguments,
+    with_divisible_optimizer,
 )
 from unipar.errors import ConfigError
 from unipar.strategy import (
@@ -115,6 +117,8 @@ class DDPStrategy(Strategy):
             forward_sync_buffers=options.broadcast_buffers,
         )
         _compress(model, options)
+        if options.shard_optimizer:
+            spec = with_divisible_optimizer(spec, self.name, world, ByTensor(rebuilt=True))
         return DDPEngine(spec, world, module, model, undo, options)
 
 
@@ -166,10 +170,8 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer
     # Compiles optimizers when it is imported, which takes as long as torch itself.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    accepted = inspect.signature(type(optimizer)).parameters
-    # AdamW's defaults hold `decoupled_weight_decay`, which its constructor does not take.
-    defaults = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-    return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **defaults)
+    arguments = constructor_arguments(optimizer)
+    return ZeroRedundancyOptimizer(optimizer.param_groups, type(optimizer), **arguments)
 
 
 def _compress(model: DistributedDataParallel, options: DDPOptions) -> None:

@@ -83,6 +83,7 @@ class FSDPStrategy(Strategy):
             DEVICE_TYPES,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset({"parameters", "optimizer"}),
+            splits_tensors=True,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

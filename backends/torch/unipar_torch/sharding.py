@@ -25,11 +25,13 @@ from torch.distributed.tensor import DTensor
 from unipar.batch import MicroBatch
 from unipar.engine import (
     COMPUTE_DTYPES,
+    AsDTensors,
     ModuleEngine,
     checkpoint_activations,
     compile_modules,
     modules_of_classes,
     repeated_blocks,
+    with_divisible_optimizer,
 )
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
@@ -67,6 +69,7 @@ def prepare(
     if weights is not None:
         _materialize(module, weights, world, offloaded=options.cpu_offload)
     _prefetch(units, options.prefetch)
+    spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     return FSDPEngine(spec, world, module, undo=undo)
 
 

@@ -122,6 +122,33 @@ class MomentsForgotten(DDPEngine):
         self.optimizer.state.clear()
 
 
+class TensorsSplit(DDPEngine):
+    """Gives the optimizer flat halves of tensors, as ZeRO does with ranks' shares of them."""
+
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        for group in optimizer.param_groups:
+            if "whole" not in group:
+                group["whole"] = group["params"]
+                group["params"] = [
+                    nn.Parameter(half)
+                    for p in group["whole"]
+                    for half in p.detach().flatten().tensor_split(2)
+                ]
+            halves = iter(group["params"])
+            for p in group["whole"]:
+                for half in p.grad.flatten().tensor_split(2):
+                    next(halves).grad = half
+        optimizer.step()
+        return True
+
+    def export_state(self) -> EngineState:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
+            group["params"] = group.pop("whole")
+        self.optimizer.state.clear()
+        return super().export_state()
+
+
 class EarlyOptimizer(FSDPEngine):
     def export_state(self) -> EngineState:
         # Its optimizer holds parameters that no module has any more.

@@ -90,6 +90,12 @@ BROKEN = [
         "equals_the_reference",
         "the (loss|gradient norm) of step 2",
     ),
+    (
+        "tensors split whatever the optimizer",
+        engine(broken.TensorsSplit),
+        "splits_only_what_can_be_split",
+        "adafactor: the (loss|gradient norm) of step 2",
+    ),
     ("precision ignored", broken.precision_ignored, "keeps_to_bf16", "changed nothing"),
     (
         "sharding pretended",

@@ -6,12 +6,20 @@ import math
 from dataclasses import replace
 from typing import get_args
 
-from unipar.strategy import EngineSpec, Precision
+from unipar.errors import ConfigError
+from unipar.strategy import EngineSpec, Precision, Strategy
 from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.cases.numbers import PLAIN
-from unipar.testing.harness import Part
-from unipar.testing.kit import Kit, Run
-from unipar.world import Placement
+from unipar.testing.harness import Part, RankRun, train
+from unipar.testing.kit import Kit, Run, merge
+from unipar.testing.optimizers import adafactor, layerwise
+from unipar.testing.scenarios import Scenario
+from unipar.world import Placement, World
+
+NOT_ELEMENTWISE = (
+    Scenario(optimizer=adafactor, num_steps=6),
+    Scenario(optimizer=layerwise, num_steps=6),
+)
 
 
 @case
@@ -67,3 +75,28 @@ def _check_shares(kit: Kit, run: Run, what: str, claimed: bool) -> None:
 
 def _held(part: Part) -> int:
     return sum(tensor.numel() for tensor in part.tensors)
+
+
+@case
+def splits_only_what_can_be_split(kit: Kit) -> None:
+    """An optimizer that needs whole tensors makes the reference's run, or is refused."""
+    for scenario in map(kit.fit, NOT_ELEMENTWISE):
+        outcomes = kit.run(_train_or_refuse, scenario)
+        refusals = [one for one in outcomes if isinstance(one, str)]
+        subject = f"{kit.target.name}, {scenario.optimizer.__name__}"
+        if not refusals:
+            kit.check(merge(outcomes), scenario, subject=subject)
+        elif len(refusals) < kit.size:
+            raise AssertionError(f"{subject}: {len(refusals)} of {kit.size} ranks refuse it")
+        elif not kit.capabilities.splits_tensors:
+            raise AssertionError(
+                f"{subject}: it is refused, and the capabilities say that tensors stay whole: "
+                f"{refusals[0]}"
+            )
+
+
+def _train_or_refuse(strategy: Strategy, world: World, scenario: Scenario) -> RankRun | str:
+    try:
+        return train(strategy, world, scenario)
+    except ConfigError as error:
+        return str(error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from unipar.engine import checkpoint_activations, compile_modules
+from unipar.engine import Division, Flat, checkpoint_activations, compile_modules
 from unipar.errors import ConfigError, did_you_mean
 from unipar.strategy import Capabilities, EngineSpec, Precision
 from unipar.world import Placement, World
@@ -69,7 +69,12 @@ class Plugin(ABC):
         """
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(ALL, DEVICES, sharded=frozenset(SHARDED[: self.stage]))
+        return Capabilities(
+            ALL,
+            DEVICES,
+            sharded=frozenset(SHARDED[: self.stage]),
+            splits_tensors=self.stage > 0,
+        )
 
     def check_native(self) -> None:
         """Refuse native arguments that unipar fills in itself, or that no test has proved.
@@ -103,6 +108,10 @@ class Plugin(ABC):
             compile_modules([module], spec.compile),
         ]
 
+    def divisions(self, world: World) -> tuple[Division, ...]:
+        """The ways in which it divides what the optimizer updates."""
+        return ()
+
     def arguments(self, module: nn.Module, spec: EngineSpec, world: World) -> dict[str, Any]:
         """What its class is called with, native arguments aside."""
         return {}
@@ -118,3 +127,6 @@ class Dividing(Plugin):
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         if isinstance(spec.model, nn.Module):
             check_parameters(spec.model)
+
+    def divisions(self, world: World) -> tuple[Division, ...]:
+        return (Flat(min(world.size, 2)),)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
+from unipar.engine import Division, Flat
 from unipar.strategy import Capabilities, EngineSpec
 from unipar.world import Placement, World
 from unipar_colossalai.checks import check_no_scalar
@@ -20,7 +21,7 @@ class FSDP(Dividing):
     booster = "TorchFSDPPlugin"
     stage = 3
     rewrites_module = True
-    tunes = ("elementwise_optimizer", "sharding", "wrap")
+    tunes = ("sharding", "wrap")
     owned: ClassVar[Mapping[str, str]] = {
         "sharding_strategy": "the option 'sharding'",
         "auto_wrap_policy": "the option 'wrap'",
@@ -30,12 +31,22 @@ class FSDP(Dividing):
     }
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(ALL, DEVICES, sharded=frozenset(SHARDED), several_engines=False)
+        return Capabilities(
+            ALL,
+            DEVICES,
+            sharded=frozenset(SHARDED),
+            several_engines=False,
+            splits_tensors=True,
+        )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         super().check(spec, placement)
         if isinstance(spec.model, nn.Module):
             check_no_scalar(spec.model)
+
+    def divisions(self, world: World) -> tuple[Division, ...]:
+        # The user's parameters themselves become parts, in the optimizer too.
+        return (Flat(min(world.size, 2), comes_first=True),)
 
     def arguments(self, module: nn.Module, spec: EngineSpec, world: World) -> dict[str, Any]:
         from unipar_colossalai.fsdp import STRATEGIES, policy, units

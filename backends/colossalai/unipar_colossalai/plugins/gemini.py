@@ -24,7 +24,7 @@ class Gemini(Dividing):
     stage = 3
     rewrites_module = True
     _fractions = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
-    tunes = ("elementwise_optimizer", "placement", "chunk_size_m", *_fractions)
+    tunes = ("placement", "chunk_size_m", *_fractions)
     owned: ClassVar[Mapping[str, str]] = {
         "placement_policy": "the option 'placement'",
         "min_chunk_size_m": "the option 'chunk_size_m'",
@@ -54,6 +54,7 @@ class Gemini(Dividing):
             several_engines=False,
             compile=False,
             half_weights=True,
+            splits_tensors=True,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
+from unipar.engine import ByTensor, Division, Sliced
 from unipar.strategy import Capabilities, EngineSpec
 from unipar.world import Placement, World
 from unipar_colossalai.hybrid_models import check_model, check_sizes, share_replicas
@@ -21,7 +22,7 @@ class Hybrid(Plugin):
 
     booster = "HybridParallelPlugin"
     rewrites_module = True
-    tunes = ("elementwise_optimizer", "tp_size", "pp_size")
+    tunes = ("tp_size", "pp_size")
     owned: ClassVar[Mapping[str, str]] = {
         "tp_size": "the option 'tp_size'",
         "pp_size": "the option 'pp_size'",
@@ -42,6 +43,7 @@ class Hybrid(Plugin):
             several_engines=False,
             compile=False,
             pipeline=pipeline,
+            splits_tensors=self.options.tp_size > 1,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
@@ -52,6 +54,11 @@ class Hybrid(Plugin):
 
     def share(self, world: World) -> None:
         share_replicas(world, self.options.tp_size, self.options.pp_size)
+
+    def divisions(self, world: World) -> tuple[Division, ...]:
+        by_tensor = (Sliced(0), Sliced(-1)) if self.options.tp_size > 1 else ()
+        by_stage = (ByTensor(),) if self.options.pp_size > 1 else ()
+        return (*by_tensor, *by_stage)
 
     def change(self, module: nn.Module, spec: EngineSpec) -> list[Callable[[], None]]:
         # The engine does, later: Colossal-AI replaces the methods of the modules that it divides.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class ZeRO1(Dividing):
     booster = "LowLevelZeroPlugin"
     stage = 1
-    tunes = ("reduce_bucket_size_m", "elementwise_optimizer")
+    tunes = ("reduce_bucket_size_m",)
     owned: ClassVar[Mapping[str, str]] = {
         "stage": "the option 'plugin'",
         "reduce_bucket_size_in_m": "the option 'reduce_bucket_size_m'",
