@@ -61,6 +61,11 @@ LOOP_REFUSED = (
     Row("zero_grad() at the start of an epoch, step by modulo",
         "The end of a ragged epoch is thrown away. Step on the rest too: "
         "(i + 1) % n == 0 or i + 1 == len(loader)."),
+    Row("if args.amp: with autocast(): model(x) else: model(x)",
+        "An engine computes all forward passes that may be trained on in one precision. Write "
+        "autocast(enabled=args.amp) around one."),
+    Row("ctx = autocast() if args.amp else nullcontext()",
+        "Decided while it runs. Write autocast(enabled=args.amp)."),
     Row("autocast(enabled=False)", "A region in fp32 within half precision. Leave it out."),
     Row("clip before scaler.unscale_()", "It clips to max_norm / 65536. Unscale first."),
     *(Row(name, f"{why[0].upper()}{why[1:]} {todo}") for name, (why, todo) in REFUSED.items()),
