@@ -122,14 +122,13 @@ def _only_kept(plan: Plan, call: cst.Call) -> bool:
 
 
 def _set_precision(plan: Plan, call: cst.Call, value: cst.BaseExpression) -> None:
-    given = by_default(plan, value)
-    if given is UNSEEN:
-        given = None
+    found = by_default(plan, value)
+    given = None if found is UNSEEN else found
     if constant(value) is None and not is_none(value):
         plan.warn(
             call,
             "unipar.yaml's `precision` decides now, not the command line: "
-            f"{PRECISIONS.get(given, 'fp32')} as it stands.",
+            f"{PRECISIONS.get(str(given), 'fp32')} as it stands.",
             "Change it there, or by UNIPAR_PRECISION.",
         )
     if given not in (None, *PRECISIONS):
