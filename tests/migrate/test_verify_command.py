@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from unipar.cli import main
 from unipar.errors import ConfigError
-from unipar.migrate.verify import verify
+from unipar.migrate.verify import losses_of, verify
 
 SCRIPT = """\
 import torch
@@ -51,7 +52,35 @@ def test_verify_tells_runs_apart(script: Path, capsys: pytest.CaptureFixture[str
         )
     )
     assert main(["migrate", str(script), "--verify", "--steps", "5"]) == 1
-    assert "the runs DIFFER" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "the runs DIFFER\nNothing was written. --diff shows the changes, and --force" in said
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+SCALED = """\
+import torch
+model = torch.nn.Linear(2, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+for step in range(8):
+    opt.zero_grad()
+    loss = model(torch.randn(4, 2)).square().mean()
+    (scaler.scale(loss) / 2 + scaler.scale(loss / 2)).backward()
+    scaler.step(opt)
+    scaler.update()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_losses_are_noted_without_the_factor_of_a_scaler(tmp_path: Path) -> None:
+    plain = SCALED.replace(", init_scale=1024.0, growth_interval=2", ", enabled=False")
+    runs = []
+    for source in (SCALED, plain):
+        (tmp_path / "train.py").write_text(source)
+        runs.append(losses_of(tmp_path, "train.py", {}, [sys.executable], timeout=120))
+    assert runs[0] == runs[1]
+    assert len(set(runs[0][0])) == 8
 
 
 @pytest.mark.slow

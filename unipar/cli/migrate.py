@@ -52,14 +52,15 @@ def migrate(
         paths: scripts, notebooks, or directories of a program's files, which are migrated together.
         output: directory for the result.
         in_place: write over the originals; wants a clean git tree, and keeps *.orig.
-        force: write over what is there.
+        force: write over what is there, and what --verify says differs.
         diff: print the changes, and write nothing.
         check: write nothing; exit code 1 where something is to be migrated.
         report: file for a report in Markdown.
         from_: what the script is written for.
         to: loop keeps the script's loop; fit folds one that is simple enough into unipar.fit.
-        verify: run the original and the migrated script, and compare their losses; the code of a
-            notebook is run as a script, without its magics.
+        verify: run the original and the migrated script, and compare their losses; where they
+            differ, nothing is written and the exit code is 1. The code of a notebook is run as a
+            script, without its magics.
         args: the script's command line, for --verify.
         script: which of several files is run, for --verify.
         steps: backward passes to compare.
@@ -73,7 +74,7 @@ def migrate(
     from unipar.migrate import migrate_files
     from unipar.migrate.report import all_notes
     from unipar.migrate.report import diff as diff_of
-    from unipar.migrate.writing import read, write
+    from unipar.migrate.writing import plan_output, read, write
 
     program = read(paths)
     migrations = migrate_files(program.files, dialect=from_, settings=program.settings, to=to)
@@ -85,19 +86,25 @@ def migrate(
         print("Left alone: what is refused above cannot be migrated safely.")
     elif not changed:
         print("Nothing is to be migrated.")
+    found = None
+    if changed and not (diff or check):
+        found = plan_output(program, migrations, output=output, in_place=in_place, force=force)
     proof = None
     if diff and changed:
         print(diff_of(program.files, migrations), end="")
     if verify and changed:
         proof = _prove(program, migrations, script, args, steps, processes, in_order=to == "fit")
-    if changed and not (diff or check):
-        for path in write(program, migrations, output=output, in_place=in_place, force=force):
+    differs = proof is not None and not proof.agrees
+    if found is not None and (force or not differs):
+        for path in write(found):
             print(f"wrote {path}")
+    elif found is not None:
+        print("Nothing was written. --diff shows the changes, and --force writes them anyway.")
     if report is not None:
         _write_report(report, program, migrations, proof)
     if refused:
         return REFUSED
-    if proof is not None and not proof.agrees:
+    if differs:
         return DIFFERS
     return REMAINS if check and changed else 0
 

@@ -14,8 +14,12 @@ SAMPLER = (
 )  # fmt: skip
 
 
-def split_loaders(plan: Plan) -> None:
-    """Let each rank have its share of the batches that the script trains on."""
+def split_loaders(plan: Plan) -> set[cst.Call]:
+    """Let each rank have its share of the batches that the script trains on.
+
+    Returns:
+        The calls that build the loaders of these.
+    """
     training = _training_functions(plan)
     split: set[cst.Call] = set()
     for source in plan.sources:
@@ -46,6 +50,7 @@ def split_loaders(plan: Plan) -> None:
                 "computes the same batches.",
                 "Iterate over a DataLoader to divide the work.",
             )
+    return split
 
 
 def rewrite_samplers(plan: Plan) -> None:

@@ -12,6 +12,7 @@ from unipar.migrate.flow import Flow
 from unipar.migrate.groups import collected, defer, models_behind, sorted_into
 from unipar.migrate.literals import argument
 from unipar.migrate.plan import Plan
+from unipar.migrate.precision import under_autocast, without_gradients
 from unipar.migrate.source import Source
 from unipar.migrate.tree import inside
 
@@ -176,7 +177,8 @@ def rewrite_calls(plan: Plan, *, wrapped: bool, in_autocast: bool) -> None:
     Args:
         plan: the program.
         wrapped: only calls of wrappers; a call of the module inside goes around them.
-        in_autocast: only calls under autocast, since an engine computes in the run's precision.
+        in_autocast: only calls under autocast, since an engine computes in the run's precision;
+            others are refused, but for those without gradients.
     """
     reached: set[Origin] = set()
     for source in plan.sources:
@@ -190,10 +192,19 @@ def rewrite_calls(plan: Plan, *, wrapped: bool, in_autocast: bool) -> None:
                 continue
             if wrapped and not holds_wrapper(plan.flow, call.func):
                 continue
-            if in_autocast and not _under_autocast(plan, source, call):
-                continue
-            plan.replace(call.func, f"{plan.words.engine}(", call.func, ")")
-            reached |= owned
+            if not in_autocast or under_autocast(plan, source, call):
+                plan.replace(call.func, f"{plan.words.engine}(", call.func, ")")
+                reached |= owned
+            elif not without_gradients(plan, source, call):
+                plan.refuse(
+                    call, "the script has autocast, and this forward pass, which may be trained "
+                    "on, is not seen to be under it; an engine computes all of them in one "
+                    "precision.",
+                    "Write `with torch.autocast(...):` around it, in the same function; with "
+                    "enabled=args.amp, where a flag decides, in place of two branches. What only "
+                    "evaluates goes under torch.no_grad().",
+                )  # fmt: skip
+                reached |= owned
     for origin, model in plan.optimizers.items():
         owned = plan.flow.values(model) & plan.models
         if owned and not owned & reached and origin.node is not None:
@@ -213,19 +224,4 @@ def _before_prepared(plan: Plan, source: Source, call: cst.Call, owned: Values) 
         same = source.function(node) is source.function(call)
         if same and source.span(call)[0] < source.span(node)[0] and not source.loops(node):
             return True
-    return False
-
-
-def _under_autocast(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
-    from unipar.migrate.precision import AUTOCAST
-
-    for above in source.around(node):
-        if isinstance(above, cst.With):
-            for item in above.items:
-                if plan.made_by(plan.flow.values(item.item), *AUTOCAST):
-                    return True
-        if isinstance(above, cst.FunctionDef):
-            return any(
-                plan.made_by(plan.flow.values(one.decorator), *AUTOCAST) for one in above.decorators
-            )
     return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import libcst as cst
 
-from unipar.migrate.history import last_write
+from unipar.migrate.defaults import UNSEEN, by_default
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
@@ -22,6 +24,9 @@ _METHODS = ("scale", "step", "update", "unscale_", "state_dict", "load_state_dic
 _HANDED_ON = (
     cst.Arg, cst.AssignTarget, cst.Assign, cst.Return, cst.Element, cst.DictElement, cst.Param
 )  # fmt: skip
+_NO_GRADIENTS = {"torch.no_grad", "torch.inference_mode", "torch.autograd.no_grad",
+                 "torch.autograd.grad_mode.no_grad",
+                 "torch.autograd.grad_mode.inference_mode"}  # fmt: skip
 _DTYPES = {"torch.float16": "fp16", "torch.half": "fp16", "torch.bfloat16": "bf16"}
 
 
@@ -32,6 +37,7 @@ def rewrite_precision(plan: Plan) -> bool:
         Whether the script computes in half precision.
     """
     casts, scalers = plan.calls(*AUTOCAST), plan.calls(*SCALER)
+    _check_contexts(plan)
     computed: str | None = plan.config.get("precision")
     for source, call in casts:
         precision = _precision(plan, source, call)
@@ -72,6 +78,48 @@ def rewrite_precision(plan: Plan) -> bool:
     return bool(casts)
 
 
+def _check_contexts(plan: Plan) -> None:
+    """Refuse contexts that are autocast or something else, as a run decides."""
+    for source in plan.sources:
+        for one in source.all(cst.WithItem):
+            values = plan.flow.values(one.item)
+            if plan.made_by(values, *AUTOCAST) and not all(v.name in AUTOCAST for v in values):
+                plan.refuse(
+                    one.item, "whether this computes in half precision is decided while it runs.",
+                    "Write torch.autocast(..., enabled=...) in any case, with what decides it in "
+                    "enabled.",
+                )  # fmt: skip
+        for node in (*source.all(cst.Name), *source.all(cst.Attribute)):
+            if isinstance(source.parent(node), cst.Arg) and plan.flow.names(node) & {*AUTOCAST}:
+                plan.refuse(
+                    node, "autocast is handed on, and it cannot be seen where it is called.",
+                    "Call it here.",
+                )  # fmt: skip
+
+
+def under_autocast(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
+    """Whether a node is seen to be computed under autocast."""
+    return any(plan.made_by(plan.flow.values(one), *AUTOCAST) for one in _contexts(source, node))
+
+
+def without_gradients(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
+    """Whether a node is seen to be computed where no gradients are."""
+    return any(
+        plan.flow.names(one.func if isinstance(one, cst.Call) else one) & _NO_GRADIENTS
+        for one in _contexts(source, node)
+    )
+
+
+def _contexts(source: Source, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+    """What the ``with`` statements around a node in its function enter, and its decorators."""
+    for above in source.around(node):
+        if isinstance(above, cst.With):
+            yield from (item.item for item in above.items)
+        if isinstance(above, cst.FunctionDef):
+            yield from (one.decorator for one in above.decorators)
+            return
+
+
 def _precision(plan: Plan, source: Source, call: cst.Call) -> str | None:
     dtype = argument(call, None, "dtype")
     names = plan.flow.names(call.func)
@@ -85,8 +133,8 @@ def _precision(plan: Plan, source: Source, call: cst.Call) -> str | None:
         )  # fmt: skip
         return None
     if dtype is not None:
-        found = {_DTYPES.get(name) for name in plan.flow.names(dtype)} - {None}
-        if len(found) == 1:
+        found = {_DTYPES.get(name) for name in plan.flow.names(dtype)}
+        if len(found) == 1 and None not in found:
             return found.pop()
     else:
         kind = constant(argument(call, 0, "device_type")) if by_type else None
@@ -158,8 +206,8 @@ def _enabled(plan: Plan, call: cst.Call, casts: list[tuple[Source, cst.Call]]) -
 
 def _by_default(plan: Plan, enabled: cst.BaseExpression, precision: str) -> str:
     """The precision of a script that is given no flags, where that can be seen."""
-    default = _default(plan, enabled)
-    if default is None:
+    default = by_default(plan, enabled)
+    if default is UNSEEN:
         plan.tell(
             enabled,
             f"unipar.yaml has precision: {precision}, for a run in which this is true.",
@@ -171,26 +219,4 @@ def _by_default(plan: Plan, enabled: cst.BaseExpression, precision: str) -> str:
             "unipar.yaml has precision: fp32, since this is false unless it is asked for.",
             f"Where it is true, set precision: {precision}, which the run then asks for.",
         )
-    return "fp32" if default is False else precision
-
-
-def _default(plan: Plan, node: cst.BaseExpression) -> bool | None:
-    """What a flag is if it is not given; ``None`` where that cannot be seen."""
-    source = plan.flow.source(node)
-    write = last_write(source, node)
-    if write is not None and write.operator is None and write.value is not node:
-        return _default(plan, write.value)
-    value = constant(node)
-    if isinstance(value, bool):
-        return value
-    if not isinstance(node, cst.Attribute):
-        return None
-    for _, call, _ in plan.methods("add_argument"):
-        flags = [constant(one.value) for one in call.args if one.keyword is None]
-        names = {str(flag).lstrip("-").replace("-", "_") for flag in flags}
-        if node.attr.value in names | {constant(argument(call, None, "dest"))}:
-            if constant(argument(call, None, "action")) == "store_true":
-                return False
-            given = constant(argument(call, None, "default"))
-            return given if isinstance(given, bool) else None
-    return None
+    return precision if default is UNSEEN or default else "fp32"

@@ -117,12 +117,13 @@ def on_some_ranks(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
     for above in source.around(node):
         if isinstance(above, cst.FunctionDef):
             return False
-        if isinstance(above, cst.If) and any(_tells_rank(plan, one) for one in inside(above.test)):
+        if isinstance(above, cst.If) and any(tells_rank(plan, one) for one in inside(above.test)):
             return True
     return False
 
 
-def _tells_rank(plan: Plan, node: cst.CSTNode) -> bool:
+def tells_rank(plan: Plan, node: cst.CSTNode) -> bool:
+    """Whether a name says which rank this is."""
     if isinstance(node, cst.Name) and node.value != "__name__":
         words = node.value.lower().strip("_").split("_")
         if {"rank", "main", "master"} & set(words) or node.value == "is_global_zero":

@@ -96,7 +96,7 @@ def _behind(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
         return [one for f in functions for one in plan.flow.source(f).returned(f)]
     if isinstance(node, cst.Name):
         found: list[cst.BaseExpression] = []
-        for binding in _bindings(plan, node):
+        for binding in bindings(plan, node):
             values = _bound_to(plan, binding)
             if values is None:
                 return []
@@ -105,7 +105,8 @@ def _behind(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
     return []
 
 
-def _bindings(plan: Plan, node: cst.Name) -> list[Binding]:
+def bindings(plan: Plan, node: cst.Name) -> list[Binding]:
+    """What binds a name, in the file that it is imported from where that is given."""
     source = plan.flow.source(node)
     scope = source.scope(node)
     found: list[Binding] = list(scope[node.value]) if scope is not None else []
@@ -125,7 +126,7 @@ def _bindings(plan: Plan, node: cst.Name) -> list[Binding]:
 def _bound_to(plan: Plan, binding: Binding) -> list[cst.BaseExpression] | None:
     node = binding.node
     if isinstance(node, cst.Param):
-        return _given_to(plan, node)
+        return given_to(plan, node)
     if node is None or binding.imported:
         return None
     source = plan.flow.source(node)
@@ -139,7 +140,7 @@ def _bound_to(plan: Plan, binding: Binding) -> list[cst.BaseExpression] | None:
     return None
 
 
-def _given_to(plan: Plan, parameter: cst.Param) -> list[cst.BaseExpression] | None:
+def given_to(plan: Plan, parameter: cst.Param) -> list[cst.BaseExpression] | None:
     """What calls give a parameter of a function, and its default."""
     source = plan.flow.source(parameter)
     function = source.function(parameter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -58,6 +59,16 @@ class Proof:
         """Whether they are equal up to :data:`TOLERANCE`."""
         return self.difference <= TOLERANCE
 
+    @property
+    def shows(self) -> bool:
+        """Whether a loss of either is a number other than zero, so that there is one to compare."""
+        return any(
+            one != 0 and math.isfinite(one)
+            for run in (self.original, self.migrated)
+            for losses in run.values()
+            for one in losses
+        )
+
 
 def verify(
     root: Path,
@@ -94,17 +105,25 @@ def verify(
             compare with ``fit``, which shuffles in an order of its own.
 
     Raises:
-        ConfigError: a run fails, or computes no loss.
+        ConfigError: a run fails or computes no loss, or no loss of either is a number other than
+            zero.
     """
     ordered = {"UNIPAR_CAPTURE_IN_ORDER": "1", "UNIPAR_SHUFFLE": "false"} if in_order else {}
     where = {"arguments": arguments, "steps": steps, "seed": seed, "timeout": timeout}
     start = command(launcher, processes)
     original = losses_of(root, script, {}, start, name="original", environ=ordered, **where)
     files = {**migrated, (PurePosixPath(script).parent / "unipar.yaml").as_posix(): config}
-    return Proof(
+    proof = Proof(
         original,
         losses_of(root, script, files, start, environ={**ordered, **(environ or {})}, **where),
     )
+    if not proof.shows:
+        raise ConfigError(
+            "every loss of both scripts is zero or no finite number, so there is nothing to "
+            "compare. Let them learn something: give other arguments with --args '...', or more "
+            "--steps."
+        )
+    return proof
 
 
 def losses_of(

@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,18 +111,28 @@ def config_text(migration: Migration) -> str:
     return head + yaml.safe_dump(dict(migration.config), sort_keys=False)
 
 
-def write(
+@dataclass(frozen=True)
+class Output:
+    """What a migration writes.
+
+    Attributes:
+        files: their content.
+        kept: the originals that are written over, by where they are kept.
+    """
+
+    files: Mapping[Path, str]
+    kept: Mapping[Path, Path]
+
+
+def plan_output(
     program: Program,
     migrations: Mapping[str, Migration],
     *,
     output: Path | None,
     in_place: bool,
     force: bool,
-) -> list[Path]:
-    """Write the migrated files and ``unipar.yaml``.
-
-    Returns:
-        What was written.
+) -> Output:
+    """The migrated files and ``unipar.yaml``, of which nothing is written yet.
 
     Raises:
         ConfigError: something is in the way.
@@ -132,22 +142,74 @@ def write(
     place = program.root if in_place else next(iter(targets.values())).parent
     if program.whole and not in_place:
         place = output or _beside(program.root)
-    config = place / CONFIG
     text = {path: migrations[name].code for name, path in targets.items()}
-    text[config] = config_text(main)
-    if in_place and not force:
+    text[place / CONFIG] = config_text(main)
+    if not in_place:
+        _check_originals(program, text)
+    elif not force:
         _check_clean(program)
-    for path, content in text.items():
-        if path.exists() and path.read_bytes().decode() != content and not (in_place or force):
+    over = {path: path.with_name(f"{path.name}.orig") for path in text if path.exists()}
+    kept = {there: path for path, there in over.items()} if in_place else {}
+    if not force:
+        new = {path: code.encode() for path, code in text.items()}
+        for path in targets.values() if in_place else ():
+            del new[path]
+        _check_free({**new, **{there: path.read_bytes() for there, path in kept.items()}})
+    return Output(text, kept)
+
+
+def write(output: Output) -> list[Path]:
+    """Write all files, and none where one of them fails or an interrupt comes.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    new = {there: path.read_bytes() for there, path in output.kept.items()}
+    new |= {path: text.encode() for path, text in output.files.items()}
+    staged = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in new}
+    before: dict[Path, bytes | None] = {}
+    try:
+        for path, content in new.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged[path].write_bytes(content)
+            like = output.kept.get(path, path)
+            if like.exists():
+                shutil.copymode(like, staged[path])
+        for path in new:
+            before[path] = path.read_bytes() if path.exists() else None
+            staged[path].replace(path)
+    except BaseException as error:
+        for path, content in before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_bytes(content)
+        if isinstance(error, OSError):
+            raise ConfigError(f"nothing was written: {error}.") from error
+        raise
+    finally:
+        for path in staged.values():
+            path.unlink(missing_ok=True)
+    return [*output.files]
+
+
+def _check_originals(program: Program, targets: Iterable[Path]) -> None:
+    originals = {program.root / name for name in program.files}
+    for path in targets:
+        if path.resolve() in originals:
+            raise ConfigError(
+                f"{path} is what is migrated. Give another --output, or write over it with "
+                "--in-place, which keeps it as *.orig."
+            )
+
+
+def _check_free(new: Mapping[Path, bytes]) -> None:
+    for path, content in new.items():
+        if path.exists() and path.read_bytes() != content:
             raise ConfigError(f"{path} is there already. Pass --force to write over it.")
-    if config.exists() and in_place and not force and config.read_text() != text[config]:
-        raise ConfigError(f"{config} is there already. Pass --force to write over it.")
-    for path, content in text.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if in_place and path.exists():
-            shutil.copy2(path, path.with_name(path.name + ".orig"))
-        path.write_bytes(content.encode())
-    return list(text)
 
 
 def _targets(

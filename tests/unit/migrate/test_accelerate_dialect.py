@@ -225,6 +225,21 @@ def test_precision_of_the_command_line_is_called_out() -> None:
     assert "unipar.yaml's `precision` decides now, not the command line: bf16" in migration.code
 
 
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [("'fp16' if args.half else 'no'", "fp32"), ("'no' if args.half else 'bf16'", "bf16")],
+)
+def test_precision_of_a_flag_is_that_of_a_run_without_it(given: str, precision: str) -> None:
+    migration = migrated(
+        ("(gradient_accumulation_steps=4)", f"(mixed_precision={given})"),
+        ("accelerator = ", "import argparse\nparser = argparse.ArgumentParser()\n"
+         "parser.add_argument('--half', action='store_true')\nargs = parser.parse_args()\n"
+         "accelerator = "),
+    )  # fmt: skip
+    assert migration.config["precision"] == precision
+    assert f"not the command line: {precision} as it stands" in migration.code
+
+
 # -- what a migrated script runs on --------------------------------------------------------------
 
 

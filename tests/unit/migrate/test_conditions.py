@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from telling import refusal
 
 from unipar.errors import ConfigError
 from unipar.migrate import migrate_source
@@ -139,22 +140,120 @@ def test_the_timeout_of_collectives_is_kept_or_told(given: str, seconds: float |
     ("old", "new", "precision", "said"),
     [
         ("", "", "fp32", "this is false unless it is asked for. Where it is true, set"),
-        ('action="store_true"', 'action="store_false"', "fp16", "for a run in which this is true"),
+        ('action="store_true"', 'action="store_false"', "fp16", ""),
         ('action="store_true"', "default=True, type=bool", "fp16", ""),
         ("args = parser", "args = parser2", "fp32", "this is false unless"),
+        ('action="store_true"', 'default=None, action="store_true"', "fp32", "unless it is asked"),
+        ('action="store_true"', 'action=argparse.BooleanOptionalAction', "fp32", "unless it is"),
+        ('action="store_true"', "type=int, default=0", "fp32", "unless it is asked for"),
+        ('action="store_true"', 'type=strtobool, default="no"', "fp16", "in which this is true"),
+        ('action="store_true")', 'action="store_true")\nparser.set_defaults(use_amp=True)', "fp16",
+         ""),
+        ('"--use-amp", action="store_true"', '"--precision", default="fp32"', "fp32", "unless"),
+        ('"--use-amp", action="store_true"', '"--precision", default="amp"', "fp16", ""),
         ("enabled=args.use_amp", "enabled=torch.cuda.is_available()", "fp16",
          "for a run in which this is true. Where it is false, set precision: fp32"),
     ],
 )  # fmt: skip
 def test_precision_by_a_flag(old: str, new: str, precision: str, said: str) -> None:
     assert old in AMP
-    migration = migrate_source(AMP.replace(old, new))
+    source = AMP.replace(old, new)
+    asked = "enabled=args.use_amp"
+    if "--precision" in new:
+        asked = 'enabled=args.precision == "amp"'
+        source = source.replace("enabled=args.use_amp", asked)
+    migration = migrate_source(source)
     assert migration.changed, [str(note) for note in migration.notes]
     assert migration.config["precision"] == precision
-    enabled = new if new.startswith("enabled") else "enabled=args.use_amp"
+    enabled = new if new.startswith("enabled") else asked
     assert f"with script.autocast({enabled}):" in migration.code
     notes = [str(note) for note in migration.notes if "precision" in note.why]
     assert (said in notes[0]) if said else not notes
+
+
+@pytest.mark.parametrize(
+    ("build", "asked", "precision"),
+    [
+        ("args = Config()", "args.use_amp", "fp32"),
+        ("args = Config(use_amp=True)", "args.use_amp", "fp16"),
+        ("args = Config()", "args.use_amp and torch.cuda.is_available()", "fp32"),
+        ("args = Config()", "args.kind in ('fp16', 'bf16')", "fp32"),
+        ("args = Config()", "'fp' in args.kind", "fp16"),
+        ("args = Config()", "not args.use_amp", "fp16"),
+        ("half = Config().use_amp if torch.cuda.is_available() else False", "half", "fp16"),
+        ("half = False if Config().use_amp is None else Config().use_amp", "half", "fp32"),
+    ],
+)
+def test_precision_by_a_setting_of_the_script(build: str, asked: str, precision: str) -> None:
+    tail = AMP.split("args = parser.parse_args()\n")[1].replace("args.use_amp", asked)
+    config = "@dataclass\nclass Config:\n    use_amp: bool = False\n    kind: str = 'fp32'\n"
+    migration = migrate_source(
+        f"import torch\nfrom dataclasses import dataclass\n{config}{build}\n{tail}"
+    )
+    assert migration.changed, [str(note) for note in migration.notes]
+    assert migration.config["precision"] == precision
+
+
+CONTEXT = """\
+import argparse, contextlib, functools, torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--bf16", action="store_true")
+args = parser.parse_args()
+model = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+{context}
+for x, y in data:
+    opt.zero_grad()
+    with {name}:
+        loss = (model(x) - y).square().mean()
+    loss.backward()
+    opt.step()
+"""
+HALF = 'torch.autocast("cpu", dtype=torch.bfloat16)'
+
+
+@pytest.mark.parametrize(
+    ("call", "precision"),
+    [("train()", "fp32"), ("train(amp=args.bf16)", "fp32"), ("train(True)", "bf16")],
+)
+def test_precision_by_what_a_function_is_given(call: str, precision: str) -> None:
+    head, loop = CONTEXT.split("for x, y")
+    loop = f"for x, y{loop}".replace("\n", "\n    ")
+    source = f"{head}def train(amp=False):\n    {loop}\n{call}\n"
+    half = HALF.replace(")", ", enabled=amp)")
+    migration = migrate_source(source.format(context="", name=half))
+    assert migration.changed, [str(note) for note in migration.notes]
+    assert migration.config["precision"] == precision
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        (f"context = {HALF} if args.bf16 else contextlib.nullcontext()", "context"),
+        (f"if args.bf16:\n    context = {HALF}\nelse:\n    context = contextlib.nullcontext()",
+         "context"),
+        ("def half():\n    if not args.bf16:\n        return contextlib.nullcontext()\n"
+         f"    return {HALF}", "half()"),
+        ("", f"({HALF} if args.bf16 else contextlib.nullcontext())"),
+    ],
+)  # fmt: skip
+def test_autocast_that_a_run_decides_on_is_refused(context: str, name: str) -> None:
+    said = refusal(CONTEXT.format(context=context, name=name))
+    assert "whether this computes in half precision is decided while it runs" in said
+    assert "Write torch.autocast(..., enabled=...) in any case" in said
+
+
+def test_autocast_that_is_handed_on_is_refused() -> None:
+    partial = 'half = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)'
+    said = refusal(CONTEXT.format(context=partial, name="half()"))
+    assert "autocast is handed on, and it cannot be seen where it is called. Call it here." in said
+
+
+@pytest.mark.parametrize("dtype", ["torch.float32", "None"])
+def test_a_dtype_that_may_be_none_of_half_precision_is_refused(dtype: str) -> None:
+    context = f"dtype = torch.bfloat16 if args.bf16 else {dtype}"
+    said = refusal(CONTEXT.format(context=context, name='torch.autocast("cpu", dtype=dtype)'))
+    assert "its dtype cannot be seen" in said
 
 
 def test_a_scaler_on_another_condition_is_refused() -> None:

@@ -175,6 +175,8 @@ def test_json_files_that_are_not_there_are_refused() -> None:
     [
         ("'gradient_clipping': 0.0", "'zero_optimization': {'stage': args.stage}",
          "the stage of ZeRO is decided while it runs"),
+        ("'gradient_clipping': 0.0", "'fp16': {'enabled': 'auto'}",
+         "whether it computes in fp16 is decided while it runs"),
         ("'gradient_clipping': 0.0", "'fp16': {'enabled': args.half}",
          "whether it computes in fp16 is decided while it runs"),
         ("'gradient_clipping': 0.0", "'sparse_attention': {'mode': 'fixed'}",

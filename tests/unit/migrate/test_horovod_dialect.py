@@ -193,3 +193,85 @@ def test_imports_go(line: str, rest: str) -> None:
     code = migrate_source(SCRIPT.replace("import horovod.torch as hvd", line)).code
     assert rest in code
     assert "horovod" not in code
+
+
+FLAGGED = """\
+import argparse
+import torch
+import torch.nn.functional as F
+import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--use-mixed-precision", action="store_true", default=False)
+args = parser.parse_args()
+hvd.init()
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+
+def train_mixed_precision(scaler):
+    for data, target in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = F.cross_entropy(model(data), target)
+        scaler.scale(loss).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+
+
+def train_epoch():
+    for data, target in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(data), target)
+        loss.backward()
+        optimizer.step()
+
+
+def test():
+    model.eval()
+    with torch.no_grad():
+        for data, target in loader:
+            print(F.cross_entropy(model(data), target))
+
+
+if args.use_mixed_precision:
+    train_mixed_precision(torch.amp.GradScaler("cuda"))
+else:
+    train_epoch()
+test()
+"""
+
+
+def test_a_training_forward_outside_the_autocast_of_a_script_is_refused() -> None:
+    said = refusal(FLAGGED)
+    (line,) = said.splitlines()
+    assert line.startswith("train.py:32: refused: model(data): the script has autocast, and this ")
+    assert "with enabled=args.amp, where a flag decides, in place of two branches" in line
+
+
+def test_autocast_with_a_flag_takes_the_place_of_two_branches() -> None:
+    begin, end = FLAGGED.index("def train_epoch"), FLAGGED.index("def test()")
+    one = (FLAGGED[:begin] + FLAGGED[end:]).replace("\nelse:\n    train_epoch()", "")
+    asked = "enabled=args.use_mixed_precision"
+    one = one.replace("torch.float16", f"torch.float16, {asked}").replace(
+        'if args.use_mixed_precision:\n    train_mixed_precision(torch.amp.GradScaler("cuda"))',
+        f'train_mixed_precision(torch.amp.GradScaler("cuda", {asked}))',
+    )
+    migration = migrate_source(one)
+    assert migration.changed, [str(note) for note in migration.notes]
+    assert migration.config["precision"] == "fp32"
+    assert "script.engine(model)(data), target)\n        script.backward" in migration.code
+    assert "print(F.cross_entropy(model(data), target))" in migration.code
+
+
+@pytest.mark.parametrize("decorator", ["torch.no_grad()", "torch.inference_mode()"])
+def test_what_only_evaluates_needs_no_autocast(decorator: str) -> None:
+    bare = FLAGGED.replace("    with torch.no_grad():\n", "    if True:\n")
+    assert len(refusal(bare).splitlines()) == 2
+    source = bare.replace("def test():", f"@{decorator}\ndef test():")
+    assert len(refusal(source).splitlines()) == 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from unipar.cli import main
+from unipar.migrate.verify import Proof
 
 SCRIPT = """\
 import torch
@@ -27,6 +30,13 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
+
+
+def commit(script: Path) -> None:
+    """Put a script into a git repository of its directory."""
+    git = ["git", "-C", str(script.parent), "-c", "user.name=n", "-c", "user.email=e"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *command], check=True, timeout=60)
 
 
 def test_the_result_goes_beside_the_original(script: Path) -> None:
@@ -59,9 +69,7 @@ def test_in_place_wants_a_clean_tree_and_keeps_the_original(
 ) -> None:
     assert main(["migrate", str(script), "--in-place"]) == 2
     assert "is in no git repository" in capsys.readouterr().err
-    git = ["git", "-C", str(script.parent), "-c", "user.name=n", "-c", "user.email=e"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        subprocess.run([*git, *command], check=True, timeout=60)
+    commit(script)
     script.write_text(SCRIPT + "# more\n")
     assert main(["migrate", str(script), "--in-place"]) == 2
     assert "changes that are not committed" in capsys.readouterr().err
@@ -101,3 +109,102 @@ def test_a_syntax_error_is_reported(script: Path, capsys: pytest.CaptureFixture[
     script.write_text("import torch\nif:\n")
     assert main(["migrate", str(script)]) == 2
     assert "train.py:2: syntax error: " in capsys.readouterr().err
+
+
+def proof(*losses: float) -> Callable[..., Proof]:
+    """A comparison of an original whose losses are 1.0 and 0.5 with a migrated script."""
+    return lambda *_args, **_kwargs: Proof({0: [1.0, 0.5]}, {0: losses})
+
+
+@pytest.mark.parametrize("options", [[], ["--in-place"], ["--output", "out"]])
+def test_nothing_is_written_where_the_runs_differ(
+    options: list[str], script: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    commit(script)
+    monkeypatch.chdir(script.parent)
+    monkeypatch.setattr("unipar.migrate.verify.verify", proof(1.0, 0.6))
+    before = sorted(script.parent.iterdir())
+    assert main(["migrate", str(script), "--verify", *options]) == 1
+    said = capsys.readouterr().out
+    assert "the runs DIFFER\nNothing was written. --diff shows the changes, and --force" in said
+    assert sorted(script.parent.iterdir()) == before
+    assert script.read_text() == SCRIPT
+    assert main(["migrate", str(script), "--verify", "--force", *options]) == 1
+    assert capsys.readouterr().out.count("\nwrote ") == 2
+    assert sorted(script.parent.iterdir()) != before
+
+
+def test_a_notebook_whose_runs_differ_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = {"cell_type": "code", "source": SCRIPT.splitlines(keepends=True)}
+    (tmp_path / "train.ipynb").write_text(json.dumps({"cells": [cell]}))
+    monkeypatch.setattr("unipar.migrate.verify.verify", proof(1.0, 0.6))
+    assert main(["migrate", str(tmp_path / "train.ipynb"), "--verify"]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.ipynb"]
+    monkeypatch.setattr("unipar.migrate.verify.verify", proof(1.0, 0.5))
+    assert main(["migrate", str(tmp_path / "train.ipynb"), "--verify"]) == 0
+    assert (tmp_path / "train_unipar.ipynb").exists()
+
+
+def test_an_interrupted_proof_writes_nothing(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_args: object, **_kwargs: object) -> Proof:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unipar.migrate.verify.verify", interrupted)
+    assert main(["migrate", str(script), "--verify", "--force"]) == 130
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize("losses", [[0.0, 0.0], [float("nan"), 0.0], []])
+def test_losses_of_zero_show_nothing(
+    losses: list[float], script: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("unipar.migrate.verify.losses_of", lambda *_args, **_kwargs: {0: losses})
+    assert main(["migrate", str(script), "--verify"]) == 2
+    said = capsys.readouterr()
+    assert "is zero or no finite number, so there is nothing to compare. Let them" in said.err
+    assert "agree" not in said.out
+    assert [path.name for path in script.parent.iterdir()] == ["train.py"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (OSError("full"), 2)])
+@pytest.mark.parametrize("at", range(3))
+def test_writing_that_ends_early_leaves_all_as_it_was(
+    at: int, error: BaseException, code: int, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(script)
+    before = {path: path.read_bytes() for path in script.parent.iterdir() if path.is_file()}
+    replace, left = Path.replace, iter(range(at))
+
+    def ends(self: Path, target: Path) -> Path:
+        if next(left, None) is None:
+            raise error
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", ends)
+    assert main(["migrate", str(script), "--in-place"]) == code
+    after = {path: path.read_bytes() for path in script.parent.iterdir() if path.is_file()}
+    assert after == before
+
+
+def test_an_output_over_the_original_is_refused(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["migrate", str(script), "--output", str(script.parent), "--force"]) == 2
+    assert "train.py is what is migrated. Give another --output" in capsys.readouterr().err
+    assert script.read_text() == SCRIPT
+
+
+def test_an_original_kept_before_is_not_written_over(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(script)
+    kept = script.with_name("train.py.orig")
+    kept.write_text("the first one")
+    assert main(["migrate", str(script), "--in-place"]) == 2
+    assert "train.py.orig is there already" in capsys.readouterr().err
+    assert kept.read_text() == "the first one"
+    assert script.read_text() == SCRIPT

@@ -1,8 +1,9 @@
 """Records the losses of a run that does not know of it: on the path of each of its processes.
 
 Python imports a module of this name when it starts. It waits for torch to be imported, seeds the
-generators, and notes the value of every tensor on which ``backward()`` is called, until a number of
-them is reached and the process ends. Only the standard library is used before torch is there.
+generators, and notes the value of every tensor on which ``backward()`` is called, without the
+factor by which fp16 scales it, until a number of them is reached and the process ends. Only the
+standard library is used before torch is there.
 """
 
 import atexit
@@ -51,17 +52,46 @@ def _record(torch):
         if len(losses) == wanted:
             # Every rank comes here after as many steps, so none waits for another.
             raise SystemExit(0)
-        losses.append(self.item() if self.numel() == 1 else self.sum().item())
+        value = self.item() if self.numel() == 1 else self.sum().item()
+        losses.append(value / _scale_of(self.grad_fn))
         _write(torch, losses)
         return backward(self, *args, **kwargs)
 
     torch.Tensor.backward = recording
+    _note_scale(torch.amp.GradScaler, "scale", lambda scaler: scaler.get_scale())
     if "UNIPAR_CAPTURE_IN_ORDER" in os.environ:
         torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self)))
     # Seen with torch 2.13: a gloo thread that lets go of a tensor while the interpreter ends aborts
     # the process. Scripts whose last act is a collective end so now and then; with a moment
     # without the GIL the thread is done before.
     atexit.register(time.sleep, 0.2)
+
+
+def _note_scale(owner, name, factor):
+    """Let the method of a scaler note by what it has multiplied the losses that it gives back."""
+    scale = getattr(owner, name)
+
+    def noting(self, given):
+        found = scale(self, given)
+        for one in found if isinstance(found, (list, tuple)) else (found,):
+            if getattr(one, "grad_fn", None) is not None and one is not given:
+                one.grad_fn.metadata[_SCALE] = factor(self)
+        return found
+
+    setattr(owner, name, noting)
+
+
+def _scale_of(node):
+    """What the loss of an autograd node, or what it was made of, was scaled by."""
+    # Behind the scaling stand at most the sums and divisions of a script, not a model.
+    near = [node]
+    for one in near:
+        noted = getattr(one, "metadata", {})
+        if _SCALE in noted:
+            return noted[_SCALE]
+        if one is not None and len(near) < _NEAR:
+            near += [following for following, _ in one.next_functions]
+    return 1.0
 
 
 def _write(torch, losses):
@@ -73,7 +103,17 @@ def _write(torch, losses):
         json.dump(losses, file)
 
 
-_ACTS = {"torch": _record, "deepspeed.ops": _compile_nothing}
+_SCALE, _NEAR = "unipar-scale", 64
+_ACTS = {
+    "torch": _record,
+    "torch.distributed.fsdp.sharded_grad_scaler": lambda module: _note_scale(
+        module.ShardedGradScaler, "scale", lambda scaler: scaler.get_scale()
+    ),
+    "deepspeed.ops": _compile_nothing,
+    "deepspeed.runtime.fp16.loss_scaler": lambda module: _note_scale(
+        module.LossScalerBase, "scale_loss", lambda scaler: scaler.loss_scale
+    ),
+}
 
 if "UNIPAR_CAPTURE_DIR" in os.environ:
     sys.meta_path.insert(0, _Finder())

@@ -21,6 +21,7 @@ from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.imports import imported
 from unipar.migrate.models import find_optimizers
+from unipar.migrate.parting import refuse_lone_saves
 from unipar.migrate.plan import Plan, Words
 
 _REPLACED = ("model(x)", "loss.backward()", "optimizer.step()", "clip_grad_norm_(",
@@ -85,6 +86,8 @@ class Accelerate(Dialect):
             "split_between_processes, join_uneven_inputs, profile, "
             "register_save_state_pre_hook",
             "These are Accelerate's own. Leave them out, or port them by hand."),
+        Row("if accelerator.is_main_process: accelerator.save_state(path)",
+            "All ranks write it together, and would wait for ever. Let all come to it."),
         Row("PartialState, accelerate.utils.gather", "Use the Accelerator's methods."),
         Row("notebook_launcher(train, num_processes=2)",
             "Call train(): a notebook is one process. torchrun starts several of a script."),
@@ -104,6 +107,7 @@ class Accelerate(Dialect):
         rewrite_accelerators(plan)
         read_files(plan)
         rewrite_uses(plan)
+        refuse_lone_saves(plan, ("save_state", "save_model"), *ACCELERATOR)
         if trains:
             check_backwards(plan)
             warn_of_double_division(plan)

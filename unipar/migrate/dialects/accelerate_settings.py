@@ -9,9 +9,10 @@ from typing import Any
 import libcst as cst
 
 from unipar.migrate.branches import exclusive
-from unipar.migrate.literals import argument, constant
+from unipar.migrate.defaults import UNSEEN, by_default
+from unipar.migrate.literals import constant
 from unipar.migrate.plan import Plan
-from unipar.migrate.tracing import keywords
+from unipar.migrate.tracing import is_none, keywords
 
 ACCELERATOR = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
 _POSITIONS = ("device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps",
@@ -121,30 +122,19 @@ def _only_kept(plan: Plan, call: cst.Call) -> bool:
 
 
 def _set_precision(plan: Plan, call: cst.Call, value: cst.BaseExpression) -> None:
-    given = constant(value)
-    if given is None:
-        given = _default_of_argument(plan, value)
-        if not (isinstance(value, cst.Name) and value.value == "None"):
-            plan.warn(
-                call,
-                "unipar.yaml's `precision` decides now, not the command line: "
-                f"{PRECISIONS.get(given, 'fp32')} as it stands.",
-                "Change it there, or by UNIPAR_PRECISION.",
-            )
+    found = by_default(plan, value)
+    given = None if found is UNSEEN else found
+    if constant(value) is None and not is_none(value):
+        plan.warn(
+            call,
+            "unipar.yaml's `precision` decides now, not the command line: "
+            f"{PRECISIONS.get(str(given), 'fp32')} as it stands.",
+            "Change it there, or by UNIPAR_PRECISION.",
+        )
     if given not in (None, *PRECISIONS):
         plan.refuse(call, f"there is no precision {given}.", "Use no, bf16 or fp16.")
     elif given is not None:
         plan.set(call, "precision", PRECISIONS[given])
-
-
-def _default_of_argument(plan: Plan, value: cst.BaseExpression) -> Any:
-    """The default of the command line's argument that an expression reads."""
-    name = value.attr.value if isinstance(value, cst.Attribute) else None
-    for _, call, _ in plan.methods("add_argument"):
-        flags = [constant(one.value) for one in call.args if one.keyword is None]
-        if name and any(str(flag).lstrip("-").replace("-", "_") == name for flag in flags):
-            return constant(argument(call, None, "default"))
-    return None
 
 
 def _set_device(plan: Plan, call: cst.Call, value: cst.BaseExpression) -> None:

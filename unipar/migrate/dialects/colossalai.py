@@ -8,13 +8,14 @@ import libcst as cst
 
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.colossalai_plugins import BOOSTER, rewrite_boosters
-from unipar.migrate.dialects.colossalai_uses import rewrite_names, rewrite_uses
+from unipar.migrate.dialects.colossalai_uses import SAVES, rewrite_names, rewrite_uses
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.imports import imported
 from unipar.migrate.leftovers import Leftovers
 from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import find_optimizers
 from unipar.migrate.numerics import warn_of_ranks
+from unipar.migrate.parting import refuse_lone_saves
 from unipar.migrate.plan import Plan
 
 
@@ -67,6 +68,8 @@ class ColossalAI(Dialect):
             "unipar.yaml cannot say it. Leave it out."),
         Row("HybridAdam(..., bias_correction=False), nvme_offload_fraction=...",
             "torch.optim.AdamW has none. Leave it out."),
+        Row("if coordinator.is_master(): booster.save_model(model, path)",
+            "All ranks write it together, and would wait for ever. Let all come to it."),
         Row("LazyInitContext, colossalai.nn.lr_scheduler, enable_lora, colossalai.shardformer",
             "These are Colossal-AI's own. Use torch's, or leave them out."),
         *LOOP_REFUSED,
@@ -80,6 +83,7 @@ class ColossalAI(Dialect):
             return
         left = Leftovers(plan, "colossalai")
         rewrite_uses(plan, left)
+        refuse_lone_saves(plan, SAVES, *BOOSTER)
         rewrite_boosters(plan, left)
         rewrite_names(plan, left)
         if check_trains(plan):

@@ -12,8 +12,8 @@ from unipar.migrate.plan import Clip, Plan
 from unipar.migrate.source import Source
 
 _BOOST = ("model", "optimizer", "criterion", "dataloader", "lr_scheduler")
-_SAVED = ("save_model", "load_model", "save_optimizer", "load_optimizer", "save_lr_scheduler",
-          "load_lr_scheduler")  # fmt: skip
+SAVES = ("save_model", "save_optimizer", "save_lr_scheduler")
+_SAVED = (*SAVES, "load_model", "load_optimizer", "load_lr_scheduler")
 _LAUNCHES = ("launch_from_torch", "launch_from_slurm", "launch_from_openmpi")
 _ADAM = ("HybridAdam", "CPUAdam", "FusedAdam")
 _NAMED = {

@@ -157,9 +157,7 @@ def _refuse_zero(plan: Plan, call: cst.Call, key: str) -> None:
 def _precision(plan: Plan, call: cst.Call, config: Config) -> None:
     for key, precision in _PRECISIONS.items():
         enabled = settled(plan, config.section(key)).get("enabled", False)
-        if isinstance(enabled, cst.BaseExpression) or isinstance(
-            config.values.get(key), cst.BaseExpression
-        ):
+        if enabled not in (True, False) or isinstance(config.values.get(key), cst.BaseExpression):
             plan.refuse(
                 call, f"whether it computes in {precision} is decided while it runs.",
                 f"Write true or false below {key}; unipar.yaml's precision decides then.",

@@ -13,6 +13,7 @@ from unipar.migrate.loaders import split_loaders
 from unipar.migrate.loop import TrainingLoop
 from unipar.migrate.means import warn_of_means
 from unipar.migrate.models import find_optimizers, rewrite_calls, rewrite_optimizers
+from unipar.migrate.parting import refuse_parting
 from unipar.migrate.plan import Plan
 from unipar.migrate.precision import rewrite_precision
 from unipar.migrate.refusals import REFUSED, refuse_around
@@ -61,6 +62,11 @@ LOOP_REFUSED = (
     Row("zero_grad() at the start of an epoch, step by modulo",
         "The end of a ragged epoch is thrown away. Step on the rest too: "
         "(i + 1) % n == 0 or i + 1 == len(loader)."),
+    Row("if args.amp: with autocast(): model(x) else: model(x)",
+        "An engine computes all forward passes that may be trained on in one precision. Write "
+        "autocast(enabled=args.amp) around one."),
+    Row("ctx = autocast() if args.amp else nullcontext()",
+        "Decided while it runs. Write autocast(enabled=args.amp)."),
     Row("autocast(enabled=False)", "A region in fp32 within half precision. Leave it out."),
     Row("clip before scaler.unscale_()", "It clips to max_norm / 65536. Unscale first."),
     *(Row(name, f"{why[0].upper()}{why[1:]} {todo}") for name, (why, todo) in REFUSED.items()),
@@ -80,7 +86,16 @@ class Torch(Dialect):
         Row("torch.save(state, path)", "script.save(state, path), which rank 0 does"),
     )
 
-    refused: ClassVar[tuple[Row, ...]] = LOOP_REFUSED
+    refused: ClassVar[tuple[Row, ...]] = (
+        Row("if train_loss < best: torch.save(state, path)",
+            "On several ranks each has a loss of its own share, and some would wait for the others "
+            "for ever. Decide by the number of steps, or by a figure over the validation data."),
+        Row("if loss.isnan(): continue", "Likewise: gradients are computed by all ranks together."),
+        Row("scheduler.step(train_loss)",
+            "On several ranks learning rates would part. Give it a figure over the validation "
+            "data."),
+        *LOOP_REFUSED,
+    )  # fmt: skip
 
     def rewrite(self, plan: Plan) -> None:
         find_optimizers(plan)
@@ -88,8 +103,9 @@ class Torch(Dialect):
             return
         plan.config["strategy"] = "auto"
         rewrite_training(plan, wrapped=False)
-        split_loaders(plan)
+        shared = split_loaders(plan)
         rewrite_saves(plan)
+        refuse_parting(plan, shared)
 
 
 def rewrite_training(plan: Plan, *, wrapped: bool) -> None:
