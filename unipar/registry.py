@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from unipar.documents import KeyPath, parse_value
 from unipar.errors import ConfigError, did_you_mean
-from unipar.problems import config_error
+from unipar.problems import check_plain, config_error
 from unipar.strategy import Availability, Capabilities, Needs, Strategy, StrategyOptions
 
 _log = logging.getLogger(__name__)
@@ -119,11 +119,13 @@ def make(
         ConfigError: there is no such strategy, or an option is unknown or has a wrong value.
     """
     found = strategy_class(name)
+    subject = f"strategy '{name}'"
+    check_plain(options, subject, where)
     try:
         return found(found.options_type.model_validate(dict(options)))
     except ValidationError as error:
         raise config_error(
-            error, found.options_type, options, subject=f"strategy '{name}'", where=where
+            error, found.options_type, options, subject=subject, where=where
         ) from error
 
 
