@@ -19,6 +19,7 @@ from unipar.engine.transforms import (
     Undo,
     checkpoint_activations,
     compile_modules,
+    has_forward,
     modules_of_classes,
     repeated_blocks,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "flat_state",
     "group_names",
     "group_states",
+    "has_forward",
     "import_scheduler",
     "import_state",
     "modules_of_classes",
