@@ -18,6 +18,7 @@ from unipar.batch import Batch
 from unipar.checks import CheckedModel, check_capabilities, check_trainable
 from unipar.data import Loader
 from unipar.devices import DeviceChoice, device_memory, resolve_device_type
+from unipar.engine import Undo, refuse_copies
 from unipar.errors import ConfigError
 from unipar.evaluate import Metric, Predict, evaluate
 from unipar.garbage import no_collection
@@ -86,6 +87,7 @@ class Session:
         needs = Needs(self._placement.size, None, device_memory(device_type))
         self.strategy = registry.resolve(strategy, needs)
         self.engines: dict[str, Engine] = {}
+        self._undo: list[Undo] = []
         self._precision: Precision = precision
         self._on_nan: OnNaN = on_nan
         self._seed = seed
@@ -113,6 +115,8 @@ class Session:
             sys.modules["unipar.checkpoint.save"].wait_for_pending()
         for engine in self.engines.values():
             engine.close()
+        for undo in self._undo:
+            undo()
         self.strategy.teardown()
         self.world.leave()
 
@@ -140,7 +144,9 @@ class Session:
         Args:
             model: a module, or a function without arguments that builds one.
             optimizer: called with the named parameters once they have their final form.
-            lr_scheduler: called with the optimizer; stepped once for each optimizer step.
+            lr_scheduler: called with the optimizer; stepped once for each optimizer step, but for
+                a ``ReduceLROnPlateau``: call ``engine.lr_scheduler.step(metric)`` with what
+                :meth:`evaluate` gives, on every rank.
             max_grad_norm: the 2-norm that gradients are clipped to; ``math.inf`` only measures.
             activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
             compile: ``True``, or keyword arguments of :meth:`torch.nn.Module.compile`.
@@ -188,6 +194,8 @@ class Session:
                 importlib.import_module("torch._dynamo")
         engine = self.strategy.prepare(spec, self.world)
         self.engines[name] = engine
+        if "parameters" in self.capabilities.sharded:
+            self._undo.append(refuse_copies(engine.module, self.strategy.name))
         if self.world.data_rank > 0:
             # Dropout must differ between replicas; the first keeps the stream of a plain loop.
             torch.manual_seed(self._seed + 1_000_003 * self.world.data_rank)

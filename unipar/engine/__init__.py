@@ -21,6 +21,7 @@ from unipar.engine.transforms import (
     compile_modules,
     has_forward,
     modules_of_classes,
+    refuse_copies,
     repeated_blocks,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "import_scheduler",
     "import_state",
     "modules_of_classes",
+    "refuse_copies",
     "repeated_blocks",
     "restore_groups",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -117,3 +117,29 @@ def compile_modules(modules: Iterable[nn.Module], setting: bool | dict[str, Any]
             module._compiled_call_impl = None  # pyright: ignore[reportAttributeAccessIssue]
 
     return undo
+
+
+def refuse_copies(model: nn.Module, strategy: str) -> Undo:
+    """Make ``copy.deepcopy`` of a divided model say what to do instead.
+
+    A copy would hold one rank's part at best, and be an error of the framework's at worst.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        # Looked up on the instance, so it goes before what a framework has given the class.
+        module.__dict__["__deepcopy__"] = partial(_refuse_copy, type(module).__name__, strategy)
+
+    def undo() -> None:
+        for module in modules:
+            module.__dict__.pop("__deepcopy__", None)
+
+    return undo
+
+
+def _refuse_copy(name: str, strategy: str, memo: Any) -> NoReturn:
+    raise ConfigError(
+        f"a {name} cannot be copied under strategy '{strategy}': each rank holds only its part of "
+        "the weights. For all of them save a checkpoint (fit: checkpoint={'every_steps': …}; a "
+        "session: session.save(…) on every rank), and read it into a model of your own by "
+        "unipar.load_model(path, model). A callback has the path in on_checkpoint."
+    )
