@@ -127,7 +127,7 @@ def refuse_copies(model: nn.Module, strategy: str) -> Undo:
     modules = list(model.modules())
     for module in modules:
         # Looked up on the instance, so it goes before what a framework has given the class.
-        module.__dict__["__deepcopy__"] = partial(_refuse_copy, type(module).__name__, strategy)
+        module.__dict__["__deepcopy__"] = partial(_refuse_copy, strategy)
 
     def undo() -> None:
         for module in modules:
@@ -136,10 +136,11 @@ def refuse_copies(model: nn.Module, strategy: str) -> Undo:
     return undo
 
 
-def _refuse_copy(name: str, strategy: str, memo: Any) -> NoReturn:
+def _refuse_copy(strategy: str, memo: Any) -> NoReturn:
     raise ConfigError(
-        f"a {name} cannot be copied under strategy '{strategy}': each rank holds only its part of "
-        "the weights. For all of them save a checkpoint (fit: checkpoint={'every_steps': …}; a "
-        "session: session.save(…) on every rank), and read it into a model of your own by "
-        "unipar.load_model(path, model). A callback has the path in on_checkpoint."
+        f"a module cannot be copied (deepcopy) under strategy '{strategy}': each rank holds only "
+        "its part of the weights. For all of them save a checkpoint (fit: "
+        "checkpoint={'every_steps': …}; a session: session.save(…) on every rank), and read it "
+        "into a model of your own by unipar.load_model(path, model). A callback has the path in "
+        "on_checkpoint."
     )
