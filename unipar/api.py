@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,9 +21,10 @@ from unipar import checkpoint, launch, preflight
 from unipar.callbacks import Callback, Logger
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
-from unipar.errors import ConfigError
+from unipar.errors import CheckpointError, ConfigError
 from unipar.evaluate import Metric, Predict
 from unipar.job import Job
+from unipar.launch.rundir import temporary_files, tmpdir_remedy
 from unipar.loaders import evaluation_loader
 from unipar.loop import train
 from unipar.loss import LossFn, model_output_loss
@@ -195,8 +197,15 @@ class _Launch:
         self._write_config(job)
         if planned.joined:
             return train(job, self.placement)
-        with tempfile.TemporaryDirectory(prefix="unipar-") as scratch:
-            return self._start(job, strategy, Path(scratch))
+        with contextlib.ExitStack() as stack:
+            with temporary_files():
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="unipar-"))
+            try:
+                return self._start(job, strategy, Path(scratch))
+            except CheckpointError as error:
+                if scratch not in str(error):
+                    raise
+                raise CheckpointError(f"{error} {tmpdir_remedy()}") from error
 
     def _start(self, job: Job, strategy: Strategy, scratch: Path) -> RunResult:
         """Run in this process if it can be the only one and stays usable, else in new ones."""
