@@ -105,6 +105,11 @@ def resolve(
     return _best(needs)
 
 
+def is_auto(strategy: str | Mapping[str, Any] | StrategyOptions) -> bool:
+    """Whether the choice is left to ``"auto"``."""
+    return not isinstance(strategy, StrategyOptions) and as_mapping(strategy)["name"] == AUTO
+
+
 def make(
     name: str, options: Mapping[str, Any], *, where: Callable[[KeyPath], str] = lambda key: ""
 ) -> Strategy:

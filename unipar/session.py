@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -13,22 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from unipar import registry
 from unipar.batch import Batch
-from unipar.checks import CheckedModel, check_capabilities, check_trainable
+from unipar.checks import CheckedModel, check_capabilities, check_model, check_trainable
 from unipar.data import Loader
-from unipar.devices import DeviceChoice, device_memory, resolve_device_type
+from unipar.devices import DeviceChoice, resolve_device_type
 from unipar.engine import Undo, refuse_copies
 from unipar.errors import ConfigError
 from unipar.evaluate import Metric, Predict, evaluate
 from unipar.garbage import no_collection
 from unipar.loss import LossFn
+from unipar.sizing import resolve_for
 from unipar.strategy import (
     Capabilities,
     Engine,
     EngineSpec,
     ModelFactory,
-    Needs,
     OnNaN,
     OptimizerFactory,
     Precision,
@@ -53,6 +52,8 @@ class Session:
 
     Args:
         strategy: a name, a mapping with ``name``, an options object, or ``"auto"``.
+        model: what will be prepared, one or several, for ``"auto"`` with several processes to go
+            by: it shards what would not fit on a device. Nothing else looks at it.
         precision: the compute dtype of every engine; weights and reductions stay fp32.
         device: ``"auto"`` takes the GPU where there is one.
         seed: seeds torch's generators and the order of data.
@@ -75,6 +76,7 @@ class Session:
         self,
         strategy: str | Mapping[str, Any] | StrategyOptions = "auto",
         *,
+        model: nn.Module | ModelFactory | Sequence[nn.Module | ModelFactory] = (),
         precision: Precision = "fp32",
         device: DeviceChoice = "auto",
         seed: int = 0,
@@ -84,8 +86,8 @@ class Session:
     ) -> None:
         device_type = resolve_device_type(device)
         self._placement = placement or find_placement(device_type, timeout)
-        needs = Needs(self._placement.size, None, device_memory(device_type))
-        self.strategy = registry.resolve(strategy, needs)
+        models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
+        self.strategy = resolve_for(strategy, self._placement, models)
         self.engines: dict[str, Engine] = {}
         self._undo: list[Undo] = []
         self._precision: Precision = precision
@@ -169,6 +171,7 @@ class Session:
                 f"strategy '{self.strategy.name}' holds one model in a session. "
                 "Train the models one after the other, or use another strategy."
             )
+        check_model(model)
         if isinstance(model, nn.Module):
             if optimizer is not None:
                 check_trainable(model)
