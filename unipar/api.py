@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,12 +21,14 @@ from unipar import checkpoint, launch, preflight
 from unipar.callbacks import Callback, Logger
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
-from unipar.errors import ConfigError, did_you_mean
+from unipar.errors import CheckpointError, ConfigError
 from unipar.evaluate import Metric, Predict
 from unipar.job import Job
+from unipar.launch.rundir import temporary_files, tmpdir_remedy
 from unipar.loaders import evaluation_loader
 from unipar.loop import train
 from unipar.loss import LossFn, model_output_loss
+from unipar.optim import NamedScheduler
 from unipar.result import RunResult
 from unipar.strategy import (
     ModelFactory,
@@ -94,7 +97,8 @@ def fit(
         optimizer: a function of the named parameters, the name of a class of ``torch.optim``, or
             a mapping of ``name`` and its arguments. Default: AdamW.
         lr_scheduler: a function of the optimizer, or a name or mapping likewise; stepped once for
-            each optimizer step.
+            each optimizer step; a ``ReduceLROnPlateau`` at each evaluation, with its ``loss`` or
+            the ``metric`` that a mapping names.
         eval_data: what to evaluate on.
         metrics: by name, functions of (predictions, targets), or torchmetrics objects.
         predict: ``predict(model, batch) -> (predictions, targets)``; left out: a batch is a pair
@@ -193,8 +197,15 @@ class _Launch:
         self._write_config(job)
         if planned.joined:
             return train(job, self.placement)
-        with tempfile.TemporaryDirectory(prefix="unipar-") as scratch:
-            return self._start(job, strategy, Path(scratch))
+        with contextlib.ExitStack() as stack:
+            with temporary_files():
+                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="unipar-"))
+            try:
+                return self._start(job, strategy, Path(scratch))
+            except CheckpointError as error:
+                if scratch not in str(error):
+                    raise
+                raise CheckpointError(f"{error} {tmpdir_remedy()}") from error
 
     def _start(self, job: Job, strategy: Strategy, scratch: Path) -> RunResult:
         """Run in this process if it can be the only one and stays usable, else in new ones."""
@@ -227,7 +238,7 @@ class _Launch:
         return result
 
     def _check(self, job: Job, planned: preflight.Plan) -> None:
-        _check_keep_best(job)
+        _check_metrics(job)
         resolve_loggers(job.loggers)
         if isinstance(job.config.resume, Path):
             checkpoint.find(job.config.resume)
@@ -298,21 +309,13 @@ def _refuse_built(given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_keep_best(job: Job) -> None:
+def _check_metrics(job: Job) -> None:
     settings = job.config.checkpoint
-    if not isinstance(settings, CheckpointConfig) or settings.keep_best is None:
-        return
-    wanted, known = settings.keep_best.metric, ["loss", *(job.metrics or {})]
-    if job.eval_data is None:
-        raise ConfigError(
-            f"checkpoint.keep_best goes by the evaluation metric '{wanted}', and nothing is "
-            "evaluated. Pass eval_data, or leave keep_best out."
-        )
-    if wanted not in known:
-        raise ConfigError(
-            f"checkpoint.keep_best goes by '{wanted}', which is no evaluation metric."
-            f"{did_you_mean(wanted, known)} Known: {', '.join(known)}."
-        )
+    if isinstance(settings, CheckpointConfig) and settings.keep_best is not None:
+        job.check_evaluates(settings.keep_best.metric, "checkpoint.keep_best")
+    scheduler = job.lr_scheduler
+    if isinstance(scheduler, NamedScheduler) and scheduler.metric is not None:
+        job.check_evaluates(scheduler.metric, "lr_scheduler")
 
 
 def _saves_final(config: RunConfig) -> bool:

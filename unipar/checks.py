@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from unipar.errors import ConfigError
 from unipar.strategy import Capabilities, EngineSpec, ModelFactory, Strategy
@@ -51,6 +53,25 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
     _check_device_supports(spec, placement)
 
 
+def check_model(model: Any) -> None:
+    """Raise :class:`ConfigError` for what is no model, or has parameters without a shape yet."""
+    if not isinstance(model, nn.Module):
+        if callable(model):
+            return
+        raise ConfigError(
+            f"the model is a {type(model).__name__}. Pass a torch.nn.Module, or a function "
+            "without arguments that builds one."
+        )
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
+    if lazy:
+        raise ConfigError(
+            f"the model ({type(model).__name__}) has parameters that take their shape in its first "
+            f"forward pass: {', '.join(lazy[:4])}{', …' if len(lazy) > 4 else ''}. Run one on a "
+            "sample before, or use modules that are told their sizes (nn.Linear for nn.LazyLinear)."
+        )
+
+
 def check_trainable(model: nn.Module) -> None:
     """Raise :class:`ConfigError` if no parameter of the model requires a gradient."""
     parameters = list(model.parameters())
@@ -81,6 +102,7 @@ class CheckedModel:
                 f"the model function returned a {type(model).__name__}. "
                 "It must build and return a torch.nn.Module."
             )
+        check_model(model)
         if self.train:
             check_trainable(model)
         return model

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BaseModel,
     Field,
@@ -26,13 +28,17 @@ from unipar.documents import Document, KeyPath, read_document
 from unipar.errors import ConfigError
 from unipar.merging import merge
 from unipar.optim import NamedOptimizer, NamedScheduler
-from unipar.problems import config_error
+from unipar.problems import check_plain, config_error
 from unipar.registry import as_mapping
 from unipar.strategy import OnNaN, Precision, StrategyOptions
 
 IMPORT_KEYS = ("model", "data", "eval_data", "loss", "metrics", "predict", "callbacks")
 """What a run file names by import path, and a call of ``fit`` gives as arguments."""
 
+
+_LONGEST_NAME = 255
+_LONGEST_PATH = 4000
+"""Bytes; of the 4096 of Linux the names inside of a run's directory need some."""
 
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
@@ -45,6 +51,26 @@ class Unset(Enum):
 
 UNSET = Unset.UNSET
 """An argument that was not given, where ``None`` would mean something."""
+
+
+def _possible(path: Path) -> Path:
+    """Refuse what no file system could hold; what one does not hold yet is made later."""
+    try:
+        names = [os.fsencode(name) for name in path.absolute().parts]
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{str(path)[:60]!r} is no path: {error.reason}") from error
+    if any(b"\0" in name for name in names):
+        raise ValueError(f"{str(path)[:60]!r} is no path: it holds a NUL character")
+    longest = max(names, key=len, default=b"")
+    if len(longest) > _LONGEST_NAME or sum(len(name) + 1 for name in names) > _LONGEST_PATH:
+        raise ValueError(
+            f"the path {str(path)[:60]!r}… is too long: a name has at most {_LONGEST_NAME} bytes, "
+            f"and a whole path {_LONGEST_PATH}"
+        )
+    return path
+
+
+RunPath = Annotated[Path, AfterValidator(_possible)]
 
 
 class OptimizerConfig(BaseModel, frozen=True, extra="allow"):
@@ -98,7 +124,7 @@ class KeepBest(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """When to save, where, and what to keep."""
 
-    directory: Path | None = None
+    directory: RunPath | None = None
     """Where checkpoints go; left out: `checkpoints` in `output_dir`."""
     every_steps: PositiveInt | None = None
     """Steps between checkpoints."""
@@ -155,7 +181,7 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Data-loading processes of each rank; left out: the DataLoader's, or 0."""
     checkpoint: CheckpointConfig | Literal[False] = CheckpointConfig()
     """When to save and what to keep; false saves nothing."""
-    resume: Literal["auto"] | Path | None = None
+    resume: Literal["auto"] | RunPath | None = None
     """Continue from the newest checkpoint of this run if there is one (auto), or from a path."""
     timeout: PositiveFloat = 1800.0
     """Seconds that a collective waits for a missing rank."""
@@ -163,7 +189,7 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """How often a failed group of processes is started again from its newest checkpoint."""
     on_nan: OnNaN = "raise"
     """What a loss that is not finite does: stop the run, skip the step, or nothing."""
-    output_dir: Path | None = None
+    output_dir: RunPath | None = None
     """Where the run's files go; left out: a new directory in `runs`, named by time."""
     loggers: tuple[str, ...] = ()
     """Where else metrics go, besides metrics.jsonl: tensorboard, wandb, mlflow, trackio."""
@@ -282,8 +308,13 @@ class RunConfig(RunFields, frozen=True):
             values = document.data
         elif isinstance(source, RunConfig):
             values = source.model_dump(exclude_unset=True, by_alias=True)
+        elif source is None or isinstance(source, Mapping):
+            values = dict(source or {})
         else:
-            values = dict(cast("Mapping[str, Any]", source or {}))
+            raise ConfigError(
+                f"the config is {source!r:.60} ({type(source).__name__}). Allowed: the path of a "
+                "YAML or TOML file, a mapping, or a RunConfig."
+            )
         _refuse_import_paths(values, document)
         given = {key: value for key, value in overrides.items() if value is not UNSET}
 
@@ -309,10 +340,11 @@ def validate(
     Raises:
         ConfigError: every problem, with its key, what was given and what is allowed.
     """
+    subject = "this run cannot start"
+    check_plain(values, subject, where)
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        subject = "this run cannot start"
         raise config_error(error, model, values, subject=subject, where=where) from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from unipar.errors import ConfigError
+from unipar.limited_yaml import UnusableYAML, compose_yaml, construct_yaml
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,42 +22,13 @@ else:
 KeyPath = tuple[str | int, ...]
 
 
-class Loader(yaml.SafeLoader):
-    """Safe YAML with the scalars of YAML 1.2.
-
-    PyYAML follows YAML 1.1, in which ``off`` is false and ``1e-3`` is a string: both are what
-    people write in a training config, and neither is what they mean.
-    """
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
-
-
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
-    (
-        "float",
-        r"[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-    ("null", r"~|null|Null|NULL|", "~nN\0"),
-    ("merge", r"<<", "<"),
-):
-    Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}",
-        re.compile(f"^(?:{_pattern})$"),
-        [*_first.replace("\0", ""), *([""] if "\0" in _first else [])],
-    )
-
-
 def parse_value(text: str) -> Any:
     """A value written on a command line or in a variable: a YAML scalar, list or mapping.
 
-    Text that is not valid YAML is taken as it is.
+    Text that is no YAML, or none that a config can use, is taken as it is.
     """
     try:
-        return yaml.load(text, Loader)
+        return construct_yaml(compose_yaml(text))
     except yaml.YAMLError:
         return text
 
@@ -104,7 +76,7 @@ def read_document(path: str | Path) -> Document:
         near = sorted(str(p) for p in path.parent.glob("*") if p.suffix.lower() in readers)
         listed = f" There is: {', '.join(near[:8])}." if near else ""
         raise ConfigError(f"there is no config file {path}.{listed}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"the config file {path} cannot be read: {error}.") from error
     data, lines = readers[path.suffix.lower()](path, text)
     if data is None:
@@ -119,12 +91,15 @@ def read_document(path: str | Path) -> Document:
 
 def _read_yaml(path: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
     try:
-        node = yaml.compose(text, Loader)
+        node = compose_yaml(text)
         lines = dict(_yaml_lines(path, node, ()))
-        return yaml.load(text, Loader), lines
+        return construct_yaml(node), lines
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: this is not valid YAML: {error.problem}.") from error
+        kind = (
+            "this cannot be used" if isinstance(error, UnusableYAML) else "this is not valid YAML"
+        )
+        raise ConfigError(f"{path}{line}: {kind}: {error.problem}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: this is not valid YAML: {error}.") from error
 
@@ -153,9 +128,18 @@ def _read_toml(path: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
         return tomllib.loads(text), dict(_toml_lines(text))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: this is not valid TOML: {error}.") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path}: this cannot be used: its arrays are nested too deeply."
+        ) from error
+    except ValueError as error:
+        # What Python says of a number that it would take long to read.
+        raise ConfigError(
+            f"{path}: this cannot be used: a number has thousands of digits."
+        ) from error
 
 
-_TOML_TABLE = re.compile(r"^\s*\[{1,2}\s*([^\[\]]+?)\s*\]{1,2}\s*(?:#.*)?$")
+_TOML_TABLE = re.compile(r"^\s*\[{1,2}([^\[\]]+)\]{1,2}\s*(?:#.*)?$")
 _TOML_KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*=""")
 _TOML_INLINE_KEY = re.compile(r"[{,]\s*([\w-]+)\s*=")
 

@@ -11,8 +11,10 @@ from torch import nn
 
 from unipar.callbacks import Callback, Logger
 from unipar.config import RunConfig
+from unipar.errors import ConfigError, did_you_mean
 from unipar.evaluate import Metric, Predict
 from unipar.loss import LossFn
+from unipar.optim import LOSS
 from unipar.strategy import ModelFactory, OptimizerFactory, SchedulerFactory
 
 
@@ -41,3 +43,25 @@ class Job:
     callbacks: Sequence[Callback] = ()
     loggers: Sequence[str | Logger] = ()
     weights_dir: Path | None = None
+
+    def check_evaluates(self, metric: str, asked_by: str) -> None:
+        """Refuse what goes by an evaluation metric, where there is no such metric.
+
+        Args:
+            metric: its name.
+            asked_by: the field that goes by it.
+
+        Raises:
+            ConfigError: nothing is evaluated, or no metric has this name.
+        """
+        known = [LOSS, *(self.metrics or {})]
+        if self.eval_data is None:
+            raise ConfigError(
+                f"{asked_by} goes by the evaluation metric '{metric}', and nothing is evaluated. "
+                f"Pass eval_data, or leave {asked_by} out."
+            )
+        if metric not in known:
+            raise ConfigError(
+                f"{asked_by} goes by '{metric}', which is no evaluation metric."
+                f"{did_you_mean(metric, known)} Known: {', '.join(known)}."
+            )

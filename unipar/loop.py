@@ -23,6 +23,7 @@ from unipar.interrupt import interruptible
 from unipar.job import Job
 from unipar.loaders import evaluation_loader, training_loader
 from unipar.logs import logging_to_terminal
+from unipar.optim import LOSS, NamedScheduler, takes_metric
 from unipar.result import RunResult
 from unipar.saving import Saver
 from unipar.session import Session
@@ -72,6 +73,7 @@ class TrainingRun:
         self._announced: Path | None = None
         self.loader = self._loader()
         self.engine = self._engine()
+        self._plateau_metric = self._find_plateau_metric()
         if self.config.micro_batch_size == "auto":
             self.loader = largest_micro_batch(self.engine, self.loader, job.loss, self.world)
         self.eval_loader = self._eval_loader()
@@ -105,6 +107,15 @@ class TrainingRun:
             micro_batch_size=None if auto else self.loader.micro_batch_size,
             accumulation=None if auto else self.loader.accumulation,
         )
+
+    def _find_plateau_metric(self) -> str | None:
+        """The metric that the scheduler is stepped with at evaluations, if it is."""
+        if not takes_metric(self.engine.lr_scheduler):
+            return None
+        asked = self.job.lr_scheduler
+        metric = (asked.metric if isinstance(asked, NamedScheduler) else None) or LOSS
+        self.job.check_evaluates(metric, "lr_scheduler")
+        return metric
 
     def _eval_loader(self) -> Loader | None:
         return evaluation_loader(
@@ -290,6 +301,9 @@ class TrainingRun:
             predict=self.job.predict,
         )
         self.evaluations.append((self.step, metrics))
+        if self._plateau_metric is not None:
+            scheduler: Any = self.engine.lr_scheduler
+            scheduler.step(metrics[self._plateau_metric])
         for callback in self.callbacks:
             callback.on_evaluate_end(self.info, self.step, metrics)
         self._last_end = time.perf_counter()

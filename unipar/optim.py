@@ -18,10 +18,15 @@ _NEED_CALLS = {
     "lbfgs": "it evaluates the model several times a step",
     "lambdalr": "it is made from a function",
     "multiplicativelr": "it is made from a function",
-    "reducelronplateau": "it is stepped with a metric",
     "sequentiallr": "it is made from other schedulers",
     "chainedscheduler": "it is made from other schedulers",
 }
+
+
+LOSS = "loss"
+"""What an evaluation calls its mean loss."""
+
+_PLATEAU = "reducelronplateau"
 
 
 def _classes(module: Any, base: type) -> dict[str, type]:
@@ -38,6 +43,11 @@ OPTIMIZERS: Mapping[str, type] = _classes(torch.optim, Optimizer)
 
 SCHEDULERS: Mapping[str, type] = _classes(lr_scheduler, lr_scheduler.LRScheduler)
 """The schedulers of ``torch.optim.lr_scheduler`` made from plain values, by lower-cased name."""
+
+
+def takes_metric(scheduler: lr_scheduler.LRScheduler | None) -> bool:
+    """Whether a scheduler is stepped with an evaluation's metric, not after each optimizer step."""
+    return isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
 
 
 @dataclass(frozen=True)
@@ -80,9 +90,11 @@ class NamedOptimizer:
 class NamedScheduler:
     """Builds a scheduler of ``torch.optim.lr_scheduler``, stepped once an optimizer step.
 
+    ``reducelronplateau`` is stepped at evaluations instead, and takes the name of a ``metric``.
+
     Attributes:
         name: the class's name, lower-cased.
-        options: its keyword arguments; lengths count optimizer steps.
+        options: its keyword arguments; lengths count optimizer steps, or evaluations.
 
     Raises:
         ConfigError: there is no such scheduler, or it does not take these arguments.
@@ -93,10 +105,21 @@ class NamedScheduler:
 
     def __post_init__(self) -> None:
         self(_Stand())
+        if self.metric is not None and not isinstance(self.metric, str):
+            raise ConfigError(
+                f"lr_scheduler '{self.name}' has metric={self.metric!r}. Give the name of an "
+                "evaluation metric, or 'loss'."
+            )
+
+    @property
+    def metric(self) -> str | None:
+        """The evaluation metric that it is stepped with, if it is."""
+        return self.options.get("metric", LOSS) if self.name.lower() == _PLATEAU else None
 
     def __call__(self, optimizer: Optimizer) -> lr_scheduler.LRScheduler:
         """Build it over ``optimizer``."""
-        return _build("lr_scheduler", SCHEDULERS, self.name, optimizer, self.options)
+        own = ("metric",) if self.metric is not None else ()
+        return _build("lr_scheduler", SCHEDULERS, self.name, optimizer, self.options, own)
 
 
 class _Accepted(Exception):
@@ -124,10 +147,20 @@ class _Stand(Optimizer):
 
 
 def _build(
-    kind: str, classes: Mapping[str, type], name: str, over: Any, options: Mapping[str, Any]
+    kind: str,
+    classes: Mapping[str, type],
+    name: str,
+    over: Any,
+    options: Mapping[str, Any],
+    own: tuple[str, ...] = (),
 ) -> Any:
-    found = _find(kind, classes, name, options)
-    values = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    """Build it; ``own`` are options of unipar's, which the class does not know."""
+    found = _find(kind, classes, name, options, own)
+    values = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in options.items()
+        if key not in own
+    }
     try:
         return found(over, **values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -137,7 +170,13 @@ def _build(
         ) from error
 
 
-def _find(kind: str, classes: Mapping[str, type], name: str, options: Mapping[str, Any]) -> type:
+def _find(
+    kind: str,
+    classes: Mapping[str, type],
+    name: str,
+    options: Mapping[str, Any],
+    own: tuple[str, ...],
+) -> type:
     """The class, if it takes arguments of these names."""
     found = classes.get(name.lower())
     if found is None:
@@ -149,7 +188,7 @@ def _find(kind: str, classes: Mapping[str, type], name: str, options: Mapping[st
             f"Allowed: {', '.join(sorted(classes))}, or a function that builds one."
         )
     _, *parameters = inspect.signature(found).parameters.values()
-    known = [parameter.name for parameter in parameters]
+    known = [*(parameter.name for parameter in parameters), *own]
     unknown = [key for key in options if key not in known]
     if unknown:
         raise ConfigError(

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from unipar import launch, registry
-from unipar.checks import check_capabilities, check_trainable
+from unipar import launch
+from unipar.checks import check_capabilities, check_model, check_trainable
 from unipar.config import RunFields
 from unipar.data import Loader
-from unipar.devices import device_memory, resolve_device_type, resolve_num_devices
-from unipar.errors import ConfigError
+from unipar.devices import resolve_device_type, resolve_num_devices
 from unipar.loaders import training_loader
-from unipar.strategy import EngineSpec, Needs, Strategy
+from unipar.sizing import resolve_for
+from unipar.strategy import EngineSpec, Strategy
 from unipar.world import Placement
 
 
@@ -40,10 +40,10 @@ def plan(config: RunFields, model: Any) -> Plan:
 
     Args:
         config: of the run.
-        model: a module, whose size ``strategy="auto"`` goes by, or anything else.
+        model: whose size ``strategy="auto"`` goes by: a module, or a function that builds one.
 
     Raises:
-        ConfigError: a device, a strategy or an option does not exist.
+        ConfigError: a device, a strategy or an option does not exist, or the model is none.
     """
     device_type = resolve_device_type(config.device)
     found = launch.detect()
@@ -54,12 +54,8 @@ def plan(config: RunFields, model: Any) -> Plan:
     else:
         here = found
     placement = dataclasses.replace(here, device_type=device_type, timeout=config.timeout)
-    # Weights, gradients and AdamW's two moments, each in fp32.
-    bytes_needed = (
-        16 * sum(p.numel() for p in model.parameters()) if isinstance(model, nn.Module) else None
-    )
-    needs = Needs(placement.size, bytes_needed, device_memory(device_type))
-    return Plan(placement, found is not None, registry.resolve(config.strategy, needs))
+    check_model(model)
+    return Plan(placement, found is not None, resolve_for(config.strategy, placement, (model,)))
 
 
 def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: Any) -> Loader:
@@ -74,11 +70,6 @@ def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: A
     """
     if isinstance(model, nn.Module):
         check_trainable(model)
-    elif not callable(model):
-        raise ConfigError(
-            f"the model is a {type(model).__name__}. Pass a torch.nn.Module, or a function "
-            "without arguments that builds one."
-        )
     data_size = planned.strategy.data_size(planned.placement)
     loader = training_loader(config, data, data_size=data_size)
     spec = EngineSpec(

@@ -9,9 +9,46 @@ from pydantic import BaseModel, ValidationError
 
 from unipar.documents import KeyPath
 from unipar.errors import ConfigError, did_you_mean
+from unipar.limited_yaml import MAX_DEPTH, MAX_VALUES
 
 _MOST_SHOWN = 8
 _NAMES_SHOWN = 40
+_MAX_BITS = 63
+
+
+def check_plain(
+    values: Mapping[str, Any], subject: str, where: Callable[[KeyPath], str] = lambda key: ""
+) -> None:
+    """Refuse mappings and lists that hold themselves, and numbers that cannot be meant.
+
+    Args:
+        values: by key, before they are validated.
+        subject: what they are for, such as ``"this run"``.
+        where: tells the source of a key, such as a file and line, or an empty string.
+
+    Raises:
+        ConfigError: they nest too deeply, or hold too many values or too long a number.
+    """
+    waiting: list[tuple[KeyPath, Any]] = [((), values)]
+    seen = 0
+    while waiting:
+        key, value = waiting.pop()
+        seen += 1
+        problem = ""
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            problem = f"a whole number of at most {2**_MAX_BITS - 1} is allowed, and this is larger"
+        elif len(key) > MAX_DEPTH:
+            problem = f"lists and mappings are nested more than {MAX_DEPTH} deep, or in themselves"
+        elif seen > MAX_VALUES:
+            problem = f"there are more than {MAX_VALUES:,} values"
+        if problem:
+            place = where(key[:1]) if key else ""
+            said = f"{place}: {dotted(key[:1])}" if place else dotted(key[:1])
+            raise ConfigError(f"{subject}: {said}: {problem}.")
+        if isinstance(value, Mapping):
+            waiting.extend(((*key, name), item) for name, item in value.items())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(((*key, index), item) for index, item in enumerate(value))
 
 
 def config_error(
@@ -42,6 +79,9 @@ def config_error(
         elif kind == "missing":
             missing = (*key, item["loc"][-1])
             problems[missing, kind] = f"'{dotted(missing)}' is missing."
+        elif kind == "invalid_key" or item["loc"][-1:] == ("[key]",):
+            text = f"{item['input']!r} ({type(item['input']).__name__}) is no key. Keys are text."
+            problems[key, text] = f"{dotted(key)}: {text}" if key else text
         elif kind == "value_error":
             text = str(item.get("ctx", {}).get("error", item["msg"]))
             problems[key, text] = f"{dotted(key)}: {text}" if key else text

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from unipar.documents import KeyPath, parse_value
 from unipar.errors import ConfigError, did_you_mean
-from unipar.problems import config_error
+from unipar.problems import check_plain, config_error
 from unipar.strategy import Availability, Capabilities, Needs, Strategy, StrategyOptions
 from unipar.world import Placement
 
@@ -106,6 +106,11 @@ def resolve(
     return _best(needs)
 
 
+def is_auto(strategy: str | Mapping[str, Any] | StrategyOptions) -> bool:
+    """Whether the choice is left to ``"auto"``."""
+    return not isinstance(strategy, StrategyOptions) and as_mapping(strategy)["name"] == AUTO
+
+
 def make(
     name: str, options: Mapping[str, Any], *, where: Callable[[KeyPath], str] = lambda key: ""
 ) -> Strategy:
@@ -120,11 +125,13 @@ def make(
         ConfigError: there is no such strategy, or an option is unknown or has a wrong value.
     """
     found = strategy_class(name)
+    subject = f"strategy '{name}'"
+    check_plain(options, subject, where)
     try:
         return found(found.options_type.model_validate(dict(options)))
     except ValidationError as error:
         raise config_error(
-            error, found.options_type, options, subject=f"strategy '{name}'", where=where
+            error, found.options_type, options, subject=subject, where=where
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -13,21 +13,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from unipar import registry
 from unipar.batch import Batch
-from unipar.checks import CheckedModel, check_capabilities, check_trainable
+from unipar.checks import CheckedModel, check_capabilities, check_model, check_trainable
 from unipar.data import Loader
-from unipar.devices import DeviceChoice, device_memory, resolve_device_type
+from unipar.devices import DeviceChoice, resolve_device_type
+from unipar.engine import Undo, refuse_copies
 from unipar.errors import ConfigError
 from unipar.evaluate import Metric, Predict, evaluate
 from unipar.garbage import no_collection
 from unipar.loss import LossFn
+from unipar.sizing import resolve_for
 from unipar.strategy import (
     Capabilities,
     Engine,
     EngineSpec,
     ModelFactory,
-    Needs,
     OnNaN,
     OptimizerFactory,
     Precision,
@@ -52,6 +52,8 @@ class Session:
 
     Args:
         strategy: a name, a mapping with ``name``, an options object, or ``"auto"``.
+        model: what will be prepared, one or several, for ``"auto"`` with several processes to go
+            by: it shards what would not fit on a device. Nothing else looks at it.
         precision: the compute dtype of every engine; weights and reductions stay fp32.
         device: ``"auto"`` takes the GPU where there is one.
         seed: seeds torch's generators and the order of data.
@@ -74,6 +76,7 @@ class Session:
         self,
         strategy: str | Mapping[str, Any] | StrategyOptions = "auto",
         *,
+        model: nn.Module | ModelFactory | Sequence[nn.Module | ModelFactory] = (),
         precision: Precision = "fp32",
         device: DeviceChoice = "auto",
         seed: int = 0,
@@ -83,9 +86,10 @@ class Session:
     ) -> None:
         device_type = resolve_device_type(device)
         self._placement = placement or find_placement(device_type, timeout)
-        needs = Needs(self._placement.size, None, device_memory(device_type))
-        self.strategy = registry.resolve(strategy, needs)
+        models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
+        self.strategy = resolve_for(strategy, self._placement, models)
         self.engines: dict[str, Engine] = {}
+        self._undo: list[Undo] = []
         self._precision: Precision = precision
         self._on_nan: OnNaN = on_nan
         self._seed = seed
@@ -113,6 +117,8 @@ class Session:
             sys.modules["unipar.checkpoint.save"].wait_for_pending()
         for engine in self.engines.values():
             engine.close()
+        for undo in self._undo:
+            undo()
         self.strategy.teardown()
         self.world.leave()
 
@@ -140,7 +146,9 @@ class Session:
         Args:
             model: a module, or a function without arguments that builds one.
             optimizer: called with the named parameters once they have their final form.
-            lr_scheduler: called with the optimizer; stepped once for each optimizer step.
+            lr_scheduler: called with the optimizer; stepped once for each optimizer step, but for
+                a ``ReduceLROnPlateau``: call ``engine.lr_scheduler.step(metric)`` with what
+                :meth:`evaluate` gives, on every rank.
             max_grad_norm: the 2-norm that gradients are clipped to; ``math.inf`` only measures.
             activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
             compile: ``True``, or keyword arguments of :meth:`torch.nn.Module.compile`.
@@ -163,6 +171,7 @@ class Session:
                 f"strategy '{self.strategy.name}' holds one model in a session. "
                 "Train the models one after the other, or use another strategy."
             )
+        check_model(model)
         if isinstance(model, nn.Module):
             if optimizer is not None:
                 check_trainable(model)
@@ -188,6 +197,8 @@ class Session:
                 importlib.import_module("torch._dynamo")
         engine = self.strategy.prepare(spec, self.world)
         self.engines[name] = engine
+        if "parameters" in self.capabilities.sharded:
+            self._undo.append(refuse_copies(engine.module, self.strategy.name))
         if self.world.data_rank > 0:
             # Dropout must differ between replicas; the first keeps the stream of a plain loop.
             torch.manual_seed(self._seed + 1_000_003 * self.world.data_rank)

@@ -25,7 +25,7 @@ def spawn(
 
     Where ``torchrun``, ``srun`` or ``mpirun`` has started the processes, this one is among them
     and ``fn`` is called here; otherwise ``devices`` processes are started, or none for a single
-    one. Pass the placement on: ``unipar.Session(placement=placement)``.
+    one. Pass the placement on: ``unipar.Session("ddp", placement=placement)``.
 
     Args:
         fn: what every process runs; may be a closure, and needs no ``__main__`` guard.

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unipar.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum
+from unipar.optim import takes_metric
 from unipar.state import EngineState, StateSource
 from unipar.world import Placement, World, join
 
@@ -185,7 +186,9 @@ class Engine(ABC):
     Attributes:
         module: the user's module, without the framework's wrapper around it.
         optimizer: what holds the hyperparameters, or ``None``.
-        lr_scheduler: the scheduler, stepped once for each optimizer step that was not skipped.
+        lr_scheduler: the scheduler, stepped once for each optimizer step that was not skipped. A
+            ``ReduceLROnPlateau`` waits for its metric: ``fit`` steps it at evaluations, and one's
+            own loop by ``engine.lr_scheduler.step(metric)``, with the same metric on every rank.
         spec: what the engine was asked for.
         num_steps: training steps taken, skipped ones included; restored from checkpoints.
     """
@@ -292,6 +295,11 @@ class Engine(ABC):
                 ``"all-to-all"``, ``"broadcast"``) and the bytes of the whole tensor.
         """
         return nullcontext()
+
+    def _step_scheduler(self) -> None:
+        """Step the scheduler after an optimizer step, unless it waits for a metric."""
+        if self.lr_scheduler is not None and not takes_metric(self.lr_scheduler):
+            self.lr_scheduler.step()
 
     def close(self) -> None:
         """Undo what was done to the user's module, as far as can be. Not collective."""

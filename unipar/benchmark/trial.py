@@ -28,6 +28,9 @@ from unipar.subprocesses import end_with
 
 _NO_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
 
+_LONGEST = 400
+"""Characters of a reason that are not unipar's own."""
+
 
 def measure(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
     """Train one cell, and gather what its ranks have left."""
@@ -90,7 +93,17 @@ def explain(error: BaseException) -> Failure:
     else:
         status = "refused" if isinstance(error, ConfigError) else "failed"
     text = str(error) if isinstance(error, UniparError) else told
+    if not isinstance(error, UniparError) or getattr(error, "worker_traceback", ""):
+        text = _first_line(text)
     return Failure(status=status, reason=text.strip(), environment=sys.executable)
+
+
+def _first_line(text: str) -> str:
+    """What a foreign error says first; some go on with the whole model, or with a traceback."""
+    line, *more = text.strip().splitlines()
+    if not more and len(line) <= _LONGEST:
+        return line
+    return f"{line[:_LONGEST].rstrip('( ')} … (the rest is in the trial's log.txt)"
 
 
 KINDS: dict[str, Callable[[BenchJob, Path, dict[str, Any]], Any]] = {

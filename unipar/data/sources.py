@@ -108,8 +108,15 @@ def open_source(data: Any) -> Source:
 
 
 def batch_size_of(data: Any) -> int | None:
-    """The batch size that a ``DataLoader`` was made with; ``None`` for anything else."""
-    return data.batch_size if isinstance(data, DataLoader) else None
+    """The batch size that a ``DataLoader`` was made with; ``None`` for anything else.
+
+    Raises:
+        DataError: the ``DataLoader`` cannot be used, which says why it has no batch size.
+    """
+    if not isinstance(data, DataLoader):
+        return None
+    open_source(data)
+    return data.batch_size
 
 
 def num_samples_of(data: Any) -> int | None:

@@ -29,7 +29,9 @@ from unipar.engine.transforms import (
     Undo,
     checkpoint_activations,
     compile_modules,
+    has_forward,
     modules_of_classes,
+    refuse_copies,
     repeated_blocks,
 )
 
@@ -53,9 +55,11 @@ __all__ = [
     "flat_state",
     "group_names",
     "group_states",
+    "has_forward",
     "import_scheduler",
     "import_state",
     "modules_of_classes",
+    "refuse_copies",
     "repeated_blocks",
     "restore_groups",
     "sparse_parameters",

@@ -230,8 +230,8 @@ class ModuleEngine(Engine):
                 self._drop_gradients()
                 return self._not_finite("gradient norm", loss, count)
         skipped = not self._step_optimizer(optimizer)
-        if self.lr_scheduler is not None and not skipped:
-            self.lr_scheduler.step()
+        if not skipped:
+            self._step_scheduler()
         self._drop_gradients()
         return StepResult(loss, count, norm, skipped)
 

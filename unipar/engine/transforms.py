@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,8 +14,16 @@ from unipar.errors import ConfigError, did_you_mean
 Undo = Callable[[], None]
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; lists and dicts of modules only hold others."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks: members of the outermost lists of modules of one class."""
+    """The model's repeated blocks: members of the outermost lists of modules of one class.
+
+    A member that cannot be called, such as an ``nn.ModuleDict``, gives way to what it holds.
+    """
     blocks: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
@@ -27,7 +34,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             and len({type(m) for m in members}) == 1
             and any(True for _ in members[0].children())
         ):
-            blocks.extend(members)
+            blocks.extend(part for member in members for part in _callable_parts(member))
             return
         for member in members:
             visit(member)
@@ -36,18 +43,32 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
+def _callable_parts(module: nn.Module) -> list[nn.Module]:
+    """The module; or, where it cannot be called, the outermost in it that can and have weights."""
+    if has_forward(module):
+        return [module]
+    parts = [part for child in module.children() for part in _callable_parts(child)]
+    return [part for part in parts if any(True for _ in part.parameters())]
+
+
 def modules_of_classes(model: nn.Module, names: Iterable[str], option: str) -> list[nn.Module]:
     """The submodules whose class has one of these names.
 
     Raises:
-        ConfigError: the model has no module of a named class.
+        ConfigError: the model has no module of a named class, or it is one that cannot be called.
     """
-    present = Counter(type(m).__name__ for m in model.modules())
+    classes = {type(m).__name__: m for m in model.modules()}
+    usable = sorted(name for name, module in classes.items() if has_forward(module))
     for name in names:
-        if name not in present:
+        if name not in classes:
             raise ConfigError(
                 f"{option}: the model has no module of class '{name}'."
-                f"{did_you_mean(name, present)} It has: {', '.join(sorted(present))}."
+                f"{did_you_mean(name, usable)} It has: {', '.join(usable)}."
+            )
+        if name not in usable:
+            raise ConfigError(
+                f"{option}: a '{name}' has no forward of its own, so nothing can be done around "
+                f"it. Name classes of what it holds. The model has: {', '.join(usable)}."
             )
     wanted = set(names)
     return [m for m in model.modules() if type(m).__name__ in wanted]
@@ -96,3 +117,30 @@ def compile_modules(modules: Iterable[nn.Module], setting: bool | dict[str, Any]
             module._compiled_call_impl = None  # pyright: ignore[reportAttributeAccessIssue]
 
     return undo
+
+
+def refuse_copies(model: nn.Module, strategy: str) -> Undo:
+    """Make ``copy.deepcopy`` of a divided model say what to do instead.
+
+    A copy would hold one rank's part at best, and be an error of the framework's at worst.
+    """
+    modules = list(model.modules())
+    for module in modules:
+        # Looked up on the instance, so it goes before what a framework has given the class.
+        module.__dict__["__deepcopy__"] = partial(_refuse_copy, strategy)
+
+    def undo() -> None:
+        for module in modules:
+            module.__dict__.pop("__deepcopy__", None)
+
+    return undo
+
+
+def _refuse_copy(strategy: str, memo: Any) -> NoReturn:
+    raise ConfigError(
+        f"a module cannot be copied (deepcopy) under strategy '{strategy}': each rank holds only "
+        "its part of the weights. For all of them save a checkpoint (fit: "
+        "checkpoint={'every_steps': …}; a session: session.save(…) on every rank), and read it "
+        "into a model of your own by unipar.load_model(path, model). A callback has the path in "
+        "on_checkpoint."
+    )

@@ -20,7 +20,7 @@ import cloudpickle
 from unipar.errors import ConfigError
 from unipar.launch.failure import Kind, write_failure
 from unipar.launch.progress import open_marks
-from unipar.launch.rundir import RunDir
+from unipar.launch.rundir import RunDir, temporary_files
 from unipar.subprocesses import end_with
 from unipar.world import Placement
 
@@ -86,8 +86,9 @@ def _save(value: Any, path: Path) -> None:
             f"process: {error}. Return plain values, tensors or arrays."
         ) from error
     partial = path.with_suffix(".partial")
-    partial.write_bytes(data)
-    partial.rename(path)
+    with temporary_files():
+        partial.write_bytes(data)
+        partial.rename(path)
 
 
 def _placement(start: dict[str, Any]) -> Placement:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from unipar.errors import ConfigError, UniparError, WorkerError
-from unipar.launch.rundir import RunDir
+from unipar.launch.rundir import RunDir, temporary_files, tmpdir_remedy
 from unipar.world import Placement
 
 if TYPE_CHECKING:
@@ -67,13 +67,19 @@ def run(
     sys.stdout.flush()
     directory = RunDir.create()
     try:
-        _write_payload(fn, directory)
-        _write_start(directory, devices=devices, device_type=device_type, timeout=timeout)
+        with temporary_files():
+            _write_payload(fn, directory)
+            _write_start(directory, devices=devices, device_type=device_type, timeout=timeout)
         _run_agent(directory, devices=devices, timeout=timeout, max_restarts=max_restarts)
         if not directory.result.exists():
             raise WorkerError("Rank 0 ended before its function had returned.", rank=0)
         with directory.result.open("rb") as file:
             return pickle.load(file)
+    except WorkerError as error:
+        if not directory.has_room():
+            # Then a worker could not say how it failed, and may have failed of just that.
+            error.args = (f"{error}\nA temporary file cannot be written. {tmpdir_remedy()}",)
+        raise
     finally:
         shutil.rmtree(directory.root, ignore_errors=True)
 

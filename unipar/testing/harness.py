@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data.move import move_to
@@ -102,6 +103,9 @@ def train(
                 record(trace, engine.train_step(batch, scenario.loss))
             else:
                 record(trace, step(engine, world, batch, scenario.loss))
+            if isinstance(engine.lr_scheduler, ReduceLROnPlateau):
+                # As one's own loop does; see the reference.
+                engine.lr_scheduler.step(float(len(samples)))
         scheduler = engine.lr_scheduler
         steps = None if scheduler is None else scheduler.last_epoch
         return RankRun(trace, Exported.of(engine), samples, steps)

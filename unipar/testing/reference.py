@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
 Terms = Callable[[Any, Any], tuple[torch.Tensor, Any]]
@@ -66,7 +66,8 @@ def train(
         batches: the global batches, each as the collated parts that are computed one by one.
         terms: the loss of a part as a sum and a count.
         make_optimizer: called with the model's named parameters.
-        make_scheduler: called with the optimizer; stepped after each step that was taken.
+        make_scheduler: called with the optimizer; stepped after each step that was taken. One that
+            waits for a metric is given the number of steps, which never gets better.
         max_grad_norm: the 2-norm that the gradient is scaled down to.
         autocast: the dtype of the forward pass, where it is not fp32 and the weights are.
         half_weights: the dtype of a copy of the model that computes in place of it; the optimizer
@@ -98,7 +99,9 @@ def train(
         optimizer.step()
         if copied is not None:
             _round_weights(model, copied)
-        if scheduler is not None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            scheduler.step(float(index + 1))
+        elif scheduler is not None:
             scheduler.step()
     if copied is not None:
         for buffer, rounded in zip(model.buffers(), copied.buffers(), strict=True):

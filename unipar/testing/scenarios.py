@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from unipar.data import Loader
 from unipar.loss import Loss, LossSum
@@ -63,6 +63,11 @@ def warmup_and_decay(optimizer: Optimizer) -> LRScheduler:
 
 def _warmup_and_decay(step: int) -> float:
     return min(1.0, (step + 1) / 4) * (1.0 - step / 40)
+
+
+def on_plateau(optimizer: Optimizer) -> LRScheduler:
+    """Half the learning rate after each two metrics in a row that are no better."""
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
 
 
 def classify(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai_engines import GEMINI, train, with_engine
 from torch import nn
 
 from unipar import registry
+from unipar.testing.compare import assemble_weights, assert_equal_weights
 from unipar.world import Placement, joined
 from unipar_colossalai import patches
 from unipar_colossalai.patches import Patch
@@ -97,10 +99,36 @@ def stream_of_the_host(placement: Placement) -> str:
     return "it has one"
 
 
+class Transposed(nn.Linear):
+    """Reads its weight through an attribute, and its bias through a reflected operator."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight.T + (1 - self.bias)
+
+
+class Called(nn.Linear):
+    """The same, in calls that Gemini knows by itself."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight.t() + torch.rsub(self.bias, 1)
+
+
+def test_attributes_and_reflected_operators_are_gathered_for(world_pool: Any) -> None:
+    trained = []
+    for kind in (Transposed, Called):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            model = nn.Sequential(kind(4, 4), kind(4, 2))
+        ranks = world_pool(2).run(with_engine, GEMINI, train, model)
+        trained.append(assemble_weights(ranks))
+    assert_equal_weights(*trained, 0.0)
+
+
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
         ("chunks-on-cpu", "AssertionError"),
+        ("attributes-that-compute", "out of bounds for storage of size 0"),
         ("gemini-optimizers", "You should use an optimizer in the available list"),
         ("auto-placement-on-cpu", "Torch not compiled with CUDA enabled"),
         ("fsdp-on-cpu", "Torch not compiled with CUDA enabled"),
@@ -120,7 +148,7 @@ def step_without(placement: Placement, left_out: str) -> str:
     strategy = registry.resolve(f"colossalai:plugin={plugin}")
     world = strategy.setup(placement)
     try:
-        model = nn.Linear(2, 2)
+        model = Transposed(2, 2)
         spec = EngineSpec(
             model, lambda named: torch.optim.SGD([p for _, p in named]), precision="bf16"
         )

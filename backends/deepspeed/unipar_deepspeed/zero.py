@@ -99,8 +99,8 @@ class ZeROEngine(DeepSpeedEngine):
         norm = None
         if self.spec.max_grad_norm is not None:
             norm = float(self._deepspeed.get_global_grad_norm())
-        if self.lr_scheduler is not None and not overflow:
-            self.lr_scheduler.step()
+        if not overflow:
+            self._step_scheduler()
         return StepResult(loss, count, norm, skipped=overflow)
 
     def _check_used(self) -> None:

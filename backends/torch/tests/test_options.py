@@ -136,6 +136,59 @@ def test_fsdp_shards_the_units_that_it_is_told(world_pool: Any) -> None:
     assert world_pool(2).run(train, "fsdp:wrap=none")[0]["units"] == [""]
 
 
+class HeldInDicts(Model):
+    """The same model, whose blocks stand in containers that cannot be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"block": block, "after": nn.Identity()}) for block in self.blocks
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * self.scale
+        for held in self.blocks:
+            assert isinstance(held, nn.ModuleDict)
+            x = held["after"](held["block"](x))
+        return self.head(x)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp:wrap_min_params=300"])
+def test_blocks_held_by_what_cannot_be_called_are_units(world_pool: Any, strategy: str) -> None:
+    def held(placement: Placement, **spec: Any) -> dict[str, Any]:
+        torch.manual_seed(3)
+        return train(placement, strategy, model=HeldInDicts(), **spec)
+
+    def recomputed(placement: Placement) -> dict[str, Any]:
+        return held(placement, activation_checkpointing="full")
+
+    for trained in (held, recomputed):
+        seen = world_pool(2).run(trained)[0]
+        assert seen["units"] == ["", "blocks.0.block", "blocks.1.block", "blocks.2.block"]
+        assert largest_difference(seen["losses"]) < 1e-5
+
+
+def test_a_class_or_a_model_that_cannot_be_called_is_refused(world_pool: Any) -> None:
+    def held(placement: Placement, strategy: str, **spec: Any) -> Any:
+        return train(placement, strategy, model=HeldInDicts(), **spec)
+
+    says = r"'ModuleDict' has no forward of its own.* The model has: Block, HeldInDicts, Identity"
+    with pytest.raises(ConfigError, match=rf"fsdp: wrap: a {says}"):
+        world_pool(1).run(held, "fsdp:wrap=[ModuleDict]")
+
+    def recomputed(placement: Placement) -> Any:
+        return held(placement, "single", activation_checkpointing=("ModuleDict",))
+
+    with pytest.raises(ConfigError, match=rf"activation_checkpointing: a {says}"):
+        world_pool(1).run(recomputed)
+
+    def alone(placement: Placement) -> Any:
+        return train(placement, "fsdp", model=nn.ModuleDict({"model": Model()}))
+
+    with pytest.raises(ConfigError, match=r"model is a ModuleDict, which has no forward.* Hold it"):
+        world_pool(1).run(alone)
+
+
 def test_model_function_gives_the_weights_of_building_it(world_pool: Any) -> None:
     def from_function(placement: Placement) -> dict[str, Any]:
         return train(placement, "fsdp", model=Model, seed=3)

@@ -29,6 +29,7 @@ from unipar.engine import (
     ModuleEngine,
     checkpoint_activations,
     compile_modules,
+    has_forward,
     modules_of_classes,
     repeated_blocks,
     with_divisible_optimizer,
@@ -118,6 +119,11 @@ def _mesh(placement: Placement, shard_size: int | None) -> DeviceMesh:
 
 
 def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
+    if not has_forward(module):
+        raise ConfigError(
+            f"fsdp: the model is a {type(module).__name__}, which has no forward, and FSDP gathers "
+            "parameters when forward is called. Hold it in a module whose forward calls its parts."
+        )
     minimum, wrap = options.wrap_min_params, options.wrap
     if minimum is not None:
         return _large_modules(module, minimum)
@@ -155,7 +161,7 @@ def _large_modules(model: nn.Module, minimum: int) -> list[nn.Module]:
     def visit(module: nn.Module) -> int:
         own = sum(p.numel() for p in module.parameters(recurse=False))
         size = own + sum(visit(child) for child in module.children())
-        if size < minimum or module is model or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if size < minimum or module is model or not has_forward(module):
             return size
         taken.append(module)
         return 0

@@ -110,6 +110,11 @@ class Endless(IterableDataset):
         (None, {"eval_data": []}, r"is empty"),
         (None, {"eval_data": 3}, r"the data is a int"),
         (DataLoader(data(), batch_size=None), {}, r"batch_size=None"),
+        (
+            DataLoader(data(), batch_sampler=[[0, 1], [2]]),
+            {"global_batch_size": ...},
+            r"the DataLoader has batch_sampler=list, .* Pass the dataset, and express the choice",
+        ),
     ],
 )
 def test_data_is_refused_before_any_process_starts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from small_run import (
 )
 from torch import nn
 
-from unipar import Callback, fit
+from unipar import Callback, RunInfo, StepRecord, fit, load_model
 from unipar.errors import ConfigError, DataError, NonFiniteLossError
 from unipar.testing.pool import WorldPools
 from unipar.world import Flag, Placement
@@ -297,3 +298,44 @@ def test_metrics_where_ranks_have_seen_unequally_much(
         **settings(tmp_path / "alone", steps=1, eval_data=data(num_samples), metrics=metrics),
     )
     assert found[0] == pytest.approx(alone.metrics, rel=1e-5)
+
+
+class CopiesAtTheEnd(Callback):
+    """Copies the model, or a part of it, after the last step."""
+
+    every_rank = True
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def on_step_end(self, run: RunInfo, record: StepRecord) -> None:
+        assert run.engine is not None
+        if record.step == run.total_steps:
+            copy.deepcopy(run.engine.module.get_submodule(self.part))
+
+
+@pytest.mark.parametrize("part", ["", "blocks.0"], ids=["model", "block"])
+def test_a_divided_model_says_how_to_have_it_whole(
+    world_pool: WorldPools, tmp_path: Path, part: str
+):
+    task = partial(fit_in_world, directory=tmp_path, callbacks=[CopiesAtTheEnd(part)], steps=1)
+    with pytest.raises(
+        ConfigError, match=r"deepcopy.*'fsdp'.*save a.*unipar.load_model\(path, mod"
+    ):
+        world_pool(2).run(partial(task, strategy="fsdp"))
+    world_pool(2).run(partial(task, strategy="ddp"))
+
+
+class ReadsCheckpoints(Callback):
+    def on_checkpoint(self, run: RunInfo, step: int, path: Path) -> None:
+        model = Net()
+        load_model(path, model)
+        torch.save(model.state_dict(), path.parent.parent / "seen.pt")
+
+
+def test_a_callback_reads_the_whole_model_from_a_checkpoint(world_pool: WorldPools, tmp_path: Path):
+    task = partial(fit_in_world, directory=tmp_path, strategy="fsdp", checkpoint={})
+    world_pool(2).run(partial(task, callbacks=[ReadsCheckpoints()]))
+    _, trained = reference()
+    for name, tensor in torch.load(tmp_path / "seen.pt").items():
+        torch.testing.assert_close(tensor, trained.state_dict()[name], rtol=1e-4, atol=1e-6)

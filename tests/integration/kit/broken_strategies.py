@@ -71,6 +71,12 @@ class SchedulerPerRank(DDPEngine):
         return result
 
 
+class PlateauStepped(DDPEngine):
+    def _step_scheduler(self) -> None:
+        scheduler: Any = self.lr_scheduler
+        scheduler.step(float(self.num_steps))
+
+
 class MeanOfMeans(DDPEngine):
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         def mean(model: Any, data: Any) -> LossSum | torch.Tensor:

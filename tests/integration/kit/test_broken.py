@@ -53,6 +53,12 @@ BROKEN = [
         "equals_the_reference",
         "the learning rate of step 2 ",
     ),
+    (
+        "scheduler given the loss of a step for a metric",
+        engine(broken.PlateauStepped),
+        "leaves_a_plateau_to_its_metric",
+        "the learning rate of step 3 ",
+    ),
     ("mean of means", engine(broken.MeanOfMeans), "weighs_tokens", "the number of items of step 1"),
     (
         "padding evaluated",

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from unipar import ConfigError
+from unipar import ConfigError, WorkerError
 from unipar.benchmark.api import bench
+from unipar.benchmark.trial import explain
 
 DATA = (torch.randn(32, 4), torch.randn(32, 1))
 
@@ -117,3 +118,24 @@ def test_under_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     }.items():
         monkeypatch.setenv(name, value)
     assert "without torchrun" in refused(tmp_path)
+
+
+def test_an_error_that_shows_the_whole_model_is_cut_to_its_first_line() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(50)))
+    shown = explain(ValueError(f"containers are not supported: {model}"))
+    rest = " … (the rest is in the trial's log.txt)"
+    assert shown.reason == f"ValueError: containers are not supported: Sequential{rest}"
+    long = explain(ValueError("x" * 5000))
+    assert long.reason.startswith("ValueError: xxx")
+    assert len(long.reason) < 500
+    ours = "one line\nand what to do"
+    assert explain(ConfigError(ours)).reason == ours
+    assert explain(RuntimeError("no such thing")).reason == "RuntimeError: no such thing"
+
+
+def test_a_failed_rank_is_named_without_its_traceback() -> None:
+    said = "Rank 1 of 2 failed: KeyError: 3\n\nTraceback of rank 1:\n  here"
+    failed = WorkerError(said, rank=1, worker_traceback="  here")
+    assert explain(failed).reason.startswith("Rank 1 of 2 failed: KeyError: 3 … (the rest is in")
+    killed = WorkerError("Rank 0 of 2 failed: killed by SIGKILL\nIf memory ran out, use less.")
+    assert explain(killed).reason == str(killed)

@@ -145,7 +145,15 @@ def test_module_classes_are_kept_by_name() -> None:
         ),
         ({"optimizer": "lbfgs"}, "several times a step"),
         ({"lr_scheduler": {"name": "cosineannealinglr"}}, "needs T_max"),
-        ({"lr_scheduler": "reducelronplateau"}, "stepped with a metric"),
+        ({"lr_scheduler": "chainedscheduler"}, "made from other schedulers"),
+        (
+            {"lr_scheduler": {"name": "reducelronplateau", "metric": 3}},
+            "metric=3. Give the name of an evaluation metric, or 'loss'",
+        ),
+        (
+            {"lr_scheduler": {"name": "steplr", "step_size": 3, "metric": "loss"}},
+            "'steplr' has no argument 'metric'",
+        ),
         ({"model": "a:b"}, "'model' is an import path for `unipar train`"),
     ],
 )

@@ -12,6 +12,7 @@ from unipar.testing.kit import TOLERANCE, Kit
 from unipar.testing.scenarios import (
     NUM_SAMPLES,
     Scenario,
+    on_plateau,
     predict_tokens,
     reference_trace,
     sgd,
@@ -41,6 +42,17 @@ def equals_the_reference(kit: Kit) -> None:
                 f"rank {rank} stepped its scheduler {own.scheduler_steps} times in "
                 f"{PLAIN.num_steps} steps"
             )
+
+
+@case
+def leaves_a_plateau_to_its_metric(kit: Kit) -> None:
+    """A scheduler that waits for a metric moves when it is given one, and at no other time."""
+    scenario = replace(PLAIN, scheduler=on_plateau, num_steps=6)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+    rates = [rate for (rate,) in run.trace.lrs]
+    if len(set(rates)) != 3:
+        raise AssertionError(f"the learning rates {rates} were to be halved twice in six steps")
 
 
 @case

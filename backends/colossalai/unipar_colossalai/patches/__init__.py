@@ -7,6 +7,7 @@ taken back when it ends.
 from __future__ import annotations
 
 from unipar_colossalai.patches import (
+    attributes,
     autocast,
     batchnorm,
     chunks,
@@ -30,6 +31,7 @@ ALL: tuple[Patch, ...] = (
     sanity.PATCH,
     chunks.PATCH,
     device.PATCH,
+    attributes.PATCH,
     monitor.PATCH,
     optimizers.PATCH,
     p2p.PATCH,
