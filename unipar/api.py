@@ -71,6 +71,8 @@ def fit(
     resume: Literal["auto"] | str | Path | Unset | None = UNSET,
     timeout: float | Unset = UNSET,
     max_restarts: int | Unset = UNSET,
+    grace_period: float | Unset = UNSET,
+    save_signal: Literal["SIGUSR1", "SIGUSR2", "none"] | Unset = UNSET,
     on_nan: OnNaN | Unset = UNSET,
     output_dir: str | Path | Unset | None = UNSET,
     progress: bool | Unset = UNSET,
@@ -124,6 +126,8 @@ def fit(
             or a path.
         timeout: seconds that a collective waits for a missing rank.
         max_restarts: how often a failed group of processes starts again from its newest checkpoint.
+        grace_period: seconds that the run has after SIGTERM or SIGHUP to finish its step and save.
+        save_signal: the signal that makes the run save and go on, or ``"none"``.
         on_nan: ``"raise"``, ``"skip"`` or ``"ignore"`` a loss that is not finite.
         output_dir: where the run's files go; default: a new directory in ``runs``.
         progress: whether to show progress.
@@ -140,6 +144,7 @@ def fit(
         CheckpointError: a checkpoint cannot be written or read.
         WorkerError: a process failed.
         KeyboardInterrupt: the run was interrupted; it has saved a checkpoint if it was to.
+        Terminated: SIGTERM or SIGHUP ended it, likewise; a ``SystemExit`` with the signal's code.
     """
     given = {name: value for name, value in locals().items() if name in RunConfig.model_fields}
     objects = {
@@ -218,6 +223,8 @@ class _Launch:
                 device_type=self.placement.device_type,
                 timeout=self.config.timeout,
                 max_restarts=self.config.max_restarts,
+                grace_period=self.config.grace_period,
+                save_signal=self.config.save_signal_number,
             )
         if keeps_weights:
             source = job.weights_dir or result.checkpoint

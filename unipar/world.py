@@ -20,7 +20,11 @@ class Flag(IntEnum):
     """What any rank may ask of all at the next step boundary (see :meth:`World.raise_flag`)."""
 
     INTERRUPT = 0
+    """Stop: a signal came, such as that of Ctrl-C."""
     CHECKPOINT = 1
+    """Save, by the clock."""
+    SAVE = 2
+    """Save, because a signal asks for it."""
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ class _Worker:
         """Let the process print where it stands."""
         if self.process.pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGUSR1)
+                os.kill(self.process.pid, signal.SIGUSR2)
 
     def waits_in(self) -> str:
         """What the process waits for in the kernel, where the system tells."""

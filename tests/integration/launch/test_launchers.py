@@ -1,4 +1,4 @@
-"""Processes that a launcher has started find each other by its variables, for each of their runs."""
+"""Processes that a launcher has started find each other by its variables, for every run."""
 
 from __future__ import annotations
 
