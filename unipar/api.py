@@ -27,6 +27,7 @@ from unipar.loaders import evaluation_loader
 from unipar.loop import train
 from unipar.loss import LossFn, model_output_loss
 from unipar.result import RunResult
+from unipar.scratch import scratch
 from unipar.strategy import (
     ModelFactory,
     OnNaN,
@@ -198,20 +199,23 @@ class _Launch:
         self._write_config(job)
         if planned.joined:
             return train(job, self.placement)
-        with tempfile.TemporaryDirectory(prefix="unipar-") as scratch:
-            return self._start(job, strategy, Path(scratch))
-
-    def _start(self, job: Job, strategy: Strategy, scratch: Path) -> RunResult:
-        """Run in this process if it can be the only one and stays usable, else in new ones."""
+        # In this process if it can be the only one and stays usable, else in new ones.
         alone = self.placement.size == 1 and self.config.max_restarts == 0
-        model = job.model
         keeps_weights = isinstance(model, nn.Module) and (not alone or strategy.rewrites_module)
+        if alone and not keeps_weights:
+            return train(job, self.placement)
+        with scratch() as directory:
+            return self._start(job, directory, alone=alone, keeps_weights=keeps_weights)
+
+    def _start(self, job: Job, directory: Path, *, alone: bool, keeps_weights: bool) -> RunResult:
+        """Run away from the caller's module, and put the weights into it afterwards."""
+        model = job.model
         if keeps_weights:
             saves_final = job.checkpoint_dir is not None and _saves_final(job.config)
             job = dataclasses.replace(
                 job,
                 model=copy.deepcopy(model) if alone else model,
-                weights_dir=None if saves_final else scratch / "weights",
+                weights_dir=None if saves_final else directory / "weights",
             )
         if alone:
             result = train(job, self.placement)
@@ -225,6 +229,7 @@ class _Launch:
                 max_restarts=self.config.max_restarts,
                 grace_period=self.config.grace_period,
                 save_signal=self.config.save_signal_number,
+                directory=directory,
             )
         if keeps_weights:
             source = job.weights_dir or result.checkpoint

@@ -141,6 +141,8 @@ class Agent(LocalElasticAgent):
         failures = self._settle(group)
         if not self.stopped_by and (ended_by := cause(failures).signal):
             # It came to a rank alone, and the ranks have agreed on it, or will lose that one.
+            if not cause(failures).traceback:
+                logger.warning(report.ended(group, cause(failures)))
             self.stopped_by, self._stopped_at = ended_by, time.monotonic()
         if self.stopped_by:
             return self._monitor_workers(worker_group)

@@ -7,18 +7,19 @@ import json
 import logging
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
 from unipar.launch.rundir import RunDir
+from unipar.scratch import scratch
 from unipar.terminations import GRACE_PERIOD, TERMINATIONS, takes_over
 from unipar.world import Placement
 
@@ -41,6 +42,7 @@ def run(
     max_restarts: int = 0,
     grace_period: float = GRACE_PERIOD,
     save_signal: signal.Signals | None = None,
+    directory: Path | None = None,
 ) -> T:
     """Call ``fn(placement)`` in ``devices`` new processes and return what rank 0's call returns.
 
@@ -59,6 +61,8 @@ def run(
             unipar's own are not retried.
         grace_period: how long the workers have to end after SIGTERM or SIGHUP, in seconds.
         save_signal: a signal that is passed on to the workers, and changes nothing else.
+        directory: an empty private one to work in, which the caller removes; left out: made and
+            removed here.
 
     Raises:
         ConfigError: what was asked cannot be started here.
@@ -72,30 +76,28 @@ def run(
     _check(devices, num_nodes, device_type)
     # Rank 0 writes to the same place, and what this process printed before came first.
     sys.stdout.flush()
-    directory = RunDir.create()
-    try:
-        _write_payload(fn, directory)
+    with contextlib.ExitStack() as stack:
+        files = RunDir(directory or stack.enter_context(scratch()))
+        _write_payload(fn, files)
         _write_start(
-            directory,
+            files,
             devices=devices,
             device_type=device_type,
             timeout=timeout,
             save_signal=save_signal,
         )
         _run_agent(
-            directory,
+            files,
             devices=devices,
             timeout=timeout,
             max_restarts=max_restarts,
             grace_period=grace_period,
             save_signal=save_signal,
         )
-        if not directory.result.exists():
+        if not files.result.exists():
             raise WorkerError("Rank 0 ended before its function had returned.", rank=0)
-        with directory.result.open("rb") as file:
+        with files.result.open("rb") as file:
             return pickle.load(file)
-    finally:
-        shutil.rmtree(directory.root, ignore_errors=True)
 
 
 def _check(devices: int, num_nodes: int, device_type: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +34,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of one call of :func:`unipar.launch.run`: mode 0700, removed at its end."""
+    """The directory of one call of :func:`unipar.launch.run`, made by :mod:`unipar.scratch`."""
 
     root: Path
-
-    @classmethod
-    def create(cls) -> RunDir:
-        return cls(Path(tempfile.mkdtemp(prefix="unipar-")))
 
     @property
     def start(self) -> Path:

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -19,6 +18,7 @@ import psutil
 from unipar.errors import ConfigError
 from unipar.migrate.launchers import REPORTS, command
 from unipar.migrate.notebooks import SUFFIX, Notebook
+from unipar.scratch import scratch
 
 TOLERANCE = 1e-5
 """Relative difference up to which losses agree: what summing in another order makes in fp32."""
@@ -140,8 +140,8 @@ def losses_of(
     Raises:
         ConfigError: it fails, or calls ``backward()`` nowhere.
     """
-    with tempfile.TemporaryDirectory(prefix="unipar-verify-") as temporary:
-        work, losses = Path(temporary, "work"), Path(temporary, "losses")
+    with scratch() as temporary:
+        work, losses = temporary / "work", temporary / "losses"
         _copy(root, work)
         losses.mkdir()
         for path, code in files.items():
