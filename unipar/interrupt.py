@@ -54,6 +54,7 @@ class Signals:
         self._grace, self._save_signal = grace_period, save_signal
         self._request = Request()
         self._saves: list[int] = []
+        self._joined: World | None = None
         self._world: World | None = None
         self._before: dict[int, Any] = {}
 
@@ -81,18 +82,22 @@ class Signals:
 
     @contextlib.contextmanager
     def training(self, world: World) -> Iterator[None]:
-        """Let steps be finished before the run stops, for the length of the block.
+        """Let steps be finished before the run stops, from the first :meth:`begin_step` on.
 
         A signal that came too late for a step to see it takes effect at the end of the block.
         """
-        self._world = world
+        self._joined = world
         try:
             yield
         finally:
-            self._world = None
+            self._joined = self._world = None
         self.pass_on()
         if self.stopped_by:
             self._leave(self.stopped_by)
+
+    def begin_step(self) -> None:
+        """Note that there is something to finish from now on."""
+        self._world = self._joined
 
     def pass_on(self) -> None:
         """Call the caller's own handler of the save signal, where he has one and it came."""

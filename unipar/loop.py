@@ -244,6 +244,7 @@ class TrainingRun:
     def _train_step(self, batch: Batch) -> None:
         started = self._last_end if self.history else time.perf_counter()
         launch.mark(self.step + 1, "training step")
+        self.signals.begin_step()
         lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
         done = self.engine.train_step(batch, self.job.loss)
         self.step += 1

@@ -148,6 +148,7 @@ def losses_of(
             (work / path).write_bytes(code.encode())
         environment = {
             "UNIPAR_CAPTURE_DIR": str(losses),
+            "UNIPAR_CAPTURE_LOCK": str(temporary),
             "UNIPAR_CAPTURE_STEPS": str(steps),
             "UNIPAR_CAPTURE_SEED": str(seed),
             **(environ or {}),
@@ -211,8 +212,7 @@ def _run(
             "Ask for fewer with --steps, or give it less to do with --args."
         ) from error
     finally:
-        if process.poll() is None:
-            _kill(process)
+        _kill(process)
     if process.returncode:
         raise ConfigError(
             f"the {name} script failed ({' '.join(command)} gave {process.returncode}):\n"
@@ -222,8 +222,12 @@ def _run(
 
 def _kill(process: subprocess.Popen[str]) -> None:
     """End a launcher and all that it has started, for some put their workers into new sessions."""
-    started = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGKILL)
+    started = []
+    if process.poll() is None:
+        started = psutil.Process(process.pid).children(recursive=True)
+    # Also what has outlived the launcher: ranks, or a rank's compiler.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     for one in started:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()

@@ -52,11 +52,6 @@ def run(directory: Path, strategies: list[str]) -> None:
     assert done.returncode == 0
 
 
-@pytest.mark.timeout(300)
-def test_eight_runs_of_changing_strategies_in_one_torchrun(tmp_path: Path):
-    run(tmp_path, ["ddp", "fsdp"] * 4)
-
-
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("time", range(5))
