@@ -29,6 +29,8 @@ log = logging.getLogger("unipar")
 
 # For an exception to leave the main thread, which may be stuck in a call that is not Python's.
 _UNWIND = 5.0
+# Read where numbers of signals are, of which this is none.
+_NO_MORE = b"\0"
 
 
 class Signals:
@@ -162,8 +164,10 @@ class Signals:
             yield
         finally:
             signal.set_wakeup_fd(before)
-            os.close(theirs)
+            # Closing it would not do: a forked process may hold it open.
+            os.write(theirs, _NO_MORE)
             thread.join()
+            os.close(theirs)
             os.close(ours)
 
     def _watch(self, wakeups: int) -> None:
@@ -173,8 +177,8 @@ class Signals:
             ready, _, _ = select.select([wakeups], [], [], min(max(left, 0.0), 3600.0))
             if not ready and left <= 0:
                 self._end(request.number)
-            numbers = os.read(wakeups, 256) if ready else b"\0"
-            if not numbers:
+            numbers = os.read(wakeups, 256) if ready else b""
+            if _NO_MORE in numbers:
                 return
             for number in numbers:
                 # Ctrl-C has no deadline but the user's patience.

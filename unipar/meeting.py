@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from unipar.world import Placement
@@ -68,7 +69,7 @@ def _find(placement: Placement) -> _Place:
         address = (*address, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     if _place is None or _place.address != address:
         timeout = timedelta(seconds=placement.timeout)
-        found = dist.rendezvous(method, placement.rank, placement.size, timeout=timeout)
+        found = rendezvous(method, placement.rank, placement.size, timeout=timeout)
         store, _, _ = next(iter(found))
         _place = _Place(address, store)
     return _place

@@ -47,7 +47,7 @@ def takes_over(number: signal.Signals) -> bool:
     handler = signal.getsignal(number)
     if number == signal.SIGINT:
         return handler not in (signal.SIG_IGN, None)
-    return handler is signal.SIG_DFL and not caught_outside_python(number)
+    return handler in (signal.SIG_DFL, _end) and not caught_outside_python(number)
 
 
 @contextlib.contextmanager
@@ -57,15 +57,16 @@ def terminations_raised() -> Iterator[None]:
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated(number)
-
-    before = {n: signal.signal(n, end) for n in TERMINATIONS if takes_over(n)}
+    before = {n: signal.signal(n, _end) for n in TERMINATIONS if takes_over(n)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise Terminated(number)
 
 
 def caught_outside_python(number: signal.Signals) -> bool:

@@ -70,6 +70,17 @@ def test_the_second_ends_at_once(number: signal.Signals, monkeypatch: pytest.Mon
     assert reached == [1]
 
 
+def test_a_command_that_cleans_up_after_termination_leaves_the_steps_to_the_run():
+    world = World(Placement())
+    with pytest.raises(RuntimeError, match="stopped"), terminations.terminations_raised():
+        with training(world):
+            signal.raise_signal(signal.SIGTERM)
+            assert world.take_flag(Flag.INTERRUPT)
+            raise RuntimeError("stopped")
+    with pytest.raises(Terminated), terminations.terminations_raised():
+        signal.raise_signal(signal.SIGTERM)
+
+
 def test_what_a_launcher_passes_on_beside_its_scheduler_is_the_same_request():
     reached = []
 
