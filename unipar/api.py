@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -24,12 +23,12 @@ from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
 from unipar.errors import CheckpointError, ConfigError
 from unipar.evaluate import Metric, Predict
 from unipar.job import Job
-from unipar.launch.rundir import temporary_files, tmpdir_remedy
 from unipar.loaders import evaluation_loader
 from unipar.loop import train
 from unipar.loss import LossFn, model_output_loss
 from unipar.optim import NamedScheduler
 from unipar.result import RunResult
+from unipar.scratch import scratch, tmpdir_remedy
 from unipar.strategy import (
     ModelFactory,
     OnNaN,
@@ -74,6 +73,8 @@ def fit(
     resume: Literal["auto"] | str | Path | Unset | None = UNSET,
     timeout: float | Unset = UNSET,
     max_restarts: int | Unset = UNSET,
+    grace_period: float | Unset = UNSET,
+    save_signal: Literal["SIGUSR1", "SIGUSR2", "none"] | Unset = UNSET,
     on_nan: OnNaN | Unset = UNSET,
     output_dir: str | Path | Unset | None = UNSET,
     progress: bool | Unset = UNSET,
@@ -128,6 +129,8 @@ def fit(
             or a path.
         timeout: seconds that a collective waits for a missing rank.
         max_restarts: how often a failed group of processes starts again from its newest checkpoint.
+        grace_period: seconds that the run has after SIGTERM or SIGHUP to finish its step and save.
+        save_signal: the signal that makes the run save and go on, or ``"none"``.
         on_nan: ``"raise"``, ``"skip"`` or ``"ignore"`` a loss that is not finite.
         output_dir: where the run's files go; default: a new directory in ``runs``.
         progress: whether to show progress.
@@ -144,6 +147,7 @@ def fit(
         CheckpointError: a checkpoint cannot be written or read.
         WorkerError: a process failed.
         KeyboardInterrupt: the run was interrupted; it has saved a checkpoint if it was to.
+        Terminated: SIGTERM or SIGHUP ended it, likewise; a ``SystemExit`` with the signal's code.
     """
     given = {name: value for name, value in locals().items() if name in RunConfig.model_fields}
     objects = {
@@ -197,27 +201,28 @@ class _Launch:
         self._write_config(job)
         if planned.joined:
             return train(job, self.placement)
-        with contextlib.ExitStack() as stack:
-            with temporary_files():
-                scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="unipar-"))
+        # In this process if it can be the only one and stays usable, else in new ones.
+        alone = self.placement.size == 1 and self.config.max_restarts == 0
+        keeps_weights = isinstance(model, nn.Module) and (not alone or strategy.rewrites_module)
+        if alone and not keeps_weights:
+            return train(job, self.placement)
+        with scratch() as directory:
             try:
-                return self._start(job, strategy, Path(scratch))
+                return self._start(job, directory, alone=alone, keeps_weights=keeps_weights)
             except CheckpointError as error:
-                if scratch not in str(error):
+                if str(directory) not in str(error):
                     raise
                 raise CheckpointError(f"{error} {tmpdir_remedy()}") from error
 
-    def _start(self, job: Job, strategy: Strategy, scratch: Path) -> RunResult:
-        """Run in this process if it can be the only one and stays usable, else in new ones."""
-        alone = self.placement.size == 1 and self.config.max_restarts == 0
+    def _start(self, job: Job, directory: Path, *, alone: bool, keeps_weights: bool) -> RunResult:
+        """Run away from the caller's module, and put the weights into it afterwards."""
         model = job.model
-        keeps_weights = isinstance(model, nn.Module) and (not alone or strategy.rewrites_module)
         if keeps_weights:
             saves_final = job.checkpoint_dir is not None and _saves_final(job.config)
             job = dataclasses.replace(
                 job,
                 model=copy.deepcopy(model) if alone else model,
-                weights_dir=None if saves_final else scratch / "weights",
+                weights_dir=None if saves_final else directory / "weights",
             )
         if alone:
             result = train(job, self.placement)
@@ -229,6 +234,9 @@ class _Launch:
                 device_type=self.placement.device_type,
                 timeout=self.config.timeout,
                 max_restarts=self.config.max_restarts,
+                grace_period=self.config.grace_period,
+                save_signal=self.config.save_signal_number,
+                directory=directory,
             )
         if keeps_weights:
             source = job.weights_dir or result.checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -31,6 +32,7 @@ from unipar.optim import NamedOptimizer, NamedScheduler
 from unipar.problems import check_plain, config_error
 from unipar.registry import as_mapping
 from unipar.strategy import OnNaN, Precision, StrategyOptions
+from unipar.terminations import GRACE_PERIOD
 
 IMPORT_KEYS = ("model", "data", "eval_data", "loss", "metrics", "predict", "callbacks")
 """What a run file names by import path, and a call of ``fit`` gives as arguments."""
@@ -187,6 +189,11 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Seconds that a collective waits for a missing rank."""
     max_restarts: NonNegativeInt = 0
     """How often a failed group of processes is started again from its newest checkpoint."""
+    grace_period: PositiveFloat = GRACE_PERIOD
+    """Seconds that a run has after SIGTERM or SIGHUP to finish its step and save."""
+    save_signal: Literal["SIGUSR1", "SIGUSR2", "none"] = "SIGUSR1"
+    """The signal that makes a run save and go on. The other of the two asks processes where they
+    are when they hang."""
     on_nan: OnNaN = "raise"
     """What a loss that is not finite does: stop the run, skip the step, or nothing."""
     output_dir: RunPath | None = None
@@ -199,6 +206,11 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """How much is logged."""
     log_every: PositiveInt = 10
     """Steps between logged metrics."""
+
+    @property
+    def save_signal_number(self) -> signal.Signals | None:
+        """The signal itself, or ``None``."""
+        return None if self.save_signal == "none" else signal.Signals[self.save_signal]
 
     @model_validator(mode="before")
     @classmethod

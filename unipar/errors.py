@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -61,6 +62,24 @@ class WorkerError(UniparError):
         self.rank = rank
         self.step = step
         self.worker_traceback = worker_traceback
+
+
+class Terminated(SystemExit):
+    """A run was ended by SIGTERM or SIGHUP, after saving what it was to save.
+
+    Not caught, it ends the script with the exit code that a shell gives to the signal.
+
+    Attributes:
+        signal: the signal.
+        code: 128 and its number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal = signal.Signals(number)
+
+    def __str__(self) -> str:
+        return self.signal.name
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

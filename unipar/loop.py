@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,8 @@ from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
 from unipar.data import Loader
 from unipar.devices import peak_memory
-from unipar.errors import ConfigError
-from unipar.interrupt import interruptible
+from unipar.errors import ConfigError, Terminated
+from unipar.interrupt import Signals
 from unipar.job import Job
 from unipar.loaders import evaluation_loader, training_loader
 from unipar.logs import logging_to_terminal
@@ -38,9 +39,11 @@ def train(job: Job, placement: Placement) -> RunResult:
 
     Raises:
         ConfigError, DataError, CheckpointError: as the message says.
-        KeyboardInterrupt: the run was interrupted, and has saved what it was asked to save.
+        KeyboardInterrupt, Terminated: the run was stopped by a signal, and has saved what it was
+            asked to save.
     """
     config = job.config
+    signals = Signals(grace_period=config.grace_period, save_signal=config.save_signal_number)
     session = Session(
         config.strategy,
         precision=config.precision,
@@ -52,20 +55,23 @@ def train(job: Job, placement: Placement) -> RunResult:
     )
     with (
         logging_to_terminal(config.log_level, main=placement.rank == 0),
+        signals.handled(),
         session,
-        interruptible(session.world),
     ):
         # Processes that a launcher started have named the run's directory each by its own clock.
         output_dir, checkpoint_dir = session.world.broadcast((job.output_dir, job.checkpoint_dir))
         job = dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
-        return TrainingRun(job, session).run()
+        run = TrainingRun(job, session, signals)
+        with signals.training(session.world):
+            return run.run()
 
 
 class TrainingRun:
     """The state of one run in one process."""
 
-    def __init__(self, job: Job, session: Session) -> None:
+    def __init__(self, job: Job, session: Session, signals: Signals) -> None:
         self.job, self.session, self.world = job, session, session.world
+        self.signals = signals
         self.config = job.config
         self.step = 0
         self.history: list[StepRecord] = []
@@ -153,6 +159,7 @@ class TrainingRun:
         if "loader" in manifest.progress:
             self.loader.load_state_dict(manifest.progress["loader"])
         self.step = manifest.step
+        self.signals.newest = path
         log.info(
             "resuming at step %d from %s (written by %s on %d)",
             self.step,
@@ -248,6 +255,7 @@ class TrainingRun:
     def _train_step(self, batch: Batch) -> None:
         started = self._last_end if self.history else time.perf_counter()
         launch.mark(self.step + 1, "training step")
+        self.signals.begin_step()
         lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
         done = self.engine.train_step(batch, self.job.loss)
         self.step += 1
@@ -258,6 +266,8 @@ class TrainingRun:
             self._evaluate()
         if self.saver is not None:
             self._announce(self.saver.after_step(self.step, self._progress(), self._metrics()))
+        if self.world.take_flag(Flag.SAVE):
+            self._save_now()
         if self.world.take_flag(Flag.INTERRUPT):
             self._stop()
         launch.mark(self.step + 1, "loading data")
@@ -327,7 +337,7 @@ class TrainingRun:
     def _announce(self, path: Path | None) -> None:
         if path is None or path == self._announced:
             return
-        self._announced = path
+        self._announced = self.signals.newest = path
         for callback in self.callbacks:
             callback.on_checkpoint(self.info, checkpoint.step_of(path), path)
         self._last_end = time.perf_counter()
@@ -343,16 +353,31 @@ class TrainingRun:
             checkpoint.save_weights(self.job.weights_dir, self.engine, self.world)
         return newest
 
+    def _save_now(self) -> None:
+        """Save because a signal asks for it, and go on."""
+        if self.saver is None:
+            log.warning("a signal asks for a checkpoint, and checkpoint=False: nothing was saved")
+        else:
+            kept = self.saver.save_now(self.step, self._progress(), self._metrics())
+            self._announce(kept)
+            log.info("saved after step %d to %s, as a signal asks", self.step, kept)
+        self.signals.pass_on()
+
     def _stop(self) -> None:
+        number = max(self.world.gather(self.signals.stopped_by))
         kept = None
         if self.saver is not None:
             kept = self.saver.finish(self.step, self._progress(), self._metrics())
-        log.warning(
-            "interrupted after step %d%s",
+        log.log(
+            logging.WARNING if self.world.is_main else logging.INFO,
+            "%s after step %d%s",
+            "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: stopped",
             self.step,
             f"; saved to {kept}, continue with resume='auto'" if kept else "; nothing was saved",
         )
-        raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise Terminated(number)
 
     def _result(self, newest: Path | None, wall_time: float) -> RunResult:
         metrics = dict(self.evaluations[-1][1]) if self.evaluations else {}

@@ -61,8 +61,17 @@ class Saver:
         self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> Path | None:
         """Save once more if asked to, wait for all writing; the newest checkpoint. Collective."""
+        if self.settings.save_final:
+            return self.save_now(step, progress, metrics)
         self.wait()
-        if self.settings.save_final and self._last_step != step:
+        return self._newest
+
+    def save_now(
+        self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> Path | None:
+        """Save unless this step is saved, and wait for all writing; the newest. Collective."""
+        self.wait()
+        if self._last_step != step:
             self._save(step, progress, metrics)
             self.wait()
         return self._newest

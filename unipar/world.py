@@ -13,12 +13,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from unipar.meeting import meet
+
 
 class Flag(IntEnum):
     """What any rank may ask of all at the next step boundary (see :meth:`World.raise_flag`)."""
 
     INTERRUPT = 0
+    """Stop: a signal came, such as that of Ctrl-C."""
     CHECKPOINT = 1
+    """Save, by the clock."""
+    SAVE = 2
+    """Save, because a signal asks for it."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +234,7 @@ def join(placement: Placement, *, process_group: bool = True) -> World:
         else:
             dist.init_process_group(
                 backend,
-                init_method=placement.init_method,
+                store=meet(placement),
                 rank=placement.rank,
                 world_size=placement.size,
                 timeout=timeout,

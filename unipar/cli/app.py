@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from unipar.errors import ConfigError, UniparError
+from unipar.terminations import terminations_raised
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 
@@ -48,7 +49,8 @@ def _app() -> App:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0 is success, 1 a run that failed, 2 something for the user to mend, 130 an interrupt.
+    0 is success, 1 a run that failed, 2 something for the user to mend, 130 an interrupt. SIGTERM
+    and SIGHUP leave by way of ``SystemExit``, with their exit codes, 143 and 129.
 
     Args:
         argv: the arguments after the program's name; left out: those of this process.
@@ -56,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = list(sys.argv[1:] if argv is None else argv)
     verbose = "--verbose" in tokens
     try:
-        result: Any = _app()(tokens, exit_on_error=False, result_action="return_value")
+        with terminations_raised():
+            result: Any = _app()(tokens, exit_on_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError:
         return USAGE_ERROR  # cyclopts has already said what was wrong.

@@ -16,6 +16,7 @@ from unipar.errors import InstallError
 from unipar.install.cache import wheel_directory
 from unipar.install.commands import Command, Runner, pip
 from unipar.install.recipe import Build, Edit
+from unipar.scratch import scratch
 
 
 def build_wheel(build: Build, run: Runner) -> Path:
@@ -26,8 +27,7 @@ def build_wheel(build: Build, run: Runner) -> Path:
     """
     kept = wheel_directory(build)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=kept.parent) as directory:
-        work = Path(directory)
+    with scratch(kept.parent, prefix=".building-") as work:
         prepare, wheel = commands(build, work)
         for command in prepare:
             run(command)

@@ -13,11 +13,12 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SubprocessContext
 
-from unipar.errors import UniparError, WorkerError
+from unipar.errors import Terminated, UniparError, WorkerError
 from unipar.launch import report
 from unipar.launch.failure import Failure, Kind, cause
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import RunDir
+from unipar.terminations import Request
 
 logger = logging.getLogger("unipar.launch")
 
@@ -29,9 +30,11 @@ _SETTLE = 3.0
 # The failed rank's own exit handlers (metrics writers, open files).
 _LAST_WORDS = 2.0
 _SHUTDOWN = 3
-# After an interrupt: until all ranks end, and until the rest end once one has failed.
+# After Ctrl-C, until all ranks end; and after any signal, until the rest end once one has failed.
 _INTERRUPT_GRACE = 600.0
 _INTERRUPT_REST = 30.0
+# The ranks keep the grace period themselves, and say what was saved; this is for one that cannot.
+_GRACE_MARGIN = 10.0
 
 
 class WorkerLogs(LogsSpecs):
@@ -62,25 +65,42 @@ class Agent(LocalElasticAgent):
 
     Attributes:
         failure: the error of the last attempt that failed.
-        interrupts: how often the user has asked to stop (Ctrl-C).
+        stopped_by: the signal that ends the run, or 0.
     """
 
-    def __init__(self, spec: api.WorkerSpec, run: RunDir, *, timeout: float) -> None:
+    def __init__(
+        self,
+        spec: api.WorkerSpec,
+        run: RunDir,
+        *,
+        timeout: float,
+        grace_period: float,
+        stack_signal: signal.Signals,
+    ) -> None:
         super().__init__(spec, WorkerLogs(run), exit_barrier_timeout=_SHUTDOWN)
         self._run_dir = run
         self._timeout = timeout
         self._attempts: list[WorkerGroup] = []
-        self._interrupted_at = 0.0
+        self._grace, self._stack_signal = grace_period, stack_signal
+        self._request = Request()
+        self._stopped_at = 0.0
+        self._at_once = False
         self.failure: UniparError | None = None
-        self.interrupts = 0
+        self.stopped_by = 0
 
-    def interrupt(self) -> None:
+    def stop(self, number: signal.Signals) -> None:
         """Ask the workers to stop; a second call makes them. Safe in a signal handler."""
-        self.interrupts += 1
-        if self.interrupts == 1:
-            self._interrupted_at = time.monotonic()
-            if self._attempts:
-                self._attempts[-1].signal(signal.SIGINT)
+        insists = self._request.insists(number)
+        if insists:
+            self._at_once = True
+        elif insists is False:
+            self.stopped_by, self._stopped_at = number, time.monotonic()
+            self.pass_on(number)
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Pass a signal on to the workers. Safe in a signal handler."""
+        if self._attempts:
+            self._attempts[-1].signal(number)
 
     def close(self) -> None:
         """End whatever the workers of any attempt have left running, and close the port."""
@@ -100,22 +120,31 @@ class Agent(LocalElasticAgent):
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-        self._attempts.append(WorkerGroup(processes, self._run_dir.attempt(restart)))
-        if self.interrupts:
-            self._attempts[-1].signal(signal.SIGINT)
+        self._attempts.append(
+            WorkerGroup(processes, self._run_dir.attempt(restart), self._stack_signal)
+        )
+        if self.stopped_by:
+            self.pass_on(signal.Signals(self.stopped_by))
         return pids
 
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: api.WorkerGroup
     ) -> api.RunResult:
         group = self._attempts[-1]
-        if self.interrupts:
-            self._await_interrupted(group)
-            raise KeyboardInterrupt
+        if self.stopped_by:
+            self._await_stopped(group)
+            if self.stopped_by == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise Terminated(self.stopped_by)
         if not group.failures():
             return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
         failures = self._settle(group)
-        if self.interrupts:
+        if not self.stopped_by and (ended_by := cause(failures).signal):
+            # It came to a rank alone, and the ranks have agreed on it, or will lose that one.
+            if not cause(failures).traceback:
+                logger.warning(report.ended(group, cause(failures)))
+            self.stopped_by, self._stopped_at = ended_by, time.monotonic()
+        if self.stopped_by:
             return self._monitor_workers(worker_group)
         self.failure = self._explain(group, failures)
         self._shutdown(timeout=_SHUTDOWN)
@@ -129,7 +158,8 @@ class Agent(LocalElasticAgent):
         return api.RunResult(state=api.WorkerState.FAILED)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        super()._shutdown(death_sig, min(timeout, _SHUTDOWN))
+        # Workers take SIGTERM as a reason to finish their step, and here none is to be finished.
+        super()._shutdown(signal.SIGKILL, min(timeout, _SHUTDOWN))
         for group in self._attempts:
             group.sweep()
 
@@ -149,7 +179,7 @@ class Agent(LocalElasticAgent):
                     return failures
             elif heard or now > deadline:
                 return failures
-            if self.interrupts:
+            if self.stopped_by:
                 return failures
             time.sleep(_POLL)
 
@@ -163,26 +193,30 @@ class Agent(LocalElasticAgent):
             return first.error
         return report.failed(group, first)
 
-    def _await_interrupted(self, group: WorkerGroup) -> None:
-        """Let the workers end by themselves after an interrupt, within reason.
+    def _await_stopped(self, group: WorkerGroup) -> None:
+        """Let the workers end by themselves after a signal, within reason.
 
         Raises:
             UniparError: one of the library's own errors on the way out, such as a checkpoint
                 that could not be written.
         """
         first_failed = None
-        while group.running() and self.interrupts < 2:
+        grace = _INTERRUPT_GRACE
+        if self.stopped_by != signal.SIGINT:
+            grace = self._grace + _GRACE_MARGIN
+        while group.running() and not self._at_once:
             now = time.monotonic()
             if first_failed is None and group.failures():
                 first_failed = now
-            if now - self._interrupted_at > _INTERRUPT_GRACE:
+            if now - self._stopped_at > grace:
+                logger.warning("The ranks have not ended within %g s and are killed.", grace)
                 break
             if first_failed is not None and now - first_failed > _INTERRUPT_REST:
                 break
             time.sleep(_POLL)
         errors = [failure for failure in group.failures() if failure.error is not None]
         self._shutdown(timeout=_SHUTDOWN)
-        if errors and self.interrupts < 2:
+        if errors and not self._at_once:
             error = cause(errors).error
             assert error is not None
             raise error

@@ -17,10 +17,11 @@ from typing import Any
 
 import cloudpickle
 
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, Terminated
 from unipar.launch.failure import Kind, write_failure
 from unipar.launch.progress import open_marks
-from unipar.launch.rundir import RunDir, temporary_files
+from unipar.launch.rundir import RunDir
+from unipar.scratch import temporary_files
 from unipar.subprocesses import end_with
 from unipar.world import Placement
 
@@ -37,7 +38,7 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     # A killed process cannot remove the directory that it makes for its sockets.
     process.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
     stack = attempt.stack(placement.rank).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
+    faulthandler.register(start["stack_signal"], file=stack, all_threads=False)
     end_with(start["parent"], lambda: shutil.rmtree(run.root, ignore_errors=True))
     try:
         fn = _load(run.payload)
@@ -62,6 +63,8 @@ def serve(directory: str, start: dict[str, Any]) -> None:
             # Leaving would close this rank's connections and give other waiting ranks a second
             # kind of error before their own time is up.
             time.sleep(_LINGER)
+        if isinstance(error, Terminated):
+            sys.exit(error.code)
         sys.exit(130 if kind is Kind.INTERRUPT else 1)
 
 

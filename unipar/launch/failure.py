@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-from unipar.errors import UniparError, WorkerError
+from unipar.errors import Terminated, UniparError, WorkerError
 from unipar.launch.rundir import Attempt
 
 _MAX_MESSAGE = 2000
@@ -38,7 +38,7 @@ class Kind(str, Enum):
     ERROR = "error"
     """The rank failed by itself."""
     INTERRUPT = "interrupt"
-    """The rank was interrupted (Ctrl-C)."""
+    """The rank was stopped by a signal (Ctrl-C, SIGTERM)."""
     TIMEOUT = "timeout"
     """The rank waited in a collective until its time was up: another rank is missing."""
     LOST = "lost"
@@ -47,7 +47,7 @@ class Kind(str, Enum):
 
 def classify(error: BaseException) -> Kind:
     """Whether ``error`` began on this rank, or came from another one through a collective."""
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, (KeyboardInterrupt, Terminated)):
         return Kind.INTERRUPT
     for link in _chain(error):
         text = str(link)
@@ -72,7 +72,9 @@ def write_failure(error: BaseException, attempt: Attempt, rank: int) -> Kind:
         {"title": _title(link), "frames": _frames(traceback.extract_tb(link.__traceback__))}
         for link in _chain(error)[-_MAX_CHAIN:]
     ]
-    record = {"kind": kind.value, "time": time.time(), "links": links}
+    record: dict[str, Any] = {"kind": kind.value, "time": time.time(), "links": links}
+    if isinstance(error, Terminated):
+        record["signal"] = error.signal.value
     _replace(attempt.record(rank), json.dumps(record).encode())
     return kind
 
@@ -88,6 +90,7 @@ class Failure:
         title: what happened, in a line: ``ValueError: …`` or ``killed by SIGKILL``.
         traceback: as text, shortened to the user's frames; empty when there is none.
         error: the exception itself, where it is one of the library's own.
+        signal: SIGTERM or SIGHUP, where that ended the rank; else 0.
     """
 
     rank: int
@@ -96,6 +99,7 @@ class Failure:
     title: str
     traceback: str = ""
     error: UniparError | None = None
+    signal: int = 0
 
 
 def read_failure(attempt: Attempt, rank: int) -> Failure | None:
@@ -117,6 +121,7 @@ def read_failure(attempt: Attempt, rank: int) -> Failure | None:
         title=links[-1]["title"],
         traceback=_format(links),
         error=error,
+        signal=record.get("signal", 0),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from unipar.launch.failure import Failure, Kind, read_failure
 from unipar.launch.rundir import Attempt
+from unipar.terminations import TERMINATIONS
 
 _STACK_WAIT = 1.0
 _SWEEP_WAIT = 2.0
@@ -23,6 +24,7 @@ class WorkerGroup:
 
     processes: Mapping[int, subprocess.Popen]
     attempt: Attempt
+    stack_signal: signal.Signals
     _ended: dict[int, float] = field(default_factory=dict)
     _to_sweep: set[int] = field(init=False)
 
@@ -50,7 +52,7 @@ class WorkerGroup:
             failure = read_failure(self.attempt, rank) if recorded else None
             if failure is None and code:
                 when = self._ended.setdefault(rank, time.time())
-                failure = Failure(rank, _kind_of_exit(code), when, _describe_exit(code))
+                failure = _failure_of_exit(rank, code, when)
             if failure is not None:
                 found.append(failure)
         return found
@@ -67,7 +69,7 @@ class WorkerGroup:
         if not path.exists():
             return ""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            os.kill(self.processes[rank].pid, self.stack_signal)
         deadline = time.monotonic() + _STACK_WAIT
         while time.monotonic() < deadline and not path.stat().st_size:
             time.sleep(0.05)
@@ -93,8 +95,16 @@ def _kill_group(group: int) -> bool:
     return True
 
 
-def _kind_of_exit(code: int) -> Kind:
-    return Kind.INTERRUPT if code in (-signal.SIGINT, 130) else Kind.ERROR
+def _failure_of_exit(rank: int, code: int, when: float) -> Failure:
+    number = -code if code < 0 else code - 128
+    stopped = number in (signal.SIGINT, *TERMINATIONS)
+    return Failure(
+        rank,
+        Kind.INTERRUPT if stopped else Kind.ERROR,
+        when,
+        _describe_exit(code),
+        signal=number if number in TERMINATIONS else 0,
+    )
 
 
 def _describe_exit(code: int) -> str:

@@ -7,18 +7,20 @@ import json
 import logging
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from unipar.errors import ConfigError, UniparError, WorkerError
-from unipar.launch.rundir import RunDir, temporary_files, tmpdir_remedy
+from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
+from unipar.launch.rundir import RunDir
+from unipar.scratch import scratch, temporary_files, tmpdir_remedy
+from unipar.terminations import GRACE_PERIOD, TERMINATIONS, takes_over
 from unipar.world import Placement
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ def run(
     device_type: str = "cpu",
     timeout: float = 1800.0,
     max_restarts: int = 0,
+    grace_period: float = GRACE_PERIOD,
+    save_signal: signal.Signals | None = None,
+    directory: Path | None = None,
 ) -> T:
     """Call ``fn(placement)`` in ``devices`` new processes and return what rank 0's call returns.
 
@@ -54,6 +59,10 @@ def run(
         timeout: how long a collective waits for a rank, in seconds.
         max_restarts: how often the whole group is started again after a rank fails. Errors of
             unipar's own are not retried.
+        grace_period: how long the workers have to end after SIGTERM or SIGHUP, in seconds.
+        save_signal: a signal that is passed on to the workers, and changes nothing else.
+        directory: an empty private one to work in, which the caller removes; left out: made and
+            removed here.
 
     Raises:
         ConfigError: what was asked cannot be started here.
@@ -61,27 +70,41 @@ def run(
         WorkerError: a rank raised anything else, was killed, or stopped taking part.
         KeyboardInterrupt: the user interrupted the run. The first Ctrl-C goes to the workers as
             SIGINT, so that they can save; the second ends them.
+        Terminated: the same for SIGTERM and SIGHUP, which may also have come to a worker alone.
+            Those that this process ignores, or has a handler of its own for, are left alone.
     """
     _check(devices, num_nodes, device_type)
     # Rank 0 writes to the same place, and what this process printed before came first.
     sys.stdout.flush()
-    directory = RunDir.create()
-    try:
+    with contextlib.ExitStack() as stack:
+        files = RunDir(directory or stack.enter_context(scratch()))
         with temporary_files():
-            _write_payload(fn, directory)
-            _write_start(directory, devices=devices, device_type=device_type, timeout=timeout)
-        _run_agent(directory, devices=devices, timeout=timeout, max_restarts=max_restarts)
-        if not directory.result.exists():
-            raise WorkerError("Rank 0 ended before its function had returned.", rank=0)
-        with directory.result.open("rb") as file:
+            _write_payload(fn, files)
+            _write_start(
+                files,
+                devices=devices,
+                device_type=device_type,
+                timeout=timeout,
+                save_signal=save_signal,
+            )
+        try:
+            _run_agent(
+                files,
+                devices=devices,
+                timeout=timeout,
+                max_restarts=max_restarts,
+                grace_period=grace_period,
+                save_signal=save_signal,
+            )
+            if not files.result.exists():
+                raise WorkerError("Rank 0 ended before its function had returned.", rank=0)
+        except WorkerError as error:
+            if not files.has_room():
+                # Then a worker could not say how it failed, and may have failed of just that.
+                error.args = (f"{error}\nA temporary file cannot be written. {tmpdir_remedy()}",)
+            raise
+        with files.result.open("rb") as file:
             return pickle.load(file)
-    except WorkerError as error:
-        if not directory.has_room():
-            # Then a worker could not say how it failed, and may have failed of just that.
-            error.args = (f"{error}\nA temporary file cannot be written. {tmpdir_remedy()}",)
-        raise
-    finally:
-        shutil.rmtree(directory.root, ignore_errors=True)
 
 
 def _check(devices: int, num_nodes: int, device_type: str) -> None:
@@ -121,7 +144,14 @@ def _write_payload(fn: Callable[..., Any], directory: RunDir) -> None:
     directory.payload.write_bytes(payload)
 
 
-def _write_start(directory: RunDir, *, devices: int, device_type: str, timeout: float) -> None:
+def _write_start(
+    directory: RunDir,
+    *,
+    devices: int,
+    device_type: str,
+    timeout: float,
+    save_signal: signal.Signals | None,
+) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environ = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // devices))}
     if sys.platform == "linux":
@@ -134,11 +164,26 @@ def _write_start(directory: RunDir, *, devices: int, device_type: str, timeout: 
         "parent": os.getpid(),
         "timeout": timeout,
         "device_type": device_type,
+        "save_signal": save_signal,
+        "stack_signal": _stack_signal(save_signal),
     }
     directory.start.write_text(json.dumps(start))
 
 
-def _run_agent(directory: RunDir, *, devices: int, timeout: float, max_restarts: int) -> None:
+def _stack_signal(save_signal: signal.Signals | None) -> signal.Signals:
+    """What asks a worker where it is; the one of the two that the user has not taken."""
+    return signal.SIGUSR1 if save_signal == signal.SIGUSR2 else signal.SIGUSR2
+
+
+def _run_agent(
+    directory: RunDir,
+    *,
+    devices: int,
+    timeout: float,
+    max_restarts: int,
+    grace_period: float,
+    save_signal: signal.Signals | None,
+) -> None:
     # Torch's agent is slow to import, and needed only here.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -156,26 +201,28 @@ def _run_agent(directory: RunDir, *, devices: int, timeout: float, max_restarts:
         max_restarts=max_restarts,
         monitor_interval=0.05,
     )
-    agent = Agent(spec, directory, timeout=timeout)
-    ended_by = None
+    agent = Agent(
+        spec,
+        directory,
+        timeout=timeout,
+        grace_period=grace_period,
+        stack_signal=_stack_signal(save_signal),
+    )
     result: Any = None
-    with _quiet_elastic(), _signals(agent):
+    with _quiet_elastic(), _signals(agent, save_signal):
         try:
             result = cast(Any, agent.run())
         except SignalException as end:
-            ended_by = end.sigval
+            raise Terminated(end.sigval) from None
         except UniparError as refused:
             if refused is not agent.failure:
                 raise
         finally:
             agent.close()
-    if ended_by is not None:
-        shutil.rmtree(directory.root, ignore_errors=True)
-        # With the caller's own handler back in place, the signal does what it would have done.
-        signal.raise_signal(ended_by)
-        raise SystemExit(128 + ended_by)
-    if agent.interrupts:
+    if agent.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
+    if agent.stopped_by:
+        raise Terminated(agent.stopped_by)
     if result is None or result.is_failed():
         assert agent.failure is not None
         # The frames of torch's agent, through which it came, say nothing about it.
@@ -202,8 +249,8 @@ def _quiet_elastic() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals(agent: Agent) -> Iterator[None]:
-    """Let Ctrl-C reach the workers, and termination end them, for the length of the block.
+def _signals(agent: Agent, save_signal: signal.Signals | None) -> Iterator[None]:
+    """Let signals reach the workers for the length of the block; SIGQUIT ends them.
 
     Torch's agent handles the signals that ``TORCHELASTIC_SIGNALS_TO_HANDLE`` names, and leaves
     its handlers in place; it would also revive signals that the caller ignores (``nohup``).
@@ -211,14 +258,16 @@ def _signals(agent: Agent) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ending = [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT]
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ending)}
-    handled = [number for number in ending if before[number] is not signal.SIG_IGN]
+    stopping = [n for n in (signal.SIGINT, *TERMINATIONS) if takes_over(n)]
+    before = {number: signal.getsignal(number) for number in (*stopping, signal.SIGQUIT)}
     name = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     setting = os.environ.get(name)
-    os.environ[name] = ",".join(number.name for number in handled)
-    if before[signal.SIGINT] is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: agent.interrupt())
+    os.environ[name] = "" if before[signal.SIGQUIT] is signal.SIG_IGN else "SIGQUIT"
+    for number in stopping:
+        signal.signal(number, lambda number, _: agent.stop(signal.Signals(number)))
+    if save_signal is not None and signal.getsignal(save_signal) is signal.SIG_DFL:
+        before[save_signal] = signal.SIG_DFL
+        signal.signal(save_signal, lambda number, _: agent.pass_on(signal.Signals(number)))
     try:
         yield
     finally:

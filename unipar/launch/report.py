@@ -40,6 +40,13 @@ def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
     )
 
 
+def ended(group: WorkerGroup, failure: Failure) -> str:
+    """What is said of a rank that a signal has ended before it could save with the others."""
+    mark = read_mark(group.attempt.mark(failure.rank))
+    line = f"Rank {failure.rank} of {group.size} {_in_step('ended', mark)}: it {failure.title}."
+    return "\n".join([line, *_log_tail(group, failure.rank)])
+
+
 def hung(group: WorkerGroup, waiting: list[int], missing: list[int], timeout: float) -> WorkerError:
     """The error for ranks that waited in a collective for others that never came."""
     waited = read_mark(group.attempt.mark(waiting[0]))

@@ -2,40 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from unipar.errors import ConfigError
-
 _ROOM = 1 << 20
 """Bytes; what workers write is less, but for what the run's function returns."""
-
-
-def no_room(error: OSError) -> ConfigError:
-    """The error for temporary files that cannot be written."""
-    return ConfigError(f"a temporary file cannot be written: {error.strerror}. {tmpdir_remedy()}")
-
-
-def tmpdir_remedy() -> str:
-    """What to do where the temporary directory is full."""
-    directory = tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
-    return (
-        f"The temporary directory is {directory}: make room in it, or set the environment variable "
-        "TMPDIR to a directory that has some."
-    )
-
-
-@contextlib.contextmanager
-def temporary_files() -> Iterator[None]:
-    """Around what writes temporary files, and nothing else."""
-    try:
-        yield
-    except OSError as error:
-        raise no_room(error) from error
 
 
 @dataclass(frozen=True)
@@ -66,14 +37,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of one call of :func:`unipar.launch.run`: mode 0700, removed at its end."""
+    """The directory of one call of :func:`unipar.launch.run`, made by :mod:`unipar.scratch`."""
 
     root: Path
-
-    @classmethod
-    def create(cls) -> RunDir:
-        with temporary_files():
-            return cls(Path(tempfile.mkdtemp(prefix="unipar-")))
 
     @property
     def start(self) -> Path:

@@ -13,12 +13,14 @@ import sys
 
 
 def main() -> None:
-    # Until the worker's function runs, an interrupt or a termination ends it without a traceback.
+    # Until the worker's function runs, an interrupt ends it without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     directory = sys.argv[1]
     with open(os.path.join(directory, "start.json"), encoding="utf-8") as file:
         start = json.load(file)
+    if start["save_signal"] and signal.getsignal(start["save_signal"]) is signal.SIG_DFL:
+        # Nothing is there yet that could be saved, and it is no reason to end.
+        signal.signal(start["save_signal"], lambda *_: None)
     if os.environ["RANK"] != "0":
         # The agent has opened the log as stderr; sharing its descriptor keeps the lines in order.
         os.dup2(2, 1)

@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -20,6 +19,7 @@ import psutil
 from unipar.errors import ConfigError
 from unipar.migrate.launchers import REPORTS, command
 from unipar.migrate.notebooks import SUFFIX, Notebook
+from unipar.scratch import scratch
 
 TOLERANCE = 1e-5
 """Relative difference up to which losses agree: what summing in another order makes in fp32."""
@@ -159,14 +159,15 @@ def losses_of(
     Raises:
         ConfigError: it fails, or calls ``backward()`` nowhere.
     """
-    with tempfile.TemporaryDirectory(prefix="unipar-verify-") as temporary:
-        work, losses = Path(temporary, "work"), Path(temporary, "losses")
+    with scratch() as temporary:
+        work, losses = temporary / "work", temporary / "losses"
         _copy(root, work)
         losses.mkdir()
         for path, code in files.items():
             (work / path).write_bytes(code.encode())
         environment = {
             "UNIPAR_CAPTURE_DIR": str(losses),
+            "UNIPAR_CAPTURE_LOCK": str(temporary),
             "UNIPAR_CAPTURE_STEPS": str(steps),
             "UNIPAR_CAPTURE_SEED": str(seed),
             **(environ or {}),
@@ -230,8 +231,7 @@ def _run(
             "Ask for fewer with --steps, or give it less to do with --args."
         ) from error
     finally:
-        if process.poll() is None:
-            _kill(process)
+        _kill(process)
     if process.returncode:
         raise ConfigError(
             f"the {name} script failed ({' '.join(command)} gave {process.returncode}):\n"
@@ -241,8 +241,12 @@ def _run(
 
 def _kill(process: subprocess.Popen[str]) -> None:
     """End a launcher and all that it has started, for some put their workers into new sessions."""
-    started = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, signal.SIGKILL)
+    started = []
+    if process.poll() is None:
+        started = psutil.Process(process.pid).children(recursive=True)
+    # Also what has outlived the launcher: ranks, or a rank's compiler.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     for one in started:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()

@@ -28,6 +28,7 @@ from typing import Any
 import cloudpickle
 
 from unipar.environ import environ
+from unipar.scratch import scratch
 from unipar.testing.worker import Outcome, Task, work
 from unipar.world import Placement
 
@@ -87,7 +88,7 @@ class WorkerPool:
         """
         payload = cloudpickle.dumps((fn, args))
         self._start()
-        with tempfile.TemporaryDirectory(prefix="unipar-world-") as directory:
+        with scratch() as directory:
             try:
                 return self._run(fn, payload, directory, timeout)
             except BaseException:
@@ -96,7 +97,7 @@ class WorkerPool:
                     self._kill()
                 raise
 
-    def _run(self, fn: Callable[..., Any], payload: bytes, directory: str, limit: float) -> list:
+    def _run(self, fn: Callable[..., Any], payload: bytes, directory: Path, limit: float) -> list:
         meeting = f"file://{directory}/store" if self.size > 1 else None
         for rank, worker in enumerate(self._workers):
             placement = Placement(
@@ -212,7 +213,7 @@ class _Worker:
         """Let the process print where it stands."""
         if self.process.pid is not None:
             with suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGUSR1)
+                os.kill(self.process.pid, signal.SIGUSR2)
 
     def waits_in(self) -> str:
         """What the process waits for in the kernel, where the system tells."""

@@ -82,7 +82,7 @@ def work(tasks: Connection, printed: Connection, environ: Mapping[str, str]) -> 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.register(signal.SIGUSR2, all_threads=False)
 
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

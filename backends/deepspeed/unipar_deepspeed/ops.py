@@ -17,7 +17,6 @@ import os
 import platform
 import sys
 import sysconfig
-import tempfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 
 from unipar.errors import ConfigError
 from unipar.install.cache import cache_directory, torch_version
+from unipar.scratch import scratch
 
 NEEDED = {"async_io": ("pin_memory", "async_io")}
 """What has to be loaded for an operator, in this order."""
@@ -108,8 +108,8 @@ def build(operator: str) -> None:
         print(f"{operator} is in {kept} already; remove that to build it anew.")
         return
     kept.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".building-", dir=kept) as work:
-        os.environ["TORCH_EXTENSIONS_DIR"] = work
+    with scratch(kept, prefix=".building-") as work:
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(work)
         from deepspeed.accelerator import get_accelerator  # pyright: ignore
 
         accelerator: Any = get_accelerator()

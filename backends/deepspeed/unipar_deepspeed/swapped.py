@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import nn
 
 from unipar.engine import Undo, flat_state
 from unipar.errors import ConfigError
+from unipar.scratch import scratch
 from unipar.state import TensorState
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part
 
@@ -233,8 +233,9 @@ def own_files(path: Path, module: nn.Module, world_size: int) -> tuple[Files, Un
 
     DeepSpeed names its files by rank and parameter, so two runs would write over each other's.
     """
-    made = Path(tempfile.mkdtemp(prefix="unipar-", dir=path))
+    kept = contextlib.ExitStack()
+    made = kept.enter_context(scratch(path))
     largest = max(parameter.numel() for parameter in module.parameters())
     # A module's own parameters are all there at once, and some may have been read ahead.
     together = max(len(list(each.parameters(recurse=False))) for each in module.modules())
-    return Files(made, -(-largest // world_size), together + 4), lambda: shutil.rmtree(made)
+    return Files(made, -(-largest // world_size), together + 4), kept.close

@@ -154,7 +154,11 @@ def test_toml_works_likewise(job: Path) -> None:
     assert done.stderr == ""
 
 
-def test_interrupt_saves_says_so_and_resumes(job: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough)],
+)
+def test_a_signal_saves_says_so_and_resumes(job: Path, number: signal.Signals, code: int) -> None:
     (job / "run.yaml").write_text(RUN.replace("job:data", "job:Slow").replace("3", "500"))
     process = subprocess.Popen(
         [sys.executable, "-m", "unipar", "train", "run.yaml"],
@@ -167,9 +171,9 @@ def test_interrupt_saves_says_so_and_resumes(job: Path) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not (metrics.exists() and metrics.stat().st_size):
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
+    assert process.returncode == code, said
     assert "continue with resume='auto'" in said
     assert "Traceback" not in said
     (saved,) = (job / "out/checkpoints").iterdir()

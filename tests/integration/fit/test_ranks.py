@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from small_run import (
 from torch import nn
 
 from unipar import Callback, RunInfo, StepRecord, fit, load_model
-from unipar.errors import ConfigError, DataError, NonFiniteLossError
+from unipar.errors import ConfigError, DataError, NonFiniteLossError, Terminated
 from unipar.testing.pool import WorldPools
 from unipar.world import Flag, Placement
 
@@ -171,22 +172,22 @@ def test_an_interrupt_on_one_rank_saves_on_all_at_the_same_step(
 
         def on_step_end(self, run: Any, record: Any) -> None:
             if run.rank == 1 and record.step == 2:
-                os.kill(os.getpid(), 2)
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def task(placement: Placement) -> str:
         try:
             fit_in_world(
                 placement, tmp_path, strategy="ddp", checkpoint={}, callbacks=[Interrupt()]
             )
-        except KeyboardInterrupt:
-            return "interrupted"
+        except Terminated as stopped:
+            return str(stopped)
         return "ended"
 
     def resume(placement: Placement) -> list[float]:
         changes: dict[str, Any] = {"strategy": "fsdp", "checkpoint": {}, "resume": "auto"}
         return fit_in_world(placement, tmp_path, **changes).losses
 
-    assert world_pool(2).run(task) == ["interrupted"] * 2
+    assert world_pool(2).run(task) == ["SIGTERM"] * 2
     rest = world_pool(2).run(resume)[0]
     losses = reference()[0]
     assert 0 < len(rest) < len(losses) - 1

@@ -110,9 +110,11 @@ def test_an_error_while_saving_is_not_hidden_by_the_interrupt(script):
     assert process.communicate(timeout=60) == ("disk is full\n", "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_end_with_the_launching_process(script, number):
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGQUIT, 131)]
+)
+def test_workers_end_with_the_launching_process(script, number, code):
     process = script.start(PLAIN)
     script.wait_for("ready-0", "ready-1")
     process.send_signal(number)
-    assert process.wait(timeout=60) == -number
+    assert process.wait(timeout=60) == code

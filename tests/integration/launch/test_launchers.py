@@ -1,4 +1,4 @@
-"""Processes that a launcher has started find each other by its variables."""
+"""Processes that a launcher has started find each other by its variables, for every run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from unipar.launch import detect
 from unipar.world import joined
 
 placement = detect()
-with joined(placement) as world:
-    total = torch.ones(1) * (world.rank + 1)
-    dist.all_reduce(total)
-    line = f"{world.rank} {world.size} {world.local_rank} {total.item()}\\n"
-    # In one piece, for ranks may share a pipe.
-    os.write(1, line.encode())
+for run in range(3):
+    with joined(placement) as world:
+        total = torch.ones(1) * (world.rank + 1)
+        dist.all_reduce(total)
+line = f"{world.rank} {world.size} {world.local_rank} {total.item()}\\n"
+# In one piece, for ranks may share a pipe.
+os.write(1, line.encode())
 """
 LAUNCHERS = re.compile(r"^(SLURM|OMPI|PMI|PMIX|MPI|TORCHELASTIC)_|^(RANK|LOCAL_RANK|WORLD_SIZE)$")
 

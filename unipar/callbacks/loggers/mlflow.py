@@ -10,6 +10,7 @@ from typing import Any
 
 from unipar.callbacks.base import RunInfo
 from unipar.callbacks.loggers.base import Logger, flat_config, recall, remember
+from unipar.errors import Terminated
 
 _MAX_PARAMS = 100  # in one request, by MLflow's REST API
 
@@ -66,7 +67,9 @@ class MLflowLogger(Logger):
         self._terminate("FINISHED")
 
     def fail(self, error: BaseException) -> None:
-        self._terminate("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        self._terminate(
+            "KILLED" if isinstance(error, (KeyboardInterrupt, Terminated)) else "FAILED"
+        )
 
     def _terminate(self, status: str) -> None:
         if self._client is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from unipar import checkpoint
+from unipar.scratch import scratch
 from unipar.strategy import Strategy
 from unipar.testing.cases.case import case_also_at
 from unipar.testing.cases.numbers import TOKENS
@@ -28,8 +28,8 @@ def resumes(kit: Kit) -> None:
         replace(TOKENS, max_grad_norm=0.5, num_steps=10),
     ]
     scenarios = [kit.fit(scenario) for scenario in scenarios if not kit.refuses(scenario)]
-    with tempfile.TemporaryDirectory(prefix="unipar-resume-") as directory:
-        runs = merge_all(kit.run(_interrupt, scenarios, Path(directory)))
+    with scratch() as directory:
+        runs = merge_all(kit.run(_interrupt, scenarios, directory))
     for run, scenario in zip(runs, scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, resumed")
 
