@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from unipar.checkpoint.boxes import check_cover, volume
 from unipar.checkpoint.files import PIECE_BYTES, digest
@@ -31,6 +31,7 @@ from unipar.checkpoint.names import GENERATORS, REPLACED, named_step, rng_path
 from unipar.checkpoint.paths import inside, is_plain, read_bytes, size_of
 from unipar.checkpoint.safetensors import DTYPES, MAX_HEADER_BYTES, check_size
 from unipar.errors import CheckpointError
+from unipar.garbage import no_collection
 from unipar.state import Box, GroupState
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
@@ -50,6 +51,9 @@ _Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 _Size = Annotated[int, Field(ge=0, lt=2**63)]
 _Path = Annotated[str, AfterValidator(_plain)]
+# One fault is enough: with each a million long, listing all takes far more room than the file.
+_Sizes = Annotated[tuple[_Size, ...], FailFast()]
+_Digests = Annotated[tuple[_Digest, ...], FailFast()]
 
 
 class _File(BaseModel):
@@ -64,21 +68,21 @@ class _Chunk(BaseModel):
     model_config = _STRICT
     file: _Size
     start: _Size
-    offsets: tuple[_Size, ...]
-    sizes: tuple[_Size, ...]
-    xxh3: tuple[_Digest, ...]
+    offsets: _Sizes
+    sizes: _Sizes
+    xxh3: _Digests
 
 
 class _Tensor(BaseModel):
     model_config = _STRICT
-    shape: tuple[_Size, ...]
+    shape: _Sizes
     dtype: Literal[tuple(DTYPES)]  # pyright: ignore[reportInvalidTypeForm]
-    chunks: list[_Chunk]
+    chunks: Annotated[list[_Chunk], FailFast()]
 
 
 class _Group(BaseModel):
     model_config = _STRICT
-    params: tuple[str, ...]
+    params: Annotated[tuple[str, ...], FailFast()]
     hyperparameters: dict[str, Any]
 
 
@@ -94,7 +98,7 @@ class _Extra(BaseModel):
 
 class _Engine(BaseModel):
     model_config = _STRICT
-    groups: list[_Group]
+    groups: Annotated[list[_Group], FailFast()]
     extra: _Extra
     aliases: dict[str, str]
     weights: dict[str, _Tensor]
@@ -113,7 +117,7 @@ class _Progress(BaseModel):
 class _Body(BaseModel):
     model_config = _STRICT
     checksum: _Digest
-    format: str
+    format: Literal["unipar-checkpoint"]
     version: Literal[1]
     unipar: str
     torch: str
@@ -123,12 +127,12 @@ class _Body(BaseModel):
     weights_only: bool
     progress: _Progress
     metrics: dict[str, float]
-    files: list[_File]
+    files: Annotated[list[_File], FailFast()]
     engines: dict[str, _Engine]
 
 
 class _Head(BaseModel):
-    """What is looked at first, since another version may have other fields."""
+    """What every version has; the others' fields may be others."""
 
     model_config = ConfigDict(strict=True)
     format: str
@@ -161,7 +165,29 @@ def read_manifest(path: Path) -> Manifest:
     first, _, rest = data.partition(b"\n")
     if not first.startswith(_BEGIN) or first[13:29].decode("ascii", "replace") != digest(rest):
         raise CheckpointError(f"{file} is damaged: its checksum differs.")
-    head = _parse(_Head, data, file)
+    with no_collection():
+        return _decode(path, data)
+
+
+def _decode(path: Path, data: bytes) -> Manifest:
+    file = path / MANIFEST
+    try:
+        body = _Body.model_validate_json(data)
+    except ValidationError as error:
+        _check_version(data, file)
+        raise _refused(error, file) from error
+    try:
+        return _manifest(path, body)
+    except CheckpointError as error:
+        raise CheckpointError(f"{file} is damaged or was edited: {error}") from error
+
+
+def _check_version(data: bytes, file: Path) -> None:
+    """Tell what is of another kind, or a newer one, from what is wrong."""
+    try:
+        head = _Head.model_validate_json(data)
+    except ValidationError as error:
+        raise _refused(error, file) from error
     if head.format != FORMAT:
         raise CheckpointError(f"{file} is no checkpoint of unipar.")
     if head.version > VERSION:
@@ -169,11 +195,6 @@ def read_manifest(path: Path) -> Manifest:
             f"{file} has format version {head.version}, written by unipar {head.unipar}; "
             f"this unipar reads versions up to {VERSION}. Upgrade unipar to read it."
         )
-    body = _parse(_Body, data, file)
-    try:
-        return _manifest(path, body)
-    except CheckpointError as error:
-        raise CheckpointError(f"{file} is damaged or was edited: {error}") from error
 
 
 def check_files(manifest: Manifest) -> None:
@@ -197,16 +218,11 @@ def check_files(manifest: Manifest) -> None:
             raise CheckpointError(f"Cannot read tensor '{tensor}': {error}") from error
 
 
-def _parse(model: type[Any], data: bytes, file: Path) -> Any:
-    try:
-        return model.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"])) or "it"
-        given = "" if first["type"] in ("missing", "json_invalid") else f" {first['input']!r:.60}:"
-        raise CheckpointError(
-            f"{file} is damaged or was edited: {field}:{given} {first['msg']}."
-        ) from error
+def _refused(error: ValidationError, file: Path) -> CheckpointError:
+    first = error.errors(include_url=False)[0]
+    field = ".".join(map(str, first["loc"])) or "it"
+    given = "" if first["type"] in ("missing", "json_invalid") else f" {first['input']!r:.60}:"
+    return CheckpointError(f"{file} is damaged or was edited: {field}:{given} {first['msg']}.")
 
 
 def _manifest(path: Path, body: _Body) -> Manifest:
@@ -277,11 +293,11 @@ def _tensors(
 
 def _chunk(where: str, chunk: _Chunk, box: Box, dtype: torch.dtype, files: Sequence[str]) -> Chunk:
     if chunk.file >= len(files):
-        raise CheckpointError(f"{where}.file is {chunk['file']}, and there are {len(files)} files.")
+        raise CheckpointError(f"{where}.file is {chunk.file}, and there are {len(files)} files.")
     pieces = -(-volume(box) * dtype.itemsize // PIECE_BYTES)
     if len(chunk.xxh3) != pieces:
         raise CheckpointError(
-            f"{where}.xxh3 has {len(chunk['xxh3'])} checksums, and its bytes have {pieces} pieces."
+            f"{where}.xxh3 has {len(chunk.xxh3)} checksums, and its bytes have {pieces} pieces."
         )
     return Chunk(box, files[chunk.file], chunk.start, chunk.xxh3)
 

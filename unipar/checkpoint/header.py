@@ -8,6 +8,7 @@ from unipar.checkpoint.files import FileReader
 from unipar.checkpoint.manifest import MANIFEST, Manifest
 from unipar.checkpoint.safetensors import SHARDING, parse_header
 from unipar.errors import CheckpointError
+from unipar.garbage import no_collection
 
 
 class _Saved(BaseModel):
@@ -28,7 +29,8 @@ def check_header(reader: FileReader, manifest: Manifest, file: str) -> None:
     head = reader.header(info.header_bytes, info.header_digest)
     if int.from_bytes(head[:8], "little") != len(head) - 8:
         raise CheckpointError(f"{path} is no safetensors file, or its header is cut short.")
-    tensors, metadata = parse_header(path, head[8:], info.header_bytes, info.size)
+    with no_collection():
+        tensors, metadata = parse_header(path, head[8:], info.header_bytes, info.size)
     try:
         sharding = _Sharding.validate_json(metadata.get(SHARDING, ""))
     except ValidationError as error:

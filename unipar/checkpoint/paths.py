@@ -99,7 +99,7 @@ def read_bytes(path: Path, most: int) -> bytes:
         if size > most:
             raise CheckpointError(f"{path} has {size} bytes; no more than {most} are read.")
         try:
-            return file.read(most)
+            return file.read(size)
         except OSError as error:
             raise CheckpointError(f"Cannot read {path}: {error.strerror}.") from error
 

@@ -211,7 +211,7 @@ def _decode(text: bytes) -> _Object:
         object_pairs_hook=_Object,
         parse_constant=_refuse_constant,
         parse_float=_parse_float,
-        parse_int=_parse_int,
+        parse_int=_parse_int if b"-0" in text else None,
     )
     if not isinstance(table, _Object):
         raise ValueError("it is no JSON object")
@@ -234,9 +234,8 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_int(text: str) -> int | float:
-    # To that package "-0" and what needs more than 64 bits are no integers.
-    value = _parse_float(text)
-    return value if text == "-0" or abs(value) >= 2**65 else int(text)
+    # To that package "-0" is no integer.
+    return -0.0 if text == "-0" else int(text)
 
 
 def _metadata(path: Path, value: Any) -> dict[str, str]:
