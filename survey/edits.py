@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -19,19 +18,24 @@ HOSTILE: tuple[Any, ...] = (
 """What stands in place of a value."""
 
 
-def places(tree: Any) -> Iterator[tuple[Any, Any]]:
+def places(tree: Any) -> list[tuple[Any, Any]]:
     """Every container of a tree with every key or index in it."""
-    if isinstance(tree, (dict, list)):
-        for key in list(tree) if isinstance(tree, dict) else range(len(tree)):
-            yield tree, key
-            yield from places(tree[key])
+    found: list[tuple[Any, Any]] = []
+    left = [tree]
+    while left:
+        holder = left.pop()
+        if isinstance(holder, (dict, list)):
+            keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+            found += [(holder, key) for key in keys]
+            left += [holder[key] for key in keys]
+    return found
 
 
 def edit(tree: Any, random: Random, hostile: tuple[Any, ...] = HOSTILE) -> list[str]:
     """Change one to three places of ``tree``; what was done, in words."""
     done = []
     for _ in range(random.choice((1, 1, 1, 2, 3))):
-        found = list(places(tree))
+        found = places(tree)
         if not found:
             return done
         # By field first: most places are numbers deep inside tensors.
