@@ -43,7 +43,9 @@ def edit(tree: Any, random: Random, hostile: tuple[Any, ...] = HOSTILE) -> list[
         name = random.choice(names)
         there = [place for place in found if str(place[1]) == name] or found
         holder, key = random.choice(there)
-        change = random.choice((_delete, _replace, _replace, _nudge, _swap, _repeat, _copy, _rename))
+        change = random.choice(
+            (_delete, _replace, _replace, _nudge, _swap, _repeat, _copy, _rename)
+        )
         done.append(f"{change.__name__[1:]} {key}: {change(holder, key, found, random, hostile)}")
     return done
 
@@ -52,9 +54,7 @@ def _delete(holder: Any, key: Any, *_: Any) -> str:
     return f"{str(holder.pop(key))[:60]}"
 
 
-def _replace(
-    holder: Any, key: Any, found: Any, random: Random, hostile: tuple[Any, ...]
-) -> str:
+def _replace(holder: Any, key: Any, found: Any, random: Random, hostile: tuple[Any, ...]) -> str:
     holder[key] = copy.deepcopy(random.choice(hostile))
     return f"{str(holder[key])[:60]}"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import random as python_random
 import shutil
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -12,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -22,15 +25,17 @@ from survey.edits import HOSTILE, edit
 from unipar import Session, checkpoint
 from unipar.checkpoint import rng
 from unipar.checkpoint.boxes import whole
+from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.files import digest
 from unipar.checkpoint.inference import read_any
+from unipar.checkpoint.load import read_generators
 from unipar.checkpoint.manifest import Manifest, TensorIndex
 from unipar.checkpoint.read import ChunkReader
 from unipar.checkpoint.save import save_states
 from unipar.data import Loader
 from unipar.errors import CheckpointError
 from unipar.registry import strategy_class
-from unipar.state import Box, EngineState, LocalState, TensorState
+from unipar.state import Box, LocalState, TensorState
 from unipar.strategy import Engine
 from unipar.world import Placement, World
 
@@ -75,8 +80,8 @@ class Reader(ABC):
             CheckpointError: it is refused.
         """
 
-    def close(self) -> None:
-        """Leave what was joined."""
+    def close(self) -> None:  # noqa: B027
+        """Leave what was joined, if anything was."""
 
 
 class Model(nn.Module):
@@ -268,6 +273,10 @@ class GeneratorsReader(Run):
     name = "generators"
     what = "random generators of a checkpoint"
 
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._state = read_generators(open_checkpoint(self.path), 0)
+
     def edit(self, random: Random) -> list[str]:
         body = self.body()
         state = json.loads(self._files["rng/rank-00000.json"])
@@ -279,11 +288,16 @@ class GeneratorsReader(Run):
         return done
 
     def read(self, random: Random) -> str:
-        kind = super().read(random)
-        # As far as a bad state would show.
+        if random.random() < 0.1:
+            return super().read(random)
+        state = read_generators(open_checkpoint(self.path), 0)
+        rng.restore(state)
+        # More than a state holds, so that one that leads out of its bounds would be seen.
         torch.rand(700)
-        rng.restore(rng.State.model_validate(json.loads(json.dumps(rng.capture())), strict=False))
-        return kind
+        np.random.rand(700)
+        for _ in range(700):
+            python_random.random()
+        return "same" if state == self._state else "told"
 
 
 def with_header(table: Any, data: bytes) -> bytes:
@@ -393,7 +407,8 @@ def _respelled(text: bytes, random: Random) -> tuple[bytes, str]:
     old, new = random.choice(
         (
             (b"{", b' {"x": NaN,'), (b"[0,", b"[-0,"), (b"[0,", b"[0.0,"), (b"[0,", b"[0e0,"),
-            (b"}", b"}\0"), (b"{", b"\xef\xbb\xbf{"), (b'"a"', b'"\\u0061"'), (b'"a"', b'"\\ud800"'),
+            (b"}", b"}\0"), (b"{", b"\xef\xbb\xbf{"), (b'"a"', b'"\\u0061"'),
+            (b'"a"', b'"\\ud800"'),
             (b'"a"', b'"b"'), (b'"a"', b'"a\n"'), (b'"dtype"', b'"dtype":"F32","dtype"'),
             (b'"dtype"', b'"more":[1e999],"dtype"'), (b'"dtype"', b'"more":{"x":[1]},"dtype"'),
             (b"{", b'{"__metadata__":{},'), (b"{", b'{"__metadata__":null,'), (b":", b" :\t\n"),
@@ -433,7 +448,137 @@ class IndexReader(Reader):
         return "same" if equal else "silent"
 
 
-READERS: dict[str, Callable[[Path], Reader]] = {
-    kind.name: kind
-    for kind in (ManifestReader, HeaderReader, GeneratorsReader, SafetensorsReader, IndexReader)
-}
+class DeepSpeedReader(Reader):
+    """What two ranks have saved at stages 1 and 3, in miniature.
+
+    These files have no checksums, and nothing in them tells of a tensor twice: another value in one
+    is the writer's word.
+    """
+
+    name = "deepspeed"
+    what = "files of DeepSpeed's own, stages 1 and 3, and `latest`"
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        shutil.copytree(self.place, root / "outside" / "global_step10")
+        self._strategy = strategy_class("deepspeed")
+        torch.manual_seed(2)
+        self._steps = {"stage1": self._stage_1(), "stage3": self._stage_3()}
+        tensors = (torch.ones(1).expand(10**10), torch.empty(0), torch.ones(2, 2), torch.arange(9))
+        self._hostile = (*self.hostile, *tensors, torch.ones(9).to_sparse(), torch.tensor(math.nan))
+        for step, files in self._steps.items():
+            (self.place / step).mkdir()
+            for name, contents in files.items():
+                torch.save(contents, self.place / step / name)
+        (self.place / "latest").write_text("stage1")
+        self._changed: Path | None = None
+        self._expected = {step: self._read(self.place / step) for step in self._steps}
+
+    def edit(self, random: Random) -> list[str]:
+        self._restore()
+        if random.random() < 0.05:
+            self._changed = self.place / "latest"
+            self._changed.write_bytes(random.choice(self.hostile_names()))
+            return [f"latest: {self._changed.read_bytes()[:60]!r}"]
+        step = random.choice(list(self._steps))
+        name = random.choice(list(self._steps[step]))
+        contents = copy.deepcopy(self._steps[step][name])
+        done = edit(contents, random, self._hostile)
+        self._changed = self.place / step / name
+        torch.save(contents, self._changed)
+        if random.random() < 0.2:
+            data = bytearray(self._changed.read_bytes())
+            for _ in range(random.choice((1, 1, 20))):
+                data[random.randrange(len(data))] = random.randrange(256)
+            self._changed.write_bytes(data)
+            done.append("bytes changed")
+        return [f"{step}/{name}: {'; '.join(done)}"]
+
+    def hostile_names(self) -> list[bytes]:
+        outside = self.place.parent / "outside" / "global_step10"
+        names = [b"../outside/global_step10", str(outside).encode(), b"", b"..", b"a\0b", b"\xff"]
+        return [*names, b"x" * 5000, b"stage3", b"."]
+
+    def read(self, random: Random) -> str:
+        if self._changed is None or self._changed.name == "latest":
+            self._read(self.place)
+            return "same" if self._changed is None else "told"
+        found = self._read(self._changed.parent)
+        expected = self._expected[self._changed.parent.name]
+        equal = found.keys() == expected.keys() and all(
+            torch.equal(found[name], tensor) for name, tensor in expected.items()
+        )
+        return "same" if equal else "told"
+
+    def _read(self, path: Path) -> Tensors:
+        state = self._strategy.read_checkpoint(path)
+        return {one.name: one.read()[0] for one in (*state.weights, *state.optimizer)}
+
+    def _restore(self) -> None:
+        if self._changed is not None and self._changed.name == "latest":
+            self._changed.write_text("stage1")
+        elif self._changed is not None:
+            step, name = self._changed.parent.name, self._changed.name
+            torch.save(self._steps[step][name], self._changed)
+        self._changed = None
+
+    def _model(self, module: Tensors) -> dict[str, Any]:
+        return {
+            "module": {**module, "mean": torch.ones(3), "tied": module["w"]},
+            "global_steps": 10,
+            "param_shapes": [OrderedDict(w=[3, 4], b=[5]), OrderedDict(v=[2, 2])],
+            "shared_params": {"tied": "w"},
+            "buffer_names": ["mean"],
+            "lr_scheduler": {"last_epoch": 10, "base_lrs": [0.1, 0.1]},
+            "ds_config": {"zero_optimization": {"stage": 1}},
+        }
+
+    def _base(self, sizes: list[int]) -> dict[str, Any]:
+        return {
+            "state": {
+                flat: {"exp_avg": torch.randn(size), "exp_avg_sq": torch.rand(size), "step": 10}
+                for flat, size in enumerate(sizes)
+            },
+            "param_groups": [{"lr": 0.1, "betas": [0.9, 0.99], "params": [k]} for k in range(2)],
+        }
+
+    def _stage_1(self) -> dict[str, Any]:
+        module = {"w": torch.randn(3, 4), "b": torch.randn(5), "v": torch.randn(2, 2)}
+        flats = [torch.randn(18), torch.randn(4)]
+        files: dict[str, Any] = {"mp_rank_00_model_states.pt": self._model(module)}
+        for rank, cuts in enumerate(((slice(9), slice(2)), (slice(9, 17), slice(2, 4)))):
+            own = [flat[cut].clone() for flat, cut in zip(flats, cuts, strict=True)]
+            files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {
+                "optimizer_state_dict": {
+                    "single_partition_of_fp32_groups": own,
+                    "base_optimizer_state": self._base([9, 2]),
+                    "partition_count": [2, 2],
+                    "param_alignment_paddings": [[0, 0], [0]],
+                }
+            }
+        return files
+
+    def _stage_3(self) -> dict[str, Any]:
+        files: dict[str, Any] = {}
+        module = {name: torch.empty(0) for name in ("w", "b", "v")}
+        for rank in range(2):
+            files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = self._model(module)
+            files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {
+                "optimizer_state_dict": {
+                    "fp32_flat_groups": [torch.randn(9), torch.randn(2)],
+                    "optimizer_state_dict": self._base([9, 2]),
+                    "partition_count": 2,
+                }
+            }
+        return files
+
+
+KINDS = (
+    ManifestReader,
+    HeaderReader,
+    GeneratorsReader,
+    SafetensorsReader,
+    IndexReader,
+    DeepSpeedReader,
+)
+READERS: dict[str, Callable[[Path], Reader]] = {kind.name: kind for kind in KINDS}

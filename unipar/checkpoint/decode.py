@@ -105,13 +105,23 @@ class _Engine(BaseModel):
     optimizer: dict[str, _Tensor]
 
 
+class _Position(BaseModel):
+    """A loader's place in the data."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    epoch: _Count
+    index: _Count
+    num_samples: _Count | None = None
+    global_batch_size: Annotated[int, Field(ge=1, le=_MAX_COUNT)] | None = None
+
+
 class _Progress(BaseModel):
     """Of the loop's position, the keys that the core knows."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     seed: int | None = None
     global_batch_size: Annotated[int, Field(ge=1, le=_MAX_COUNT)] | None = None
-    loader: dict[str, Any] | None = None
+    loader: _Position | None = None
 
 
 class _Body(BaseModel):
@@ -349,3 +359,8 @@ def _check_training_state(manifest: Manifest) -> None:
                 raise CheckpointError(
                     f"progress.{key} is missing, and the place in the data with it."
                 )
+        size, own = progress["global_batch_size"], progress["loader"].get("global_batch_size")
+        if own not in (None, size):
+            raise CheckpointError(
+                f"progress.global_batch_size is {size}, and that of progress.loader {own}."
+            )
