@@ -133,7 +133,7 @@ def load(file: Path) -> dict[str, Any]:
         CheckpointError: it is damaged, no regular file, or holds other objects.
     """
     inside(file.parent, file.name)
-    _check_archive(file)
+    named = _check_archive(file)
     stand_ins: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (_stand_in(name), name) for name in _STAND_INS
     ]
@@ -143,7 +143,8 @@ def load(file: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(stand_ins):
             contents = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _not_plain(file, str(error)) from error
+        told = "builtins.getattr" if "builtins.getattr" in named else str(error)
+        raise _not_plain(file, told) from error
     except Exception as error:
         # What an unpickler raises over a pickle that no pickler wrote can be anything.
         told = (str(error) or type(error).__name__).splitlines()[0]
@@ -160,10 +161,13 @@ def _not_plain(file: Path, what: str) -> CheckpointError:
     )
 
 
-def _check_archive(file: Path) -> None:
+def _check_archive(file: Path) -> set[str]:
     """Hold that a file is as ``torch.save`` writes it, and names nothing but plain values.
 
     Nothing in it may be compressed: that is how a small file becomes a large one in memory.
+
+    Returns:
+        what it names.
     """
     with os.fdopen(open_regular(file), "rb") as opened:
         try:
@@ -187,6 +191,7 @@ def _check_archive(file: Path) -> None:
             raise CheckpointError(f"{file} is damaged: {told}.") from error
     if named - _PLAIN:
         raise _not_plain(file, ", ".join(sorted(named - _PLAIN)[:4]))
+    return named
 
 
 def _member(kind: Any, name: str) -> _Opaque:
