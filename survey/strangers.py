@@ -247,7 +247,8 @@ class HeaderReader(Run):
             [n for n, file in enumerate(body["files"]) if file["path"].endswith("safetensors")]
         )
         file = body["files"][number]
-        data = self._files[file["path"]]
+        name: str = file["path"]
+        data = self._files[name]
         table = json.loads(data[8 : file["header_bytes"]])
         metadata = table["__metadata__"]
         sharding = json.loads(metadata["DCP_SHARDING_INFO"])
@@ -265,7 +266,7 @@ class HeaderReader(Run):
                     chunk["start"] += (file["header_bytes"] - before) * (chunk["file"] == number)
         if random.random() < 0.3:
             done += edit(body, random, self.hostile)
-        self.put(body, {file["path"]: changed})
+        self.put(body, {name: changed})
         return done
 
 

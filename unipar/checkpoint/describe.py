@@ -123,12 +123,11 @@ def verify(path: str | Path) -> Manifest:
     """
     manifest = open_checkpoint(find(path))
     problems: list[str] = []
-    for rank in range(manifest.world_size):
-        if rng_path(rank) in manifest.files:
-            try:
-                read_generators(manifest, rank)
-            except CheckpointError as error:
-                problems.append(str(error))
+    for rank in range(manifest.world_size if rng_path(0) in manifest.files else 0):
+        try:
+            read_generators(manifest, rank)
+        except CheckpointError as error:
+            problems.append(str(error))
     with ChunkReader(manifest) as reader:
         for engine in manifest.engines.values():
             for name, index in (*engine.weights.items(), *engine.optimizer.items()):

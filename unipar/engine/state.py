@@ -118,9 +118,11 @@ def import_scaler(scaler: GradScaler, source: StateSource) -> None:
     for key, value in own.items():
         if key not in stored:
             raise CheckpointError(f"scaler.{key} is missing in the checkpoint.")
-        check_like(stored[key], value, f"scaler.{key}")
-        if not (0 < stored[key] < math.inf or (stored[key] == 0 and value == 0)):
-            raise CheckpointError(f"scaler.{key} is {stored[key]} in the checkpoint.")
+        new = stored[key]
+        check_like(new, value, f"scaler.{key}")
+        may_be_0 = key == "_growth_tracker"
+        if new is None or not (0 < new < math.inf or (new == 0 and may_be_0)):
+            raise CheckpointError(f"scaler.{key} is {new} in the checkpoint.")
     scaler.load_state_dict(dict(stored))
 
 
