@@ -149,8 +149,9 @@ class _Saved:
         if self._shapes:
             aliases = self.model.shared_params or {}
             for alias, name in aliases.items():
-                if name not in self._shape_of or alias in self._shape_of:
-                    raise self._error(f"has '{alias}' for '{name}', which is no trained weight")
+                known = name in self.model.module and name not in aliases
+                if not known or alias in self._shape_of:
+                    raise self._error(f"has '{alias}' for '{name}', which is no other weight")
             return aliases
         first: dict[tuple[Any, ...], str] = {}
         aliases: dict[str, str] = {}
