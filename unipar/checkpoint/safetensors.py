@@ -243,6 +243,10 @@ def _metadata(path: Path, value: Any) -> dict[str, str]:
         return {}
     if not isinstance(value, _Object) or not all(isinstance(text, str) for _, text in value):
         raise CheckpointError(f"{path}: {METADATA} maps not only strings to strings.")
+    try:
+        "".join(text for pair in value for text in pair).encode()
+    except UnicodeError as error:
+        raise CheckpointError(f"{path}: {METADATA} holds no text: {error}.") from error
     return dict(value)
 
 

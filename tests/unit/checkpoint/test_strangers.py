@@ -176,12 +176,19 @@ def swap_offsets(body: Any) -> None:
     low["offsets"], high["offsets"] = high["offsets"], low["offsets"]
 
 
+def twice(body: Any) -> None:
+    """A tensor without elements takes no room, so that it could lie where another does."""
+    engine = body["engines"]["m"]
+    engine["optimizer"]["empty"] = engine["weights"]["empty"]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (put(f"{W}/dtype", "I32"), "differ on tensor 'w': dtype torch.float32 and torch.int32"),
         (swap_offsets, "differ on tensor 'w': offsets"),
         (swap("weights/w", "optimizer/w.exp_avg"), "holds no tensor 'w'"),
+        (twice, "holds no tensor 'empty'"),
     ],
 )
 def test_what_the_manifest_and_the_files_tell_apart_is_refused(
@@ -308,6 +315,7 @@ def entry(start: int, end: int, shape: Any = (2,), dtype: str = "F32") -> dict[s
         (header(a={"dtype": "F32"}), "'a' has no shape"),
         (header(a=3), "'a' is described by a int"),
         (header(__metadata__={"a": 3}, a=entry(0, 16, [4])), "__metadata__"),
+        (header(__metadata__={"a": "\ud800"}, a=entry(0, 16, [4])), "__metadata__"),
         (b"\2\0\0\0\0\0\0\0[]", "no JSON object"),
         (b"\4\0\0\0\0\0\0\0{}\0\0", "damaged safetensors header"),
         ((2**62).to_bytes(8, "little") + b"{}", "no safetensors file, or is cut short"),
