@@ -164,6 +164,8 @@ def load(
             raise
         # This rank left early; the others learn of it where they next agree, whichever that is.
         error = str(failure)
+        if str(manifest.path) not in error:
+            error = f"{manifest.path}: {error}"
     agree(world, error)
     return manifest
 

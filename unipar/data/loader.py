@@ -183,10 +183,10 @@ class Loader:
             check_same_epoch(
                 state, num_samples=self.num_samples, global_batch_size=self.global_batch_size
             )
-        if self.num_batches is not None and position.index >= self.num_batches:
+        # One beyond the last is where a ragged batch was to come that is left out now.
+        if self.num_batches is not None and position.index > self.num_batches:
             raise CheckpointError(
-                f"the saved position is batch {position.index} of an epoch of {self.num_batches}: "
-                "'index' counts from 0."
+                f"the saved position is batch {position.index} of an epoch of {self.num_batches}."
             )
         self._position, self._stream_state = position, state.get("stream")
 

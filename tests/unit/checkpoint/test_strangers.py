@@ -280,7 +280,7 @@ def test_no_state_of_a_generator_is_refused_before_any_changes(
         ({"epoch": float("nan"), "index": 0}, "epoch=nan"),
         ({"epoch": 0, "index": 1e30}, r"index=1e\+30"),
         ({"epoch": 0, "index": True}, "index=True"),
-        ({"epoch": 0, "index": 3}, "batch 3 of an epoch of 3"),
+        ({"epoch": 0, "index": 4}, "batch 4 of an epoch of 3"),
     ],
 )
 def test_a_place_in_the_data_that_cannot_be_is_refused(state: Any, named: str) -> None:
