@@ -27,6 +27,7 @@ PAGES = (
     ROOT / "README.md",
     *(ROOT / "docs" / name for name in ("strategies.md", "settings.md", "backends/index.md")),
     ROOT / "docs" / "benchmarks" / "frameworks.md",
+    ROOT / "docs" / "security.md",
 )
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
@@ -133,6 +134,8 @@ TABLES = {
     "survey: half matrix": lambda: _table(*surveyed.half_matrix()),
     "survey: half bound": surveyed.half_bound,
     "survey: about matrix": lambda: surveyed.about("matrix.json"),
+    "survey: edits": lambda: _table(*surveyed.edits()),
+    "survey: about edits": lambda: surveyed.about("fuzz.json"),
     "bench: about gpt": lambda: benched.about("gpt"),
     "bench: gpt": lambda: benched.compared("gpt"),
     "bench: about digits": lambda: benched.about("digits"),

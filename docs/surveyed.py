@@ -1,4 +1,4 @@
-"""The tables of what was measured under every framework: survey.json and matrix.json, on a page."""
+"""The tables of what was measured under every framework, and of edited files, on a page."""
 
 from __future__ import annotations
 
@@ -152,6 +152,24 @@ def half_matrix() -> tuple[list[str], list[list[str]]]:
 def half_bound() -> str:
     bounds = {t["bound"] for t in load("matrix.json")["targets"] if t["precision"] == "bf16"}
     return f"Allowed: {max(bounds):.1e}."
+
+
+def edits() -> tuple[list[str], list[list[str]]]:
+    """What came of reading files that were edited on purpose."""
+    kinds = {
+        "refused": "refused",
+        "same": "read as saved",
+        "told": "another value, no tensor",
+        "silent": "other tensors",
+        "foreign": "other exceptions",
+        "outside": "files opened elsewhere",
+    }
+    record = load("fuzz.json")
+    rows = [
+        [found["what"], str(record["edits"]), *(str(found.get(kind, 0)) for kind in kinds)]
+        for found in record["readers"].values()
+    ]
+    return ["edited", "edits", *kinds.values()], rows
 
 
 def _worst(precision: str) -> dict[str, dict[str, float]]:

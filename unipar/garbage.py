@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def no_collection() -> Iterator[None]:
     """Look for no garbage in the block.
 
-    For imports: what they make stays, and to look through it again and again takes a tenth of the
-    time that it takes to import torch, and up to a third for the larger frameworks.
+    For what makes many objects that stay. With imports, looking through them again and again takes
+    a tenth of the time that it takes to import torch, and up to a third for the larger frameworks.
     """
     before = gc.isenabled()
     gc.disable()

@@ -6,11 +6,13 @@ with checksums. The files carry the sharding metadata of PyTorch's distributed c
 """
 
 from unipar.checkpoint.convert import from_framework, from_safetensors, to_safetensors
+from unipar.checkpoint.decode import read_manifest
 from unipar.checkpoint.describe import Description, describe, verify
-from unipar.checkpoint.directory import checkpoints, find, newest, step_of
+from unipar.checkpoint.directory import checkpoints, find, newest
 from unipar.checkpoint.inference import load_model
 from unipar.checkpoint.load import load
-from unipar.checkpoint.manifest import Manifest, read_manifest
+from unipar.checkpoint.manifest import Manifest
+from unipar.checkpoint.names import step_of
 from unipar.checkpoint.retention import Retention
 from unipar.checkpoint.save import PendingSave, save, save_async, save_weights, wait_for_pending
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from unipar.checkpoint.directory import TEMPORARY, clean, newest, publish, step_name
+from unipar.checkpoint.directory import clean, newest, publish
 from unipar.checkpoint.files import FileWriter, as_bytes, digest, on_host, sync_directory
 from unipar.checkpoint.manifest import (
     MANIFEST,
@@ -23,6 +24,7 @@ from unipar.checkpoint.manifest import (
     TensorIndex,
     encode,
 )
+from unipar.checkpoint.names import GENERATORS, TEMPORARY, rng_path, step_name
 from unipar.checkpoint.plan import Item, PartPlan
 from unipar.checkpoint.safetensors import Layout
 from unipar.errors import CheckpointError
@@ -103,7 +105,7 @@ def begin(plan: Plan, gather: Gather) -> None:
             plan.directory.mkdir(parents=True, exist_ok=True)
             clean(plan.directory)
             plan.temporary.mkdir()
-            for folder in {part.folder for part in plan.parts} | {"rng"}:
+            for folder in {part.folder for part in plan.parts} | {GENERATORS}:
                 (plan.temporary / folder).mkdir(parents=True)
         except OSError as failure:
             error = _describe(failure, plan.temporary)
@@ -243,12 +245,7 @@ def assemble(plan: Plan, outcomes: Sequence[Outcome]) -> Manifest:
     for rank, outcome in enumerate(outcomes):
         if outcome.rng:
             files[rng_path(rank)] = outcome.rng
-    return Manifest(**{**plan.manifest.__dict__, "engines": engines, "files": files})
-
-
-def rng_path(rank: int) -> str:
-    """The path of a rank's random number generators, relative to the checkpoint."""
-    return f"rng/rank-{rank:05d}.json"
+    return dataclasses.replace(plan.manifest, engines=engines, files=files)
 
 
 def _raise_first(plan: Plan, gather: Gather, errors: Sequence[str | None]) -> None:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.directory import find
-from unipar.checkpoint.files import FileReader
 from unipar.checkpoint.inference import read_any
-from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex, read_manifest
+from unipar.checkpoint.load import read_generators
+from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex
+from unipar.checkpoint.names import rng_path
 from unipar.checkpoint.read import ChunkReader
 from unipar.errors import CheckpointError
 from unipar.state import TensorInfo
@@ -119,21 +121,20 @@ def verify(path: str | Path) -> Manifest:
     Raises:
         CheckpointError: something is missing or damaged; lists what.
     """
-    manifest = read_manifest(find(path))
+    manifest = open_checkpoint(find(path))
     problems: list[str] = []
-    for name, info in manifest.files.items():
+    for rank in range(manifest.world_size if rng_path(0) in manifest.files else 0):
         try:
-            FileReader(manifest.path / name, info.size, info[1:]).close()
+            read_generators(manifest, rank)
         except CheckpointError as error:
             problems.append(str(error))
-    if not problems:
-        with ChunkReader(manifest) as reader:
-            for engine in manifest.engines.values():
-                for name, index in (*engine.weights.items(), *engine.optimizer.items()):
-                    try:
-                        reader.verify(name, index)
-                    except CheckpointError as error:
-                        problems.append(str(error))
+    with ChunkReader(manifest) as reader:
+        for engine in manifest.engines.values():
+            for name, index in (*engine.weights.items(), *engine.optimizer.items()):
+                try:
+                    reader.verify(name, index)
+                except CheckpointError as error:
+                    problems.append(str(error))
     if problems:
         more = [f"… and {len(problems) - 10} more"] if len(problems) > 10 else []
         raise CheckpointError("\n".join(problems[:10] + more))

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.files import sync_directory
-from unipar.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from unipar.checkpoint.manifest import MANIFEST, Manifest
+from unipar.checkpoint.names import REPLACED, TEMPORARY, named_step
 from unipar.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-TEMPORARY = ".tmp-"
-REPLACED = ".old-"
-_NAME = re.compile(r"step-(\d{8,})")
-
-
-def step_name(step: int) -> str:
-    """The name of the checkpoint of a step."""
-    return f"step-{step:08d}"
-
-
-def step_of(path: Path) -> int:
-    """The step of the checkpoint of this name, as :func:`step_name` gives it."""
-    match = _NAME.fullmatch(path.name)
-    assert match, path
-    return int(match[1])
 
 
 def checkpoints(directory: str | Path) -> list[Path]:
@@ -52,7 +37,7 @@ def find(path: str | Path) -> Path:
         CheckpointError: there is none.
     """
     path = Path(path)
-    if (path / MANIFEST).exists() or (path.is_dir() and _NAME.fullmatch(path.name)):
+    if (path / MANIFEST).exists() or (path.is_dir() and named_step(path.name) is not None):
         return path
     found = newest(path)
     if found is None:
@@ -68,8 +53,7 @@ def complete(directory: str | Path) -> Iterator[Manifest]:
     """The manifests of the complete checkpoints in a directory, the newest first."""
     for path in _candidates(Path(directory)):
         try:
-            manifest = read_manifest(path)
-            check_sizes(manifest)
+            manifest = open_checkpoint(path)
         except CheckpointError as error:
             logger.warning("Passing over %s: %s", path, error)
         else:
@@ -81,31 +65,13 @@ def _candidates(directory: Path) -> list[Path]:
     found: dict[int, Path] = {}
     if directory.is_dir():
         for path in directory.iterdir():
-            if (match := _NAME.fullmatch(path.name)) and path.is_dir():
-                found[int(match[1])] = path
+            if (step := named_step(path.name)) is not None and path.is_dir():
+                found[step] = path
         # A crash while a step was being saved anew can leave it under this name alone.
         for path in directory.glob(f"{REPLACED}step-*"):
-            if match := _NAME.fullmatch(path.name.removeprefix(REPLACED)):
-                found.setdefault(int(match[1]), path)
+            if (step := named_step(path.name.removeprefix(REPLACED))) is not None:
+                found.setdefault(step, path)
     return [found[step] for step in sorted(found, reverse=True)]
-
-
-def check_sizes(manifest: Manifest) -> None:
-    """Hold that every file of a checkpoint exists and has its size.
-
-    Raises:
-        CheckpointError: one does not; it is named.
-    """
-    for name, info in manifest.files.items():
-        file = manifest.path / name
-        try:
-            size = file.stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"Cannot open {file}: {error.strerror}.") from error
-        if size != info.size:
-            raise CheckpointError(
-                f"{file} is damaged: it has {size} bytes and should have {info.size}."
-            )
 
 
 def clean(directory: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import xxhash
 
+from unipar.checkpoint.paths import open_regular
 from unipar.errors import CheckpointError
 
 PIECE_BYTES = 1 << 20
@@ -103,39 +104,45 @@ def sync_directory(path: Path) -> None:
 
 
 class FileReader:
-    """A file open for reading at given positions.
+    """A regular file open for reading at given positions.
 
     Args:
         path: the file.
         size: how many bytes it must have.
-        header: how many bytes stand before the data, and their digest; checked on opening.
 
     Raises:
-        CheckpointError: the file is missing, has another size, or a damaged header.
+        CheckpointError: the file is missing, no regular file, or has another size.
     """
 
-    def __init__(self, path: Path, size: int, header: tuple[int, str] | None = None) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"Cannot open {path}: {error.strerror}.") from error
+        self._fd = open_regular(path)
         found = os.fstat(self._fd).st_size
         if found != size:
             self.close()
             raise CheckpointError(
                 f"{path} is damaged: it has {found} bytes and should have {size}."
             )
-        if header:
-            length, expected = header
-            data = bytearray(length)
-            try:
-                self._get(memoryview(data), 0, lambda: "its header")
-                if digest(memoryview(data)) != expected:
-                    raise CheckpointError(f"{path} is damaged: the checksum of its header differs.")
-            except CheckpointError:
-                self.close()
-                raise
+        self._size = size
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def header(self, length: int, expected: str) -> bytes:
+        """The first ``length`` bytes, whose digest must be ``expected``.
+
+        Raises:
+            CheckpointError: it is another, or the file is shorter.
+        """
+        assert length <= self._size, (self.path, length)
+        data = bytearray(length)
+        self._get(memoryview(data), 0, lambda: "its header")
+        if digest(memoryview(data)) != expected:
+            raise CheckpointError(f"{self.path} is damaged: the checksum of its header differs.")
+        return bytes(data)
 
     def read(
         self,

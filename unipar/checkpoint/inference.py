@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.directory import find
 from unipar.checkpoint.huggingface import holds_safetensors, read_directory
 from unipar.checkpoint.load import Source
-from unipar.checkpoint.manifest import EngineIndex, Manifest, read_manifest
+from unipar.checkpoint.manifest import EngineIndex, Manifest
 from unipar.errors import CheckpointError, did_you_mean
 from unipar.state import LocalState, named_weights
 from unipar.strategy import ModelFactory
@@ -64,7 +65,7 @@ def read_any(path: str | Path) -> Manifest:
     path = Path(path)
     if holds_safetensors(path):
         return read_directory(path)
-    return read_manifest(find(path))
+    return open_checkpoint(find(path))
 
 
 def pick_engine(manifest: Manifest, engine: str | None) -> EngineIndex:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,13 @@ from typing import Any
 import torch
 
 from unipar.checkpoint import rng
-from unipar.checkpoint.commit import rng_path
+from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.differences import describe_differences
 from unipar.checkpoint.directory import find
 from unipar.checkpoint.files import FileReader
-from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex, read_manifest
+from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex
+from unipar.checkpoint.names import rng_path
+from unipar.checkpoint.paths import inside
 from unipar.checkpoint.read import ChunkReader
 from unipar.errors import CheckpointError
 from unipar.state import GroupState, TensorInfo, TensorState
@@ -139,7 +140,7 @@ def load(
     manifest: Manifest | None = None
     error = None
     try:
-        manifest = read_manifest(find(path))
+        manifest = open_checkpoint(find(path))
     except CheckpointError as failure:
         error = str(failure)
     agree(world, error)
@@ -163,6 +164,8 @@ def load(
             raise
         # This rank left early; the others learn of it where they next agree, whichever that is.
         error = str(failure)
+        if str(manifest.path) not in error:
+            error = f"{manifest.path}: {error}"
     agree(world, error)
     return manifest
 
@@ -185,6 +188,15 @@ def _restore_generators(manifest: Manifest, world: World) -> None:
     if manifest.world_size != world.size or info is None or shared:
         rng.reseed(int(manifest.progress.get("seed", 0)), world.data_rank, manifest.step)
         return
-    path = manifest.path / rng_path(world.rank)
-    FileReader(path, info.size, (info.header_bytes, info.header_digest)).close()
-    rng.restore(json.loads(path.read_bytes()))
+    rng.restore(read_generators(manifest, world.rank))
+
+
+def read_generators(manifest: Manifest, rank: int) -> rng.State:
+    """The stored state of a rank's random number generators.
+
+    Raises:
+        CheckpointError: its file is missing, damaged, or holds something else.
+    """
+    info = manifest.files[rng_path(rank)]
+    with FileReader(inside(manifest.path, rng_path(rank)), info.size) as reader:
+        return rng.decode(reader.header(info.header_bytes, info.header_digest), reader.path)

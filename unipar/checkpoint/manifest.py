@@ -6,8 +6,9 @@ is complete. All state is in safetensors files and JSON; nothing is ever unpickl
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 
 from unipar.checkpoint.files import digest
-from unipar.checkpoint.safetensors import DTYPES, NAMES
+from unipar.checkpoint.safetensors import NAMES
 from unipar.errors import CheckpointError
 from unipar.state import Box, GroupState
 
 FORMAT = "unipar-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 1 << 30
+"""The longest manifest: a checkpoint of 10 TB takes a fifth of it for checksums."""
 
 
 class FileInfo(NamedTuple):
@@ -103,6 +106,19 @@ class Manifest:
         """Bytes on disk, apart from the manifest."""
         return sum(file.size for file in self.files.values())
 
+    def chunks_of(self, file: str) -> Sequence[tuple[str, TensorIndex, Chunk]]:
+        """What is stored in a file: each part, with its tensor and that tensor's name."""
+        return self._by_file.get(file, ())
+
+    @functools.cached_property
+    def _by_file(self) -> Mapping[str, list[tuple[str, TensorIndex, Chunk]]]:
+        found: dict[str, list[tuple[str, TensorIndex, Chunk]]] = {}
+        for engine in self.engines.values():
+            for name, index in (*engine.weights.items(), *engine.optimizer.items()):
+                for chunk in index.chunks:
+                    found.setdefault(chunk.file, []).append((name, index, chunk))
+        return found
+
 
 def encode(manifest: Manifest) -> bytes:
     """The manifest as JSON; its first line holds the checksum of all that follows.
@@ -146,6 +162,11 @@ def encode(manifest: Manifest) -> bytes:
                 f"Cannot save {key}: {error}. A checkpoint takes only JSON values there."
             ) from error
     rest = json.dumps(body, separators=(",", ":"))[1:].encode() + b"\n"
+    if len(rest) > MAX_MANIFEST_BYTES - 64:
+        raise CheckpointError(
+            f"The manifest would take {len(rest)} bytes; no more than {MAX_MANIFEST_BYTES} are "
+            "read. Divide the tensors into fewer parts."
+        )
     return f'{{"checksum":"{digest(rest)}",\n'.encode() + rest
 
 
@@ -180,81 +201,5 @@ def _encode_tensors(
                 for chunk in tensor.chunks
             ],
         }
-        for name, tensor in tensors.items()
-    }
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint at ``path``.
-
-    Raises:
-        CheckpointError: it is missing or damaged, or a newer unipar wrote it.
-    """
-    file = path / MANIFEST
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} is no complete checkpoint: cannot read {file}: {error.strerror}."
-        ) from error
-    first, _, rest = data.partition(b"\n")
-    if not first.startswith(b'{"checksum":"') or first[13:29].decode("ascii", "replace") != digest(
-        rest
-    ):
-        raise CheckpointError(f"{file} is damaged: its checksum differs.")
-    body = json.loads(data)
-    if body.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is no checkpoint of unipar.")
-    if body["version"] > VERSION:
-        raise CheckpointError(
-            f"{file} has format version {body['version']}, written by unipar {body['unipar']}; "
-            f"this unipar reads versions up to {VERSION}. Upgrade unipar to read it."
-        )
-    names = [entry["path"] for entry in body["files"]]
-    return Manifest(
-        path=path,
-        step=body["step"],
-        strategy=body["strategy"],
-        world_size=body["world_size"],
-        engines={
-            name: EngineIndex(
-                weights=_decode_tensors(engine["weights"], names),
-                optimizer=_decode_tensors(engine["optimizer"], names),
-                groups=tuple(
-                    GroupState(tuple(group["params"]), group["hyperparameters"])
-                    for group in engine["groups"]
-                ),
-                extra=engine["extra"],
-                aliases=engine["aliases"],
-            )
-            for name, engine in body["engines"].items()
-        },
-        files={
-            entry["path"]: FileInfo(entry["size"], entry["header_bytes"], entry["header_digest"])
-            for entry in body["files"]
-        },
-        progress=body["progress"],
-        metrics=body["metrics"],
-        weights_only=body["weights_only"],
-        unipar_version=body["unipar"],
-        torch_version=body["torch"],
-    )
-
-
-def _decode_tensors(tensors: Mapping[str, Any], names: list[str]) -> dict[str, TensorIndex]:
-    return {
-        name: TensorIndex(
-            tuple(tensor["shape"]),
-            DTYPES[tensor["dtype"]],
-            tuple(
-                Chunk(
-                    Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])),
-                    names[chunk["file"]],
-                    chunk["start"],
-                    tuple(chunk["xxh3"]),
-                )
-                for chunk in tensor["chunks"]
-            ),
-        )
         for name, tensor in tensors.items()
     }

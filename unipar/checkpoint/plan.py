@@ -12,7 +12,7 @@ import torch
 
 from unipar.checkpoint.boxes import check_cover, volume, whole
 from unipar.checkpoint.files import digest
-from unipar.checkpoint.safetensors import Entry, Layout, dtype_name, lay_out
+from unipar.checkpoint.safetensors import SHARDING, Entry, Layout, dtype_name, lay_out
 from unipar.errors import CheckpointError
 from unipar.state import Box, TensorState
 from unipar.world import World
@@ -66,7 +66,7 @@ class RankPlan:
         metadata = {
             "format": "pt",
             "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
+            SHARDING: json.dumps(sharding, separators=(",", ":")),
         }
         return lay_out(entries, metadata)
 

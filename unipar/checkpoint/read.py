@@ -8,7 +8,9 @@ import torch
 
 from unipar.checkpoint.boxes import intersect, is_run, part, volume
 from unipar.checkpoint.files import PIECE_BYTES, FileReader, as_bytes
+from unipar.checkpoint.header import check_header
 from unipar.checkpoint.manifest import Chunk, Manifest, TensorIndex
+from unipar.checkpoint.paths import inside
 from unipar.errors import CheckpointError
 from unipar.state import Box
 
@@ -23,6 +25,7 @@ class ChunkReader:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._files: dict[str, FileReader] = {}
+        self._checked: set[str] = set()
 
     def __enter__(self) -> ChunkReader:
         return self
@@ -103,10 +106,23 @@ class ChunkReader:
         if file not in self._files:
             if len(self._files) == MAX_OPEN_FILES:
                 self.close()
-            info = self._manifest.files[file]
-            header = (info.header_bytes, info.header_digest) if info.header_digest else None
             try:
-                self._files[file] = FileReader(self._manifest.path / file, info.size, header)
+                self._files[file] = self._opened(file)
             except CheckpointError as error:
                 raise CheckpointError(f"Cannot read tensor '{name}': {error}") from error
         return self._files[file]
+
+    def _opened(self, file: str) -> FileReader:
+        info, root = self._manifest.files[file], self._manifest.path
+        if not info.header_digest:
+            # Bare safetensors: in Hugging Face's cache every file is a link to one beside it.
+            return FileReader(root / file, info.size)
+        reader = FileReader(inside(root, file), info.size)
+        if file not in self._checked:
+            try:
+                check_header(reader, self._manifest, file)
+            except CheckpointError:
+                reader.close()
+                raise
+            self._checked.add(file)
+        return reader

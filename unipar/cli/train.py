@@ -46,7 +46,8 @@ def train(
         resume: auto, or the path of a checkpoint.
         output_dir: where the run's files go.
         set_: any key of the run file, as key.sub=value; may be repeated.
-        dry_run: print the resolved run and start nothing.
+        dry_run: print the resolved run and start nothing. What the run file names is imported all
+            the same, which runs that code.
         quiet: show warnings and errors only.
         verbose: show debug messages, and tracebacks of errors.
     """

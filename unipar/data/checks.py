@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from unipar.data.order import Slicing
+from unipar.data.order import Position, Slicing
 from unipar.data.sources import Source
-from unipar.errors import ConfigError, DataError
+from unipar.errors import CheckpointError, ConfigError, DataError
 
 
 def slicing_of(size: int, micro: int | None, rank: int, ranks: int) -> Slicing:
@@ -58,6 +59,27 @@ def check_size(num_samples: int, global_batch_size: int, source: Source) -> None
             f"the data has {num_samples} samples, fewer than one global batch of "
             f"{global_batch_size}. Lower global_batch_size to at most {num_samples}.{hint}"
         )
+
+
+def saved_position(state: Mapping[str, Any]) -> Position:
+    """The position in what :meth:`unipar.data.Loader.state_dict` gave.
+
+    Raises:
+        CheckpointError: something is missing in it, or is no count.
+    """
+    for key in ("epoch", "index"):
+        if key not in state:
+            raise CheckpointError(f"the saved position in the data has no '{key}'.")
+    for key, least in (("epoch", 0), ("index", 0), ("num_samples", 0), ("global_batch_size", 1)):
+        value = state.get(key, least)
+        may_be_none = key == "num_samples"
+        if not (type(value) is int and least <= value < 2**53) and not (
+            may_be_none and value is None
+        ):
+            raise CheckpointError(
+                f"the saved position in the data has {key}={str(value)[:60]}, which is no count."
+            )
+    return Position(state["epoch"], state["index"])
 
 
 def check_same_epoch(

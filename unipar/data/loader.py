@@ -15,13 +15,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from unipar.batch import Batch, MicroBatch
-from unipar.data.checks import check_same_epoch, check_size, no_batch, shuffles, slicing_of
+from unipar.data.checks import (
+    check_same_epoch,
+    check_size,
+    no_batch,
+    saved_position,
+    shuffles,
+    slicing_of,
+)
 from unipar.data.order import Position, Wanted, WantedSampler, epoch_order, mixed_seed
 from unipar.data.samples import Collate, Samples, raise_different, same_structure, structure
 from unipar.data.sources import open_source
 from unipar.data.stream import StreamShare
 from unipar.data.workers import items_of, loading_settings
-from unipar.errors import DataError
+from unipar.errors import CheckpointError, DataError
 
 log = logging.getLogger("unipar.data")
 
@@ -167,15 +174,21 @@ class Loader:
         """Go to a position that :meth:`state_dict` told, on any number of ranks.
 
         Raises:
+            CheckpointError: it is no position, or one behind the end of the epoch.
             DataError: it lies within an epoch over a different number of samples.
             ConfigError: it lies within an epoch of a different global batch size.
         """
-        if state["index"]:
+        position = saved_position(state)
+        if position.index:
             check_same_epoch(
                 state, num_samples=self.num_samples, global_batch_size=self.global_batch_size
             )
-        self._position = Position(int(state["epoch"]), int(state["index"]))
-        self._stream_state = state.get("stream")
+        # One beyond the last is where a ragged batch was to come that is left out now.
+        if self.num_batches is not None and position.index > self.num_batches:
+            raise CheckpointError(
+                f"the saved position is batch {position.index} of an epoch of {self.num_batches}."
+            )
+        self._position, self._stream_state = position, state.get("stream")
 
     # -- batches ---------------------------------------------------------------------------------
 

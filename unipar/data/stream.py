@@ -63,7 +63,7 @@ class StreamShare(IterableDataset):
         size = self._slicing.global_batch_size
         begin = 0
         if self._state is not None and hasattr(self._dataset, "load_state_dict"):
-            self._dataset.load_state_dict(self._state)
+            self._restore()
             begin = self._start
         samples, randomness = self._samples(begin * size), OwnRandomness(self._seed)
         for number in itertools.count(begin):
@@ -74,6 +74,16 @@ class StreamShare(IterableDataset):
                 return
             if number >= self._start and (number - self._start) % every == first:
                 yield self._cut(block), len(block), self._position(worker is None)
+
+    def _restore(self) -> None:
+        try:
+            self._dataset.load_state_dict(self._state)
+        except Exception as error:
+            raise DataError(
+                f"rank {self._slicing.data_rank}: {type(self._dataset).__name__} does not take its "
+                f"saved state: load_state_dict() raised {type(error).__name__}: {error}. Give the "
+                "data that it was saved with."
+            ) from error
 
     def _samples(self, first: int) -> Iterator[Any]:
         stream = iter(self._dataset)

@@ -14,7 +14,7 @@ from torch import nn
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data.move import move_to
-from unipar.engine.state import export_state, import_state
+from unipar.engine.state import export_state, import_scaler, import_state
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.state import EngineState, StateSource
@@ -426,8 +426,8 @@ class ModuleEngine(Engine):
             self._restore_counters(source)
 
     def _restore_counters(self, source: StateSource) -> None:
-        if self._scaler is not None and "scaler" in source.extra:
-            self._scaler.load_state_dict(dict(source.extra["scaler"]))
+        if self._scaler is not None:
+            import_scaler(self._scaler, source)
         self.num_steps = int(source.extra.get("num_steps", 0))
 
     def close(self) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.errors import CheckpointError
-from unipar.plain import from_json, to_json
+from unipar.plain import check_like, from_json, to_json
 from unipar.state import (
     EngineState,
     GroupState,
@@ -87,11 +89,41 @@ def export_scheduler(scheduler: LRScheduler | None, state: EngineState) -> None:
 
 
 def import_scheduler(scheduler: LRScheduler | None, source: StateSource) -> None:
-    """Take over the stored scheduler, if there are both."""
+    """Take over the stored scheduler, if there are both.
+
+    Raises:
+        CheckpointError: it is the state of another kind of scheduler.
+    """
     if scheduler is not None and "lr_scheduler" in source.extra:
-        scheduler.load_state_dict(
-            from_json(source.extra["lr_scheduler"], like=scheduler.state_dict())
-        )
+        own = scheduler.state_dict()
+        state = from_json(source.extra["lr_scheduler"], like=own)
+        check_like(state, own, "lr_scheduler")
+        try:
+            scheduler.load_state_dict(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"the stored lr_scheduler is none of {type(scheduler).__name__}: {error!r}."
+            ) from error
+
+
+def import_scaler(scaler: GradScaler, source: StateSource) -> None:
+    """Take over the stored loss scale, if there is one.
+
+    Raises:
+        CheckpointError: it is no state that a gradient scaler can be in.
+    """
+    if "scaler" not in source.extra:
+        return
+    stored, own = source.extra["scaler"], scaler.state_dict()
+    for key, value in own.items():
+        if key not in stored:
+            raise CheckpointError(f"scaler.{key} is missing in the checkpoint.")
+        new = stored[key]
+        check_like(new, value, f"scaler.{key}")
+        may_be_0 = key == "_growth_tracker"
+        if new is None or not (0 < new < math.inf or (new == 0 and may_be_0)):
+            raise CheckpointError(f"scaler.{key} is {new} in the checkpoint.")
+    scaler.load_state_dict(dict(stored))
 
 
 def _local(optimizer: Optimizer) -> Optimizer:
@@ -179,6 +211,15 @@ def _allocate(
     return torch.zeros(info.shape, dtype=info.dtype, device=parameter.device)
 
 
+def _hyperparameter(where: str, value: Any, own: Any) -> Any:
+    value = from_json(value, like=own)
+    check_like(value, own, where)
+    is_number = isinstance(own, (int, float)) and not isinstance(own, bool)
+    if is_number and (value is None or math.isnan(value)):
+        raise CheckpointError(f"{where} is {value} in the checkpoint, and {own} in this run.")
+    return value
+
+
 def restore_groups(
     stored: tuple[GroupState, ...], names: Sequence[tuple[str, ...]], optimizer: Optimizer
 ) -> None:
@@ -190,7 +231,8 @@ def restore_groups(
         optimizer: what takes them over.
 
     Raises:
-        CheckpointError: the optimizer groups its parameters in another way.
+        CheckpointError: the optimizer groups its parameters in another way, or a value is of
+            another kind than this optimizer has.
     """
     if not stored:
         return
@@ -210,4 +252,4 @@ def restore_groups(
         group = optimizer.param_groups[number]
         for key, value in stored[index].hyperparameters.items():
             if key not in _HOW_NOT_WHAT:
-                group[key] = from_json(value, like=group.get(key))
+                group[key] = _hyperparameter(f"{key} of group {index}", value, group.get(key))

@@ -13,7 +13,7 @@ from unipar.checkpoint.boxes import whole
 from unipar.errors import CheckpointError
 from unipar.plain import to_json
 from unipar.state import EngineState, GroupState, LocalState, TensorState
-from unipar_deepspeed import files
+from unipar_deepspeed import contents, files
 
 _NOT_FOR_TORCH = frozenset({"params", "step", "bias_correction"})
 """What DeepSpeed's own optimizers keep in a group, and PyTorch's do not."""
@@ -67,17 +67,19 @@ def read(path: Path) -> EngineState:
         CheckpointError: a file is damaged, missing, or holds what cannot be converted.
     """
     directory = files.step_directory(path)
-    models = [files.load(file) for file in files.of_model(directory)]
+    models = [contents.model(files.load(file), file) for file in files.of_model(directory)]
     optimizers = [
-        files.load(file)["optimizer_state_dict"] for file in files.of_optimizer(directory)
+        contents.optimizer(files.load(file), file) for file in files.of_optimizer(directory)
     ]
+    if not models:
+        raise CheckpointError(f"{directory} lacks the file of its first rank.")
     saved = _Saved(directory, models, optimizers)
     state = EngineState(list(saved.weights()), aliases=saved.aliases())
-    state.extra["num_steps"] = int(saved.model["global_steps"])
+    state.extra["num_steps"] = saved.model.global_steps
     if optimizers:
         state.optimizer = list(saved.moments())
         state.groups = saved.groups()
-        scheduler = saved.model.get("lr_scheduler")
+        scheduler = saved.model.lr_scheduler
         # DeepSpeed's own schedulers count otherwise than PyTorch's do.
         if isinstance(scheduler, Mapping) and "last_epoch" in scheduler:
             state.extra["lr_scheduler"] = to_json(scheduler, "lr_scheduler")
@@ -96,48 +98,64 @@ class _Saved:
     def __init__(
         self,
         directory: Path,
-        models: list[dict[str, Any]],
-        optimizers: list[dict[str, Any]],
+        models: list[contents.Model],
+        optimizers: list[contents.Partitioned | contents.Sharded],
     ) -> None:
         self.directory, self.model, self._models = directory, models[0], models
         self._optimizers = optimizers
-        self._is_stage_3 = bool(optimizers) and "fp32_flat_groups" in optimizers[0]
-        self._shapes: list[dict[str, tuple[int, ...]]] = [
-            {name: tuple(shape) for name, shape in group.items()}
-            for group in (self.model.get("param_shapes") or ())
-        ]
+        self._is_stage_3 = bool(optimizers) and isinstance(optimizers[0], contents.Sharded)
+        self._shapes = (self.model.param_shapes or []) if optimizers else []
+        self._shape_of = {name: shape for group in self._shapes for name, shape in group.items()}
         self._check_ranks()
         self._check_precision()
+        self._flats = [
+            one.fp32_flat_groups
+            if isinstance(one, contents.Sharded)
+            else one.single_partition_of_fp32_groups
+            for one in optimizers
+        ]
+        self._check_groups()
         self._pieces = self._sharded() if self._is_stage_3 else self._partitioned()
         for name, pieces in self._pieces.items():
-            wanted = torch.Size(self._shape(name)).numel()
+            wanted = torch.Size(self._shape_of[name]).numel()
             if sum(piece.numel for piece in pieces) < wanted:
                 raise self._error(f"holds only a part of '{name}'")
 
     def weights(self) -> Iterator[TensorState]:
         """Parameters and buffers, in the model's order."""
         aliases = self.aliases()
-        frozen = self.model.get("frozen_param_shapes") or {}
-        for name, value in self.model["module"].items():
+        frozen = self.model.frozen_param_shapes or {}
+        for name, value in self.model.module.items():
             if name in aliases:
                 continue
             if name in self._pieces:
                 yield self._pieced(name, name, _MASTER)
             elif self._is_stage_3 and name in frozen:
-                parts = tuple(model["frozen_param_fragments"][name] for model in self._models)
-                shape = tuple(frozen[name])
-                yield _Pieced(name, shape, torch.float32, (whole(shape),), parts)
-            elif not self._is_stage_3 or name in self.model["buffer_names"]:
+                yield self._frozen(name, frozen[name])
+            elif not self._is_stage_3 or name in self.model.buffer_names:
                 yield LocalState.of(name, _in_fp32(value))
             # What is left at stage 3 is a further name of a tied weight, of which nothing is kept.
+
+    def _frozen(self, name: str, shape: tuple[int, ...]) -> _Pieced:
+        held = [(model.frozen_param_fragments or {}).get(name) for model in self._models]
+        parts = tuple(part.reshape(-1) for part in held if part is not None)
+        numel = torch.Size(shape).numel()
+        if len(parts) != len(held) or sum(part.numel() for part in parts) < numel:
+            raise self._error(f"holds only a part of '{name}'")
+        return _Pieced(name, shape, torch.float32, (whole(shape),), parts)
 
     def aliases(self) -> dict[str, str]:
         """Further names of tied weights."""
         if self._shapes:
-            return dict(self.model.get("shared_params") or {})
+            aliases = self.model.shared_params or {}
+            for alias, name in aliases.items():
+                known = name in self.model.module and name not in aliases
+                if not known or alias in self._shape_of:
+                    raise self._error(f"has '{alias}' for '{name}', which is no other weight")
+            return aliases
         first: dict[tuple[Any, ...], str] = {}
         aliases: dict[str, str] = {}
-        for name, value in self.model["module"].items():
+        for name, value in self.model.module.items():
             place = (value.data_ptr(), tuple(value.shape), value.stride())
             if not value.numel() or first.setdefault(place, name) == name:
                 continue
@@ -146,14 +164,16 @@ class _Saved:
 
     def moments(self) -> Iterator[TensorState]:
         """The optimizer's state of each trained parameter."""
-        steps = [group.get("step") for group in self._base(0)["param_groups"]]
+        steps = [group.get("step") for group in self._base(0).param_groups]
         for number, group in enumerate(self._shapes):
             for name in group:
                 yield from self._moments_of(name, steps[number])
 
     def _moments_of(self, name: str, step: Any) -> Iterator[TensorState]:
+        if not self._pieces[name]:
+            return
         first = self._pieces[name][0]
-        held = self._base(first.rank)["state"].get(first.flat, {})
+        held = self._base(first.rank).state.get(first.flat, {})
         for key, value in held.items():
             if isinstance(value, torch.Tensor) and value.ndim:
                 yield self._pieced(f"{name}.{key}", name, key)
@@ -163,7 +183,10 @@ class _Saved:
                 raise self._error(f"holds optimizer state '{key}' that is no tensor")
         if held and step is not None:
             # A number with DeepSpeed's own optimizers, a tensor with PyTorch's.
-            yield LocalState.of(f"{name}.step", torch.tensor(float(step)))
+            count = contents.number(step)
+            if count is None or count < 0:
+                raise self._error(f"holds {str(step)[:40]} for the optimizer's step of '{name}'")
+            yield LocalState.of(f"{name}.step", torch.tensor(count))
 
     def groups(self) -> tuple[GroupState, ...]:
         """The optimizer's groups, by the names of their parameters."""
@@ -176,11 +199,11 @@ class _Saved:
                     if key not in _NOT_FOR_TORCH
                 },
             )
-            for names, group in zip(self._shapes, self._base(0)["param_groups"], strict=True)
+            for names, group in zip(self._shapes, self._base(0).param_groups, strict=True)
         )
 
     def _pieced(self, full: str, name: str, key: str) -> _Pieced:
-        shape = self._shape(name)
+        shape = self._shape_of[name]
         parts = tuple(
             self._flat(piece, key).narrow(0, piece.start, piece.numel)
             for piece in self._pieces[name]
@@ -188,21 +211,30 @@ class _Saved:
         return _Pieced(full, shape, torch.float32, (whole(shape),), parts)
 
     def _flat(self, piece: Piece, key: str) -> torch.Tensor:
-        if key != _MASTER:
-            return self._base(piece.rank)["state"][piece.flat][key]
-        kind = "fp32_flat_groups" if self._is_stage_3 else "single_partition_of_fp32_groups"
-        return self._optimizers[piece.rank][kind][piece.flat]
+        master = self._flats[piece.rank][piece.flat]
+        if key == _MASTER:
+            return master
+        moment = self._base(piece.rank).state.get(piece.flat, {}).get(key)
+        # The last rank's masters are without the padding at their end, its moments are with it.
+        if (
+            not isinstance(moment, torch.Tensor)
+            or moment.dim() != 1
+            or not master.numel() <= moment.numel() <= self._flats[0][piece.flat].numel()
+            or not moment.is_floating_point()
+        ):
+            raise self._error(
+                f"holds optimizer state '{key}' that is not of the size of its partition"
+            )
+        return moment
 
-    def _base(self, rank: int) -> dict[str, Any]:
+    def _base(self, rank: int) -> contents.Base:
         """PyTorch's state dict of the optimizer over flat partitions."""
-        kind = "optimizer_state_dict" if self._is_stage_3 else "base_optimizer_state"
-        base = self._optimizers[rank][kind]
-        if not isinstance(base, Mapping):
+        own = self._optimizers[rank]
+        if isinstance(own, contents.Sharded):
+            return own.optimizer_state_dict
+        if not isinstance(own.base_optimizer_state, contents.Base):
             raise self._error("was saved with elastic_checkpoint, which has to be off for this")
-        return dict(base)
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return next(group[name] for group in self._shapes if name in group)
+        return own.base_optimizer_state
 
     def _partitioned(self) -> dict[str, tuple[Piece, ...]]:
         """Stages 1 and 2: a group's parameters end to end, cut into equal parts.
@@ -213,9 +245,13 @@ class _Saved:
         """
         pieces: dict[str, tuple[Piece, ...]] = {}
         for flat, group in enumerate(self._shapes):
-            lengths = [o["single_partition_of_fp32_groups"][flat].numel() for o in self._optimizers]
-            paddings = self._optimizers[0].get("param_alignment_paddings")
-            gaps = paddings[flat] if paddings else [0] * len(group)
+            lengths = [flats[flat].numel() for flats in self._flats]
+            if any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
+                raise self._error(f"has partitions of {lengths} elements, which are not alike")
+            paddings = getattr(self._optimizers[0], "param_alignment_paddings", None)
+            gaps = paddings[flat] if paddings and flat < len(paddings) else [0] * len(group)
+            if len(gaps) != len(group):
+                raise self._error(f"has {len(gaps)} paddings for {len(group)} parameters")
             begin = 0
             for (name, shape), gap in zip(group.items(), gaps, strict=True):
                 end = begin + torch.Size(shape).numel()
@@ -232,11 +268,13 @@ class _Saved:
 
     def _sharded(self) -> dict[str, tuple[Piece, ...]]:
         """Stage 3: an equal part of each parameter, in flat partitions filled one after another."""
-        sizes = [flat.numel() for flat in self._optimizers[0]["fp32_flat_groups"]]
+        sizes = [flat.numel() for flat in self._flats[0]]
+        if any([flat.numel() for flat in flats] != sizes for flats in self._flats):
+            raise self._error("has partitions that are not alike on every rank")
         pieces: dict[str, tuple[Piece, ...]] = {}
         flat = used = 0
         for name in (name for group in self._shapes for name in group):
-            numel = -(-torch.Size(self._shape(name)).numel() // len(self._optimizers))
+            numel = -(-torch.Size(self._shape_of[name]).numel() // len(self._optimizers))
             if flat < len(sizes) and used == sizes[flat]:
                 flat, used = flat + 1, 0
             if flat == len(sizes) or used + numel > sizes[flat]:
@@ -249,8 +287,8 @@ class _Saved:
 
     def _check_ranks(self) -> None:
         for optimizer in self._optimizers[:1]:
-            count = optimizer["partition_count"]
-            wanted = max(count) if isinstance(count, (list, tuple)) else int(count)
+            count = optimizer.partition_count
+            wanted = max(count, default=0) if isinstance(count, list) else count
             if wanted != len(self._optimizers):
                 raise self._error(
                     f"was saved by {wanted} ranks, and has {len(self._optimizers)} files of "
@@ -259,9 +297,32 @@ class _Saved:
         if self._is_stage_3 and len(self._models) != len(self._optimizers):
             raise self._error(f"has {len(self._models)} files of weights for that many ranks")
 
+    def _check_groups(self) -> None:
+        """Hold that the files tell of the same groups, partitions and weights."""
+        if len({type(one) for one in self._optimizers}) > 1:
+            raise self._error("has files of stage 3 and of another")
+        if sum(map(len, self._shapes)) != len(self._shape_of):
+            raise self._error("has a parameter in two groups of param_shapes")
+        if self._optimizers and not self._shapes:
+            raise self._error("has no param_shapes, which tell whose the optimizer's state is")
+        for rank, flats in enumerate(self._flats):
+            groups = len(self._base(rank).param_groups)
+            if groups != len(self._shapes) or (not self._is_stage_3 and groups != len(flats)):
+                raise self._error(
+                    f"has {len(self._shapes)} groups in param_shapes, and {groups} of rank {rank}"
+                )
+        for name, shape in self._shape_of.items():
+            stored = self.model.module.get(name)
+            if stored is None:
+                raise self._error(f"has no '{name}' in module, and has it in param_shapes")
+            if not self._is_stage_3 and tuple(stored.shape) != shape:
+                raise self._error(
+                    f"has '{name}' as {list(stored.shape)} in module, and as {list(shape)} in "
+                    "param_shapes"
+                )
+
     def _check_precision(self) -> None:
-        weights: Mapping[str, torch.Tensor] = self.model["module"]
-        half = [name for name, value in weights.items() if value.dtype in _HALF]
+        half = [name for name, value in self.model.module.items() if value.dtype in _HALF]
         if half and not self._optimizers:
             raise self._error(
                 f"has '{half[0]}' in half precision, and its fp32 original, which training goes on "

@@ -142,7 +142,7 @@ def test_an_engine_that_refuses_on_one_rank_refuses_on_all(
 
     for error in ranks(2, load_own):
         assert isinstance(error, CheckpointError)
-        assert str(error) == "Rank 1: the groups do not match"
+        assert str(error) == f"Rank 1: {path}: the groups do not match"
 
 
 class _Trap:

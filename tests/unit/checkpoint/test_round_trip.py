@@ -35,7 +35,7 @@ def test_every_kind_of_tensor_comes_back(
     tmp_path: Path, make_engine: Callable[..., Any], alone: World
 ) -> None:
     saved = make_engine(
-        TENSORS, {"float.exp_avg": torch.randn(30, 20)}, extra={"scalars": {"a": 1}}
+        TENSORS, {"float.exp_avg": torch.randn(30, 20)}, extra={"scalars": {"float": {"a": 1}}}
     )
     path = save(
         tmp_path,
@@ -55,7 +55,7 @@ def test_every_kind_of_tensor_comes_back(
     assert (manifest.step, manifest.strategy, manifest.world_size) == (10, "ddp", 1)
     assert manifest.progress == {"seed": 3, "epoch": 2}
     assert manifest.metrics == {"loss": 0.5}
-    assert loaded.loaded.extra == {"scalars": {"a": 1}}
+    assert loaded.loaded.extra == {"scalars": {"float": {"a": 1}}}
     assert loaded.loaded.groups == saved.groups
     assert loaded.loaded.optimizer["float"]["exp_avg"].shape == (30, 20)
 

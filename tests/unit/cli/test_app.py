@@ -156,3 +156,11 @@ def test_the_schema_takes_the_short_forms(
 ) -> None:
     forms = schema(capsys)["properties"][key]["anyOf"]
     assert any(short in form.get("enum", []) or "string" in form.get("type", "") for form in forms)
+
+
+def test_a_dry_run_says_that_it_imports_what_the_file_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["train", "--help"])
+    said = " ".join(re.sub(r"[^\w.]+", " ", capsys.readouterr().out).split())
+    assert "What the run file names is imported all the same which runs that code" in said

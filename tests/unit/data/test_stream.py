@@ -305,6 +305,13 @@ def test_a_sample_that_raises_after_a_resume_is_named_by_its_place_in_the_stream
         list(resumed)
 
 
+def test_a_stream_that_does_not_take_its_saved_state_is_named():
+    resumed = Loader(Shuffled(), global_batch_size=2)
+    resumed.load_state_dict({"epoch": 0, "index": 1, "stream": 5})
+    with pytest.raises(DataError, match=r"Shuffled does not take its saved state: .*TypeError"):
+        list(resumed)
+
+
 def test_augmentations_of_a_stream_do_not_draw_from_dropouts_generator():
     torch.manual_seed(0)
     expected = torch.rand(1)
