@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unipar.benchmark.load import usage
 from unipar.benchmark.memory import Held, counting_saved, held
 from unipar.benchmark.overlap import Profile
 from unipar.benchmark.records import Memory, Rank, RankRecord
@@ -57,6 +58,7 @@ class Meter(Callback):
             self._resident = psutil.Process().memory_info().rss - sum(
                 held(self._engine.module, self.data)
             )
+            self._used = usage()
         self._ready = time.time()
 
     def on_step_end(self, run: RunInfo, record: StepRecord) -> None:
@@ -99,6 +101,7 @@ class Meter(Callback):
             first_step_seconds=self._first - self.began,
             parameters=run.num_parameters,
             optimizer=type(self._engine.optimizer).__name__,
+            usage=usage().since(self._used) if run.device == "cpu" else None,
         ).write(self.directory)
 
     def _rank(self, run: RunInfo, timed: list[StepRecord]) -> Rank:

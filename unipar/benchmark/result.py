@@ -107,6 +107,8 @@ class CellResult(Stored):
         predicted: what the formulas give for one rank's memory; kinds without a formula are 0.
         parity: ``None`` where there is nothing to compare with.
         ties: labels of the cells, with as many devices, that are no slower beyond the noise.
+        load: the share of the cores that other processes had, in the median repeat; ``None`` where
+            it is not known, as on accelerators.
     """
 
     cell: Cell
@@ -124,6 +126,7 @@ class CellResult(Stored):
     predicted: Memory | None = None
     parity: Parity | None = None
     ties: list[str] = Field(default_factory=list)
+    load: float | None = None
 
 
 class Interconnect(Stored):
@@ -194,7 +197,8 @@ class BenchResult(Stored):
         interconnect: by number of devices.
         scaling: of every strategy that ran on several numbers of devices.
         overhead: of every strategy that a hand-written loop ran, too.
-        recommendation: a sentence that says what to pick, and why.
+        recommendation: what to pick, and why; or why no winner can be named, and what to do.
+        winner: the cell to pick; ``None`` where the noise is too large or several are equal.
         reference_losses: of each step, by the label that ``Parity.reference`` gives.
     """
 
@@ -206,6 +210,7 @@ class BenchResult(Stored):
     scaling: list[Scaling]
     overhead: list[Overhead]
     recommendation: str
+    winner: Cell | None = None
     reference_losses: dict[str, list[float]] = Field(default_factory=dict)
 
     @property
@@ -272,6 +277,8 @@ class BenchResult(Stored):
             "items_per_second": _median(result.items_per_second),
             "samples_per_second": _median(result.samples_per_second),
             "mfu": result.mfu,
+            "spread": result.repeat_seconds.relative if result.repeat_seconds else None,
+            "load": result.load,
             "setup_seconds": _median(result.setup_seconds),
             "first_step_seconds": _median(result.first_step_seconds),
             "peak_bytes": _peak(result),

@@ -6,12 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from unipar.benchmark.cells import Cell
-from unipar.benchmark.recommend import recommend
-from unipar.benchmark.records import Memory, Trial
+from unipar.benchmark.recommend import judge, recommend
+from unipar.benchmark.records import Memory
 from unipar.benchmark.reference import Reference
 from unipar.benchmark.result import BenchResult, CellResult, Interconnect, Job, Machine, Overhead
+from unipar.benchmark.rounds import paired, slowest, step_time
 from unipar.benchmark.scaling import scalings
-from unipar.benchmark.statistics import Estimate, Spread
+from unipar.benchmark.statistics import Spread
 from unipar.benchmark.store import Failure, Finding, Store
 from unipar.strategy import Precision
 
@@ -43,6 +44,7 @@ def summarize(
     ]
     results = [one.model_copy(update={"ties": _ties(one, results)}) for one in results]
     scaling = scalings(results, interconnects)
+    winner = judge(results, scaling).winner
     return BenchResult(
         machine=machine,
         job=job,
@@ -51,6 +53,7 @@ def summarize(
         scaling=scaling,
         overhead=_overheads(results),
         recommendation=recommend(results, scaling),
+        winner=winner.cell if winner else None,
         reference_losses={one.label: one.losses for one in references.values()},
     )
 
@@ -77,6 +80,7 @@ def _cell(
     medians = [step_time(trial) for trial in trials]
     step = Spread.of(steps)
     peak = link.matmul_flops.get(cell.precision) if link else None
+    loads = [trial.load for trial in trials if trial.load is not None]
     # A hand-written loop says nothing of items, and its losses are its own affair.
     first = found[0]
     return CellResult(
@@ -93,17 +97,8 @@ def _cell(
         mfu=flops / (step.median * peak) if flops and peak else None,
         predicted=predicted(first, cell.devices),
         parity=reference.parity(trials[0].losses) if reference else None,
+        load=statistics.median(loads) if loads else None,
     )
-
-
-def slowest(trial: Trial) -> list[float]:
-    """Seconds of each timed step on the rank that took longest."""
-    return [max(step) for step in zip(*(rank.seconds for rank in trial.ranks), strict=True)]
-
-
-def step_time(trial: Trial) -> float:
-    """The median of :func:`slowest`, in seconds."""
-    return statistics.median(slowest(trial))
 
 
 def predicted(found: Finding, devices: int) -> Memory | None:
@@ -139,18 +134,8 @@ def _ties(one: CellResult, results: Sequence[CellResult]) -> list[str]:
         and other.cell.devices == one.cell.devices
         and (ratio := paired(one, other)) is not None
         and ratio.pairs > 1
-        and not ratio.differs
+        and ratio.verdict() in ("same", "unknown")
     ]
-
-
-def paired(one: CellResult, other: CellResult) -> Estimate | None:
-    """The ratio of two cells' median steps in the rounds in which both have run."""
-    ours = {trial.repeat: step_time(trial) for trial in one.trials}
-    theirs = {trial.repeat: step_time(trial) for trial in other.trials}
-    rounds = sorted(ours.keys() & theirs.keys())
-    if not rounds:
-        return None
-    return Estimate.of([ours[n] for n in rounds], [theirs[n] for n in rounds])
 
 
 def _overheads(results: Sequence[CellResult]) -> list[Overhead]:

@@ -20,6 +20,7 @@ from unipar import registry
 from unipar.benchmark import modelling, probe, raw
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
+from unipar.benchmark.load import of_others
 from unipar.benchmark.meter import WATCHED, Meter
 from unipar.benchmark.records import RankRecord, Trial
 from unipar.benchmark.store import Failure, Finding
@@ -66,6 +67,7 @@ def gather(directory: Path, request: dict[str, Any]) -> Finding:
         setup_seconds=max(one.setup_seconds for one in ranks),
         first_step_seconds=max(one.first_step_seconds for one in ranks),
         ranks=[one.rank for one in ranks],
+        load=of_others([one.usage for one in ranks if one.usage]),
     )
     return Finding(
         trial=trial,

@@ -8,7 +8,7 @@ from unipar.benchmark.report import text
 from unipar.benchmark.report.charts import drawing
 from unipar.benchmark.report.charts.drawing import Chart, Look, Missing
 from unipar.benchmark.result import BenchResult, CellResult
-from unipar.benchmark.summary import slowest
+from unipar.benchmark.rounds import slowest
 
 
 def throughput(result: BenchResult) -> Chart | Missing:
