@@ -29,14 +29,14 @@ class Judgement:
             nothing right was measured.
         equals: the cells that no repeat tells from it.
         doubts: why no winner is named, each a clause.
-        remedies: what to do about these, each an imperative.
+        remedy: what to do about these, as an imperative.
     """
 
     call: Call
     fastest: CellResult | None = None
     equals: tuple[CellResult, ...] = ()
     doubts: tuple[str, ...] = ()
-    remedies: tuple[str, ...] = ()
+    remedy: str = ""
 
     @property
     def winner(self) -> CellResult | None:
@@ -57,15 +57,18 @@ def judge(cells: Sequence[CellResult], scaling: Sequence[Scaling]) -> Judgement:
     fastest = max(right, key=_speed)
     rivals = [(cell, paired(cell, fastest)) for cell in right if cell is not fastest]
     equals = [(cell, ratio) for cell, ratio in rivals if not ratio or ratio.verdict() != "more"]
-    doubts: dict[str, str] = {}
+    doubts: list[str] = []
+    remedy = (
+        f"run it again with the same --output and --repeats {max(5, 2 * len(fastest.trials))} "
+        "(what is finished is kept), and nothing else on the machine"
+    )
     if (fewest := min(len(cell.trials) for cell in right)) < ENOUGH:
         told = "1 repeat shows" if fewest == 1 else f"{fewest} repeats show"
-        doubts[f"{told} too little of the noise"] = (
-            "run it again with the same --output and --repeats 5 (what is finished is kept)"
-        )
+        doubts.append(f"{told} too little of the noise")
     load = max((cell.load or 0.0 for cell in right), default=0.0)
     if load > BUSY:
-        doubts[f"other processes had up to {percent(load)} of the cores meanwhile"] = _QUIET
+        doubts.append(f"other processes had up to {percent(load)} of the cores meanwhile")
+        remedy = _QUIET
     labels = {cell.cell.label for cell in right}
     gains = [
         (gain, one.label, count)
@@ -75,23 +78,21 @@ def judge(cells: Sequence[CellResult], scaling: Sequence[Scaling]) -> Judgement:
     ]
     if gains and max(gains)[0] > SUPERLINEAR:
         gain, label, count = max(gains)
-        doubts[
+        doubts.append(
             f"an efficiency of {percent(gain)} ({label} on {devices(count)}) is more than devices "
             "can give"
-        ] = _QUIET
+        )
+        remedy = _QUIET
     wide = [(cell, ratio) for cell, ratio in equals if ratio and ratio.verdict() == "unknown"]
     if wide and fewest >= ENOUGH:
-        doubts[f"{_interval(*wide[0], fastest)}"] = (
-            "run it again with the same --output, more --repeats, and nothing else on the machine"
-        )
+        doubts.append(_interval(*wide[0], fastest))
     beside = tuple(cell for cell, _ in equals)
     if doubts:
-        remedies = tuple(dict.fromkeys(doubts.values()))
-        return Judgement("too noisy", fastest, beside, tuple(doubts), remedies)
+        return Judgement("too noisy", fastest, beside, tuple(doubts), remedy)
     return Judgement("too close" if equals else "clear", fastest, beside)
 
 
-_QUIET = "end what else runs on this machine, and run it again with a new --output"
+_QUIET = "end what else runs on this machine, and run it again with --repeats 5 and a new --output"
 
 
 def recommend(cells: Sequence[CellResult], scaling: Sequence[Scaling]) -> str:
@@ -112,8 +113,7 @@ def recommend(cells: Sequence[CellResult], scaling: Sequence[Scaling]) -> str:
         return f"Pick none of these, for every loss drifts: {join(apart)}."
     asides = [*_drifting(pick, timed), *_parity(pick, timed)]
     if found.call == "too noisy":
-        again = join(found.remedies)
-        told = f"Too noisy to name a winner: {'; '.join(found.doubts)}. {_sentence(again)}"
+        told = f"Too noisy to name a winner: {'; '.join(found.doubts)}. {_sentence(found.remedy)}"
     elif found.call == "too close":
         told = f"Too close to call: {_equal(pick, found.equals)}"
     else:

@@ -249,6 +249,17 @@ class BenchResult(Stored):
         except ValidationError as error:
             raise ConfigError(f"{file} is no benchmark's result: {error}") from error
 
+    @classmethod
+    def load_runs(cls, path: str | Path) -> list[BenchResult]:
+        """Read one result, or those of several runs that lie in folders of one directory.
+
+        Raises:
+            ConfigError: there is none, or its form is another.
+        """
+        runs = sorted(Path(path).glob("*/result.json"))
+        several = runs and not Path(path, "result.json").exists()
+        return [cls.load(run) for run in (runs if several else [path])]
+
     def to_pandas(self) -> pandas.DataFrame:
         """One row for each cell, one column for each figure.
 

@@ -90,14 +90,14 @@ def test_intervals_that_overlap_name_no_winner() -> None:
     told = recommend([calm, shaken], [])
     assert told.startswith("Too noisy to name a winner: a step of fsdp on 2 devices takes 0.")
     assert "times as long as one of ddp on 2 devices (95 % interval)" in told
-    assert "Run it again with the same --output, more --repeats" in told
+    assert "Run it again with the same --output and --repeats 6" in told
 
 
 def test_two_repeats_name_no_winner_however_far_apart_the_two_are() -> None:
     cells = [timed("ddp", [0.1, 0.1]), timed("fsdp", [0.6, 0.6])]
     assert recommend(cells, []) == (
         "Too noisy to name a winner: 2 repeats show too little of the noise. Run it again with the "
-        "same --output and --repeats 5 (what is finished is kept)."
+        "same --output and --repeats 5 (what is finished is kept), and nothing else on the machine."
     )
     alone = [timed("ddp", [0.1]), timed("fsdp", [0.6])]
     assert "1 repeat shows too little" in recommend(alone, [])
@@ -108,7 +108,7 @@ def test_a_busy_machine_names_no_winner() -> None:
     told = recommend([busy, cell("fsdp", 0.2, load=0.1)], [])
     assert told == (
         "Too noisy to name a winner: other processes had up to 63 % of the cores meanwhile. End "
-        "what else runs on this machine, and run it again with a new --output."
+        "what else runs on this machine, and run it again with --repeats 5 and a new --output."
     )
     assert recommend([cell("ddp", 0.1, load=0.2), cell("fsdp", 0.2)], []).startswith("Pick ddp")
 

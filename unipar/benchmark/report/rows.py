@@ -10,6 +10,8 @@ from unipar.benchmark.recommend import peak
 from unipar.benchmark.report import text
 from unipar.benchmark.result import BenchResult, CellResult, Overhead
 
+_Better = Literal["low", "high"] | None
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -79,6 +81,8 @@ def of(result: BenchResult) -> Rows:
     cells = [cell for cell in result.measured if not cell.cell.raw]
     speeds = [cell.items_per_second.median if cell.items_per_second else None for cell in cells]
     steps = [cell.step_seconds for cell in cells]
+    # Where no winner can be named, no figure of speed is the best.
+    low, high = ("low", "high") if result.winner else (None, None)
     second = text.unit_of_seconds(step.median for step in steps if step)
     flat = [result.row(cell) for cell in cells]
     peaks, traffic = [peak(cell) for cell in cells], [row["traffic_bytes"] for row in flat]
@@ -87,7 +91,7 @@ def of(result: BenchResult) -> Rows:
             "strategy", "strategy", "", [Figure(cell.cell.label, cell.cell.label) for cell in cells]
         ),
         Column("devices", "dev.", "", [_count(cell.cell.devices) for cell in cells]),
-        _numbers("step", second, [step and step.median for step in steps], cells, "low"),
+        _numbers("step", second, [step and step.median for step in steps], cells, low),
         Column(
             "p5-p95",
             "p5-p95",
@@ -102,8 +106,8 @@ def of(result: BenchResult) -> Rows:
                 for step in steps
             ],
         ),
-        _throughput(speeds, cells),
-        _numbers("MFU", text.Unit("%", 0.01), [cell.mfu for cell in cells], cells, "high"),
+        _throughput(speeds, cells, high),
+        _numbers("MFU", text.Unit("%", 0.01), [cell.mfu for cell in cells], cells, high),
         _numbers("peak", text.unit_of_bytes(peaks), peaks, cells, "low"),
         _numbers("traffic", text.unit_of_bytes(traffic), traffic, cells, "low"),
         Column("loss difference", "loss\ndiff.", "", [_parity(cell) for cell in cells]),
@@ -122,7 +126,7 @@ def _numbers(
     unit: text.Unit,
     values: Sequence[float | None],
     cells: Sequence[CellResult],
-    better: Literal["low", "high"],
+    better: _Better,
 ) -> Column:
     # Nothing at all, as the traffic of one process, is no achievement; nor is a fast wrong run.
     fair = [
@@ -130,7 +134,9 @@ def _numbers(
         for value, cell in zip(values, cells, strict=True)
         if value and not (cell.parity and cell.parity.drifts)
     ]
-    best = (min(fair) if better == "low" else max(fair)) if len(set(fair)) > 1 else None
+    best = None
+    if better and len(set(fair)) > 1:
+        best = min(fair) if better == "low" else max(fair)
     figures = []
     for value, cell in zip(values, cells, strict=True):
         wins = value is not None and value == best and not (cell.parity and cell.parity.drifts)
@@ -139,8 +145,10 @@ def _numbers(
     return Column(title, title, unit.name, figures)
 
 
-def _throughput(speeds: Sequence[float | None], cells: Sequence[CellResult]) -> Column:
-    plain = _numbers("items/s", text.Unit("", 1.0), speeds, cells, "high")
+def _throughput(
+    speeds: Sequence[float | None], cells: Sequence[CellResult], better: _Better
+) -> Column:
+    plain = _numbers("items/s", text.Unit("", 1.0), speeds, cells, better)
     labels = {(cell.cell.label, cell.cell.devices) for cell in cells}
     tied = [
         any((label, cell.cell.devices) in labels for label in cell.ties if label != cell.cell.label)
