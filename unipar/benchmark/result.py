@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.records import KINDS, Memory, Stored, Trial
 from unipar.benchmark.statistics import Estimate, Spread
+from unipar.benchmark.writing import replace
 from unipar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Job(Stored):
         flops: of one step's forward and backward pass, as :mod:`torch.utils.flop_counter` counts
             them without recomputation; ``None`` where they could not be counted.
         command: what runs it again.
+        run_file: the text of the run file; empty where there is none.
+        commit: of the git repository that it was run in; empty where there is none.
     """
 
     model: str
@@ -70,6 +73,8 @@ class Job(Stored):
     seed: int
     flops: float | None
     command: str
+    run_file: str = ""
+    commit: str = ""
 
 
 class Parity(Stored):
@@ -199,6 +204,7 @@ class BenchResult(Stored):
         overhead: of every strategy that a hand-written loop ran, too.
         recommendation: what to pick, and why; or why no winner can be named, and what to do.
         winner: the cell to pick; ``None`` where the noise is too large or several are equal.
+        interrupted: what ended it before all was run; empty where nothing did.
         reference_losses: of each step, by the label that ``Parity.reference`` gives.
     """
 
@@ -211,6 +217,7 @@ class BenchResult(Stored):
     overhead: list[Overhead]
     recommendation: str
     winner: Cell | None = None
+    interrupted: str = ""
     reference_losses: dict[str, list[float]] = Field(default_factory=dict)
 
     @property
@@ -221,7 +228,7 @@ class BenchResult(Stored):
 
     def save(self, path: str | Path) -> None:
         """Write ``result.json``."""
-        Path(path).write_text(self.model_dump_json(indent=1), encoding="utf-8")
+        replace(Path(path), self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> BenchResult:
@@ -272,6 +279,17 @@ class BenchResult(Stored):
             raise ConfigError("to_pandas needs pandas: pip install pandas.") from error
         return pandas.DataFrame([self.row(cell) for cell in self.cells])
 
+    @property
+    def item(self) -> str:
+        """What the loss is a mean over: ``"token"`` where a sample has several, or ``"item"``."""
+        return "token" if self.job.items > 1.5 * self.job.global_batch_size else "item"
+
+    def flops_per_second(self, result: CellResult) -> float | None:
+        """Of the model, over all ranks: those of a step without recomputation, over its time."""
+        if self.job.flops is None or result.step_seconds is None:
+            return None
+        return self.job.flops / result.step_seconds.median
+
     def row(self, result: CellResult) -> dict[str, Any]:
         """The figures of one cell, flat: seconds, bytes, and items a second."""
         first = result.trials[0].ranks[0] if result.trials else None
@@ -287,6 +305,7 @@ class BenchResult(Stored):
             "step_seconds_p95": result.step_seconds.p95 if result.step_seconds else None,
             "items_per_second": _median(result.items_per_second),
             "samples_per_second": _median(result.samples_per_second),
+            "flops_per_second": self.flops_per_second(result),
             "mfu": result.mfu,
             "spread": result.repeat_seconds.relative if result.repeat_seconds else None,
             "load": result.load,

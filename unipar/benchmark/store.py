@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.records import Trial
 from unipar.benchmark.result import Status
+from unipar.benchmark.writing import replace
 from unipar.errors import ConfigError
 
 
@@ -49,8 +51,9 @@ class Failure(BaseModel):
 class Store:
     """Files of one benchmark.
 
-    ``plan.json`` says which job it is, ``trials/`` holds a directory for each trial with its
-    output in ``log.txt``, ``probes/`` what was measured of the machine.
+    ``plan.json`` says which job it is, ``cells.json`` what was ever asked for, ``trials/`` holds a
+    directory for each trial with its output in ``log.txt``, ``probes/`` what was measured of the
+    machine.
 
     Args:
         root: the directory.
@@ -91,6 +94,21 @@ class Store:
                 "--output, or mend its permissions."
             ) from error
         return cls(root)
+
+    def ask(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Add what is asked for now to what was before; returns all of it."""
+        file = self.root / "cells.json"
+        known = json.loads(file.read_text()) if file.exists() else []
+        every = list(dict.fromkeys([*(Cell.model_validate(one) for one in known), *cells]))
+        replace(file, json.dumps([cell.model_dump() for cell in every], indent=1))
+        return every
+
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """Every measurement of the machine or of the job that was finished, by its name."""
+        files = sorted(
+            (self.root / "probes").glob("*/answer.json"), key=lambda one: one.stat().st_mtime
+        )
+        return {file.parent.name: json.loads(file.read_text()) for file in files}
 
     def trial(self, cell: Cell, repeat: int) -> Path:
         """The directory of one trial."""

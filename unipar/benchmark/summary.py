@@ -28,6 +28,7 @@ def summarize(
     store: Store,
     references: Mapping[Precision, Reference],
     interconnects: Sequence[Interconnect],
+    interrupted: str = "",
 ) -> BenchResult:
     """Put everything together that the trials in a directory have found so far."""
     links = {link.devices: link for link in interconnects}
@@ -53,6 +54,7 @@ def summarize(
         scaling=scaling,
         overhead=_overheads(results),
         recommendation=recommend(results, scaling),
+        interrupted=interrupted,
         winner=winner.cell if winner else None,
         reference_losses={one.label: one.losses for one in references.values()},
     )

@@ -7,7 +7,6 @@ came of it.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from unipar.benchmark.load import of_others
 from unipar.benchmark.meter import WATCHED, Meter
 from unipar.benchmark.records import RankRecord, Trial
 from unipar.benchmark.store import Failure, Finding
+from unipar.benchmark.writing import replace
 from unipar.errors import ConfigError, UniparError, WorkerError
 from unipar.subprocesses import end_with
 
@@ -111,13 +111,6 @@ def main() -> None:
         answer = KINDS[request["kind"]](BenchJob.read(job), directory, request)
     except Exception as error:
         traceback.print_exc()
-        write(directory / "failure.json", explain(error))
+        replace(directory / "failure.json", explain(error).model_dump_json(indent=1))
         sys.exit(1)
-    write(directory / "answer.json", answer)
-
-
-def write(file: Path, answer: Any) -> None:
-    """Whole or not at all, for a trial may be ended at any moment."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(answer.model_dump_json(indent=1))
-    os.replace(partial, file)
+    replace(directory / "answer.json", answer.model_dump_json(indent=1))

@@ -110,6 +110,7 @@ def bench(
             time_limit=time_limit,
             show=show,
             command=shlex.join(["unipar", *sys.argv[1:]]),
+            run_file=run,
             **arguments,
         )
     _show(result, format)
