@@ -68,21 +68,22 @@ def render(result: BenchResult) -> str:
     from unipar.benchmark.report.charts import CHARTS
     from unipar.benchmark.report.charts.drawing import DARK_PALETTE, PALETTE, Chart
 
-    few = _best(result)
-    drawn = [(entry, entry.draw(few or result)) for entry in CHARTS]
-    charts = [(entry, chart) for entry, chart in drawn if isinstance(chart, Chart)]
-    folded = {
-        entry.key: whole
-        for entry, _ in charts
-        if few and isinstance(whole := entry.draw(result), Chart)
-    }
+    drawn = [(entry, entry.draw(result)) for entry in CHARTS]
+    charts = {entry: chart for entry, chart in drawn if isinstance(chart, Chart)}
     missing = [(entry, lack) for entry, lack in drawn if not isinstance(lack, Chart)]
+    folded: dict[str, Chart] = {}
+    if few := _best(result):
+        for entry, whole in charts.items():
+            best = entry.draw(few)
+            # Some charts are not about cells, and of some the best leave nothing.
+            if isinstance(best, Chart) and _json(best) != _json(whole):
+                charts[entry], folded[entry.key] = best, whole
     found = rows.of(result)
     sections = {
         "Table": _table_section(found),
         **{
             entry.title: _chart_section(entry.key, chart, folded.get(entry.key))
-            for entry, chart in charts
+            for entry, chart in charts.items()
         },
         "Charts left out": _items(f"{entry.title}: {lack.reason}" for entry, lack in missing),
         "Not measured": _failures(found),
@@ -95,8 +96,8 @@ def render(result: BenchResult) -> str:
         "light": PALETTE,
         "dark": DARK_PALETTE,
         "figures": {
-            **{entry.key: json.loads(_json(chart)) for entry, chart in charts},
-            **{f"all-{key}": json.loads(_json(chart)) for key, chart in folded.items()},
+            **{entry.key: json.loads(_json(chart)) for entry, chart in charts.items()},
+            **{f"whole-{key}": json.loads(_json(chart)) for key, chart in folded.items()},
         },
     }
     return Template(_file("page.html")).substitute(
@@ -154,8 +155,8 @@ def _chart_section(key: str, chart: Chart, whole: Chart | None) -> str:
         return _chart(key, chart)
     return (
         f'<p class="note">The {FOLD} fastest whose loss is right.</p>{_chart(key, chart)}'
-        f'<details data-chart="all-{key}"><summary>The same of all</summary>'
-        f"{_chart(f'all-{key}', whole)}</details>"
+        f'<details data-chart="whole-{key}"><summary>The same of all</summary>'
+        f"{_chart(f'whole-{key}', whole)}</details>"
     )
 
 
