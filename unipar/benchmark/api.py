@@ -148,7 +148,7 @@ def bench(
         references = find_references(lambda cell: store.finding(cell, 0), every, size)
         return summarize(here, job, every, store, references, _links(answers), interrupted)
 
-    with _terminable(), _reported(root, summary):
+    with _terminable(), _reported(root, summary), contextlib.closing(runner):
         for count in sorted({cell.devices for cell in cells}):
             runner.ask(
                 {"kind": "probe", "devices": count, "precisions": list(precisions)},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from unipar.benchmark.cells import Cell
 from unipar.benchmark.environments import Environments
 from unipar.benchmark.machine import cores
 from unipar.benchmark.raw import loop_for
+from unipar.benchmark.server import Server
 from unipar.benchmark.store import Failure, Finding, Store, fresh
 from unipar.subprocesses import end_group
 
@@ -44,6 +44,7 @@ class Runner:
     raw: Path | None
     show: Callable[[Cell, str], None]
     failed: dict[Cell, Failure] = field(default_factory=dict)
+    _servers: dict[str, Server] = field(default_factory=dict)
 
     def rounds(self, cells: Sequence[Cell], repeats: int, seed: int) -> None:
         """Run every cell once a round, in a new order each round; what has failed is left out.
@@ -95,27 +96,25 @@ class Runner:
         if file.exists():
             return json.loads(file.read_text())
         fresh(directory)
-        (directory / "request.json").write_text(
-            json.dumps({**request, "began": time.time(), "parent": os.getpid()})
-        )
+        (directory / "request.json").write_text(json.dumps({**request, "began": time.time()}))
         log = directory / "log.txt"
+        # The ranks get as many by the launcher; a single process would take what it inherits.
+        threads = max(1, cores() // devices)
         with log.open("wb") as output:
-            # The ranks get as many by the launcher; a single process would take what it inherits.
-            threads = str(max(1, cores() // devices))
-            process = subprocess.Popen(
-                [python, "-m", "unipar.benchmark", str(self.store.job), str(directory)],
-                env={**os.environ, "OMP_NUM_THREADS": threads},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
             try:
-                code = process.wait(self.time_limit)
+                trial = self._server(python).start(
+                    self.store.job, directory, threads, output.fileno()
+                )
+            except RuntimeError as error:
+                self._servers.pop(python).close()
+                reason = f"{python} has ended:\n{error}"
+                return Failure(status="failed", reason=reason, environment=python)
+            try:
+                code = trial.wait(self.time_limit)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end_group(process)
+                end_group(trial)
         if file.exists():
             return json.loads(file.read_text())
         if code is None:
@@ -124,6 +123,16 @@ class Runner:
         with contextlib.suppress(OSError):
             return Failure.model_validate_json((directory / "failure.json").read_text())
         return _crash(code, log, python)
+
+    def _server(self, python: str) -> Server:
+        if python not in self._servers:
+            self._servers[python] = Server(python)
+        return self._servers[python]
+
+    def close(self) -> None:
+        """End what is kept ready for the next trial."""
+        while self._servers:
+            self._servers.popitem()[1].close()
 
     def _fail(self, cell: Cell, repeat: int, failure: Failure) -> None:
         self.failed[cell] = failure

@@ -7,6 +7,7 @@ came of it.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -103,14 +104,15 @@ KINDS: dict[str, Callable[[BenchJob, Path, dict[str, Any]], Any]] = {
 }
 
 
-def main() -> None:
-    job, directory = (Path(argument) for argument in sys.argv[1:])
+def main(job: Path, directory: Path) -> int:
+    """Do what is asked for, leave what came of it, and return the exit code."""
     request = json.loads((directory / "request.json").read_text())
-    end_with(request["parent"])
+    end_with(os.getppid())
     try:
         answer = KINDS[request["kind"]](BenchJob.read(job), directory, request)
     except Exception as error:
         traceback.print_exc()
         replace(directory / "failure.json", explain(error).model_dump_json(indent=1))
-        sys.exit(1)
+        return 1
     replace(directory / "answer.json", answer.model_dump_json(indent=1))
+    return 0
