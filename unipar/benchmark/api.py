@@ -24,8 +24,9 @@ from unipar.benchmark.cells import REFERENCE, Cell, make_cells
 from unipar.benchmark.environments import Environments
 from unipar.benchmark.job import LEFT_OUT, BenchJob
 from unipar.benchmark.modelling import Model
+from unipar.benchmark.outlook import Outlook, Tally
 from unipar.benchmark.raw import loop_for
-from unipar.benchmark.reference import find_references
+from unipar.benchmark.reference import find_references, reference_cells
 from unipar.benchmark.report import html, table
 from unipar.benchmark.result import BenchResult, Interconnect, Job
 from unipar.benchmark.runner import Runner
@@ -57,6 +58,7 @@ def bench(
     pythons: Sequence[str | Path] = (),
     time_limit: float = 600.0,
     show: Show | None = None,
+    look_ahead: Callable[[Outlook], None] | None = None,
     command: str = "",
     run_file: str | Path | None = None,
     **arguments: Any,
@@ -89,6 +91,8 @@ def bench(
         pythons: interpreters of further environments, for frameworks that are not in this one.
         time_limit: seconds that one repeat of one cell may take.
         show: called with a cell and what is being done with it.
+        look_ahead: called with how many trials are done and how long the rest will take, before the
+            first, and then before each.
         command: what runs this again, for the report.
         run_file: the file that describes the job, for the report.
         **arguments: further arguments of :func:`unipar.fit`, but for those about evaluation,
@@ -114,11 +118,24 @@ def bench(
     root = Path(output_dir or new_directory()).absolute()
     store = Store.open(root, _identity(job))
     job.write(store.job)
+    size = _global_batch_size(arguments)
+    probes = {
+        count: store.probe(f"{count}-{'-'.join(precisions)}")
+        for count in sorted({cell.devices for cell in cells})
+    }
+    planned = [store.trial(cell, repeat) for cell in cells for repeat in range(repeats)]
+    planned += [store.trial(cell, 0) for cell in reference_cells(cells, size)]
     runner = Runner(
-        store, environments, time_limit, Path(raw) if raw else None, show or (lambda *_: None)
+        store,
+        environments,
+        time_limit,
+        Path(raw) if raw else None,
+        show or (lambda *_: None),
+        Tally([*probes.values(), store.probe("model"), *planned], environments.seconds),
+        look_ahead or (lambda _: None),
     )
     here = machine.describe(environments.versions)
-    size, commit = _global_batch_size(arguments), machine.commit()
+    commit = machine.commit()
     described = Path(run_file).read_text(encoding="utf-8") if run_file else ""
     every = store.ask(cells)
 
@@ -149,12 +166,9 @@ def bench(
         return summarize(here, job, every, store, references, _links(answers), interrupted)
 
     with _terminable(), _reported(root, summary), contextlib.closing(runner):
-        for count in sorted({cell.devices for cell in cells}):
-            runner.ask(
-                {"kind": "probe", "devices": count, "precisions": list(precisions)},
-                store.probe(f"{count}-{'-'.join(precisions)}"),
-                devices=count,
-            )
+        for count, directory in probes.items():
+            request = {"kind": "probe", "devices": count, "precisions": list(precisions)}
+            runner.ask(request, directory, devices=count)
         runner.ask({"kind": "model"}, store.probe("model"))
         find_references(lambda cell: runner.trial(cell, 0), cells, size)
         runner.rounds(cells, repeats, seed)

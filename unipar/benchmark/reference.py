@@ -80,6 +80,12 @@ def find_references(
     return found
 
 
+def reference_cells(cells: Sequence[Cell], global_batch_size: int | None) -> list[Cell]:
+    """The cells that references take, where one process without a framework can run."""
+    singles = [Cell(strategy=REFERENCE, precision=one) for one in {c.precision for c in cells}]
+    return [one for single in singles for one in (single, *divided(single, global_batch_size))]
+
+
 def divided(cell: Cell, global_batch_size: int | None) -> list[Cell]:
     """The same cell with its micro-batch in two, and in four."""
     if global_batch_size is None:

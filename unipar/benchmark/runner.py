@@ -17,6 +17,7 @@ from typing import Any
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.environments import Environments
 from unipar.benchmark.machine import cores
+from unipar.benchmark.outlook import Outlook, Tally
 from unipar.benchmark.raw import loop_for
 from unipar.benchmark.server import Server
 from unipar.benchmark.store import Failure, Finding, Store, fresh
@@ -35,6 +36,8 @@ class Runner:
         time_limit: seconds that one trial may take.
         raw: the directory of hand-written loops, if they are run.
         show: called with a cell and what is being done with it.
+        tally: of the trials.
+        look_ahead: called with how far it is before each trial, and after the last.
         failed: what became of the cells that have failed in this call.
     """
 
@@ -43,6 +46,8 @@ class Runner:
     time_limit: float
     raw: Path | None
     show: Callable[[Cell, str], None]
+    tally: Tally
+    look_ahead: Callable[[Outlook], None]
     failed: dict[Cell, Failure] = field(default_factory=dict)
     _servers: dict[str, Server] = field(default_factory=dict)
 
@@ -56,6 +61,9 @@ class Runner:
         for repeat in range(repeats):
             for cell in order.sample(list(cells), len(cells)):
                 self.trial(cell, repeat)
+                if cell in self.failed:
+                    self.tally.ended(self.store.trial(cell, later) for later in range(repeats))
+        self.look_ahead(self.tally.outlook)
 
     def trial(self, cell: Cell, repeat: int) -> Finding | None:
         """One repeat of a cell, unless it has been run, or the cell has failed."""
@@ -95,8 +103,10 @@ class Runner:
         file = directory / "answer.json"
         if file.exists():
             return json.loads(file.read_text())
+        self.look_ahead(self.tally.outlook)
+        began = time.time()
         fresh(directory)
-        (directory / "request.json").write_text(json.dumps({**request, "began": time.time()}))
+        (directory / "request.json").write_text(json.dumps({**request, "began": began}))
         log = directory / "log.txt"
         # The ranks get as many by the launcher; a single process would take what it inherits.
         threads = max(1, cores() // devices)
@@ -115,6 +125,7 @@ class Runner:
                 code = None
             finally:
                 end_group(trial)
+        self.tally.ended([directory], time.time() - began)
         if file.exists():
             return json.loads(file.read_text())
         if code is None:

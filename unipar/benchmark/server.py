@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -117,6 +118,7 @@ def _become(request: dict[str, object], log: int) -> NoReturn:
     from unipar.benchmark.trial import main
 
     os.setsid()
+    _hold_the_files_of(os.getppid())
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     threads = request["threads"]
@@ -125,6 +127,29 @@ def _become(request: dict[str, object], log: int) -> NoReturn:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     sys.exit(main(Path(str(request["job"])), Path(str(request["directory"]))))
+
+
+def _hold_the_files_of(parent: int) -> None:
+    """Have the same pages of libraries in memory as the process that this one was forked from.
+
+    A forked process has none of them until it reads them, so its memory would be less than that
+    of one that has imported torch by itself, as every rank has that is not alone.
+    """
+    maps = Path(f"/proc/{parent}/maps")
+    if not maps.exists():
+        return
+    page = os.sysconf("SC_PAGE_SIZE")
+    with open(f"/proc/{parent}/pagemap", "rb", buffering=0) as pages:
+        for line in maps.read_text().splitlines():
+            span, rights, _, _, node, *_ = line.split()
+            if node == "0" or not rights.startswith("r"):
+                continue
+            begin, end = (int(number, 16) for number in span.split("-"))
+            read = os.pread(pages.fileno(), 8 * (end - begin) // page, 8 * begin // page)
+            entries = array.array("Q", read)
+            for place, entry in enumerate(entries):
+                if entry >> 63:  # It is in the parent's memory.
+                    ctypes.string_at(begin + place * page, 1)
 
 
 def _wait(pid: int, answers: socket.socket) -> int | None:

@@ -109,6 +109,7 @@ def bench(
             pythons=python,
             time_limit=time_limit,
             show=show,
+            look_ahead=show.look_ahead,
             command=shlex.join(["unipar", *sys.argv[1:]]),
             run_file=run,
             **arguments,
