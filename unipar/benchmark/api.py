@@ -57,6 +57,7 @@ def bench(
     raw: str | Path | None = None,
     pythons: Sequence[str | Path] = (),
     time_limit: float = 600.0,
+    trace: bool = False,
     show: Show | None = None,
     look_ahead: Callable[[Outlook], None] | None = None,
     command: str = "",
@@ -90,6 +91,7 @@ def bench(
             :mod:`unipar.benchmark.raw`.
         pythons: interpreters of further environments, for frameworks that are not in this one.
         time_limit: seconds that one repeat of one cell may take.
+        trace: keep a Chrome trace of one step of each rank and cell, beside its trial.
         show: called with a cell and what is being done with it.
         look_ahead: called with how many trials are done and how long the rest will take, before the
             first, and then before each.
@@ -130,6 +132,7 @@ def bench(
         environments,
         time_limit,
         Path(raw) if raw else None,
+        trace,
         show or (lambda *_: None),
         Tally([*probes.values(), store.probe("model"), *planned], environments.seconds),
         look_ahead or (lambda _: None),

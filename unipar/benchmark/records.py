@@ -127,6 +127,7 @@ class RankRecord(Stored):
         first_step_seconds: from the start of the processes until the first step was done.
         parameters: elements of the model; 0 where nobody has counted them.
         optimizer: its class; empty where it is not known.
+        copies: whether the optimizer updates copies of the parameters.
         usage: of the processors from the first step to the last; ``None`` where nobody has looked.
     """
 
@@ -138,6 +139,7 @@ class RankRecord(Stored):
     first_step_seconds: float
     parameters: int = 0
     optimizer: str = ""
+    copies: bool = False
     usage: Usage | None = None
 
     def write(self, directory: Path) -> None:

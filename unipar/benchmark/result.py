@@ -109,9 +109,11 @@ class CellResult(Stored):
         setup_seconds: over the repeats.
         first_step_seconds: over the repeats.
         mfu: model FLOPs over what the devices' measured peak would do in the same time.
-        predicted: what the formulas give for one rank's memory; kinds without a formula are 0.
+        predicted: what the formulas give for one rank's memory; kinds without a formula are 0;
+            ``None`` where there is none, or the measurement refutes it.
         parity: ``None`` where there is nothing to compare with.
-        ties: labels of the cells, with as many devices, that are no slower beyond the noise.
+        ties: labels of the cells, with as many devices, that the repeats show to be as fast.
+        traces: Chrome traces by rank, as paths in the benchmark's directory.
         load: the share of the cores that other processes had, in the median repeat; ``None`` where
             it is not known, as on accelerators.
     """
@@ -131,6 +133,7 @@ class CellResult(Stored):
     predicted: Memory | None = None
     parity: Parity | None = None
     ties: list[str] = Field(default_factory=list)
+    traces: list[str] = Field(default_factory=list)
     load: float | None = None
 
 

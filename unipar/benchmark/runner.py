@@ -35,6 +35,7 @@ class Runner:
         environments: which Python runs which strategy.
         time_limit: seconds that one trial may take.
         raw: the directory of hand-written loops, if they are run.
+        trace: whether the first repeat of each cell leaves Chrome traces.
         show: called with a cell and what is being done with it.
         tally: of the trials.
         look_ahead: called with how far it is before each trial, and after the last.
@@ -45,6 +46,7 @@ class Runner:
     environments: Environments
     time_limit: float
     raw: Path | None
+    trace: bool
     show: Callable[[Cell, str], None]
     tally: Tally
     look_ahead: Callable[[Outlook], None]
@@ -69,7 +71,9 @@ class Runner:
         """One repeat of a cell, unless it has been run, or the cell has failed."""
         if cell in self.failed:
             return None
-        if (found := self.store.finding(cell, repeat)) is not None:
+        traced = self.trace and repeat == 0 and not cell.raw
+        found = self.store.finding(cell, repeat)
+        if found is not None and not (traced and not self.store.traces(cell)):
             self.show(cell, "done before")
             return found
         self.show(cell, "running")
@@ -81,7 +85,14 @@ class Runner:
                 Failure(status="refused", reason=self.environments.reason_against(cell.strategy)),
             )
             return None
-        request: dict[str, Any] = {"cell": cell.model_dump(), "repeat": repeat, "kind": "measure"}
+        request: dict[str, Any] = {
+            "cell": cell.model_dump(),
+            "repeat": repeat,
+            "kind": "measure",
+            "trace": traced,
+        }
+        if found is not None:
+            fresh(self.store.trial(cell, repeat))
         if cell.raw:
             assert self.raw is not None
             request |= {"kind": "by hand", "loop": str(loop_for(cell.strategy, self.raw))}

@@ -27,6 +27,7 @@ class Finding(BaseModel, ser_json_inf_nan="constants"):
         samples: likewise, samples.
         parameters: elements of the model.
         optimizer: the class of the optimizer; empty where nobody has looked.
+        copies: whether the optimizer updates copies of the parameters.
         sharded: what the strategy divides among ranks, as its capabilities name it.
         environment: the Python that ran it.
     """
@@ -36,6 +37,7 @@ class Finding(BaseModel, ser_json_inf_nan="constants"):
     samples: float
     parameters: int
     optimizer: str = ""
+    copies: bool = False
     sharded: frozenset[str] = frozenset()
     environment: str = ""
 
@@ -128,6 +130,11 @@ class Store:
         files = sorted((self.root / "trials" / cell.key).glob("*/answer.json"))
         found = [Finding.model_validate_json(file.read_text()) for file in files]
         return sorted(found, key=lambda finding: finding.trial.repeat)
+
+    def traces(self, cell: Cell) -> list[str]:
+        """The Chrome traces of a cell, by rank, as paths in the directory."""
+        files = sorted(self.trial(cell, 0).glob("trace-rank*.json.gz"))
+        return [str(file.relative_to(self.root)) for file in files]
 
     def failure(self, cell: Cell) -> Failure | None:
         """Why the last trial of a cell found nothing, if it did not."""

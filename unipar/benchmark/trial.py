@@ -42,6 +42,7 @@ def measure(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
         steps=job.steps,
         data=job.arguments["data"],
         began=request["began"],
+        trace=request["trace"],
     )
     arguments = job.of(
         cell, job.warmup + job.steps + WATCHED, callbacks=[meter], output_dir=directory / "run"
@@ -76,6 +77,7 @@ def gather(directory: Path, request: dict[str, Any]) -> Finding:
         samples=first.samples,
         parameters=first.parameters,
         optimizer=first.optimizer,
+        copies=first.copies,
         sharded=registry.resolve(cell.strategy).capabilities().sharded,
         environment=sys.executable,
     )

@@ -42,6 +42,7 @@ def bench(
     raw: Path | None = None,
     python: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
     time_limit: float = 600.0,
+    trace: Annotated[bool, Parameter(negative="")] = False,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     format: Format = "table",
     fail_on: str = _ANY,
@@ -66,6 +67,7 @@ def bench(
         python: interpreter of another environment with unipar, for frameworks that are not in
             this one; may be repeated.
         time_limit: seconds that one repeat of one strategy may take.
+        trace: keep a Chrome trace of one step of each rank, named in report.html.
         set_: any key of the run file, as key.sub=value; may be repeated.
         format: how the table is printed.
         fail_on: exit with 1 where a strategy failed, drift where its loss is wrong, regression
@@ -108,6 +110,7 @@ def bench(
             raw=raw,
             pythons=python,
             time_limit=time_limit,
+            trace=trace,
             show=show,
             look_ahead=show.look_ahead,
             command=shlex.join(["unipar", *sys.argv[1:]]),

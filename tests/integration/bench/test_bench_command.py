@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import gzip
 import io
+import json
 import re
 import signal
 import subprocess
@@ -67,7 +70,8 @@ def test_one_repeat_gives_a_table_and_two_files(directory: Path) -> None:
     # A batch of one cannot be divided to see what rounding does.
     (directory / "run.yaml").write_text(RUN.replace("16", "1"))
     flags = ("--strategies", "single", "--steps", "3", "--warmup", "1", "--repeats", "1")
-    out, problem = start(directory, *flags, "--format", "csv").communicate(timeout=300)
+    process = start(directory, *flags, "--format", "csv", "--trace")
+    out, problem = process.communicate(timeout=300)
     (row,) = csv.DictReader(io.StringIO(out))
     assert (row["strategy"], row["status"]) == ("single", "measured")
     assert "single on 1: done" in problem
@@ -76,30 +80,36 @@ def test_one_repeat_gives_a_table_and_two_files(directory: Path) -> None:
     assert result.job.model == "Linear"
     assert result.job.command.startswith("unipar bench run.yaml --output out")
     assert "model: job:build" in result.job.run_file
-    assert "0 of 4, at least " in problem
+    assert "0 of 3, at least " in problem
+    assert (directory / "out" / "table.csv").read_text() == out
+    (trace,) = result.cells[0].traces
+    assert json.loads(gzip.decompress((directory / "out" / trace).read_bytes()))["traceEvents"]
+    assert trace in (directory / "out" / "report.html").read_text()
     # A benchmark trains, and leaves no checkpoints of it.
     assert not list(directory.rglob("checkpoints"))
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def busy() -> Iterator[None]:
     """Every core has something else to do."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores())]
-    yield
-    for loop in loops:
-        loop.kill()
-        loop.wait()
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def test_beside_busy_processes_no_winner_is_named_and_less_does_not_replace_more(
-    directory: Path, request: pytest.FixtureRequest
+    directory: Path,
 ) -> None:
     (directory / "run.yaml").write_text(RUN.replace("16", "1"))
     flags = ("--devices", "1", "--steps", "20", "--warmup", "1")
     equals = ["ddp", "ddp:bucket_cap_mb=20"]
-    request.getfixturevalue("busy")
     process = start(directory, *flags, "--strategies", ",".join(equals), "--repeats", "3")
-    out, problem = process.communicate(timeout=380)
+    with busy():
+        out, problem = process.communicate(timeout=380)
     assert process.returncode == 0, problem
     said = " ".join(out.split())
     assert "Too noisy to name a winner: " in said

@@ -8,10 +8,12 @@ import pytest
 
 from unipar.benchmark.load import of_others
 from unipar.benchmark.probe import fit_line
-from unipar.benchmark.records import Usage
+from unipar.benchmark.records import Trial, Usage
 from unipar.benchmark.reference import largest_difference
 from unipar.benchmark.scaling import amdahl
 from unipar.benchmark.statistics import Estimate, Spread
+from unipar.benchmark.store import Finding
+from unipar.benchmark.summary import predicted
 
 
 def test_a_spread_holds_percentiles() -> None:
@@ -88,3 +90,31 @@ def test_what_others_had_of_the_cores_is_what_the_ranks_had_not() -> None:
     # A clock that ticks every hundredth says nothing of so short a time.
     assert of_others([Usage(wall=0.05, cores=2, busy=0.1, own=0.0)]) is None
     assert of_others([]) is None
+
+
+@pytest.mark.parametrize(
+    ("sharded", "copies", "counted", "optimizer"),
+    [
+        # A rank of some frameworks counts its own share of the parameters.
+        ({"parameters", "gradients", "optimizer"}, False, 500, 4000),
+        ({"optimizer"}, True, 1000, 6000),
+        (set(), False, 1000, 8000),
+    ],
+)
+def test_predictions_divide_once_and_know_of_copies(
+    sharded: set[str], copies: bool, counted: int, optimizer: int
+) -> None:
+    trial = Trial(repeat=0, losses=[], setup_seconds=0, first_step_seconds=0, ranks=[])
+    found = Finding(
+        trial=trial,
+        items=1,
+        samples=1,
+        parameters=counted,
+        optimizer="AdamW",
+        sharded=frozenset(sharded),
+        copies=copies,
+    )
+    memory = predicted(found, 1000, 2)
+    assert memory
+    assert memory.optimizer == optimizer
+    assert memory.parameters == (2000 if "parameters" in sharded else 4000)

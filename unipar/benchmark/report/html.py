@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from unipar.benchmark.recommend import drifts
+from unipar.benchmark.recommend import drifts, name
 from unipar.benchmark.report import answers, rows, text
 from unipar.benchmark.report.rows import Column, Figure, Rows
 from unipar.benchmark.result import BenchResult
@@ -87,6 +87,7 @@ def render(result: BenchResult) -> str:
         },
         "Charts left out": _items(f"{entry.title}: {lack.reason}" for entry, lack in missing),
         "Not measured": _failures(found),
+        "Traces": _items(f"{name(one)}: {file}" for one in result.cells for file in one.traces),
         "Environment": _environment(result),
         "Run it again": _code(result.job.command),
         "Run file": _code(result.job.run_file),
