@@ -43,7 +43,7 @@ class Server:
                 start_new_session=True,
             )
 
-    def start(self, job: Path, directory: Path, threads: int, log: int) -> Trial:
+    def start(self, job: Path, directory: Path, threads: int, log: int) -> Forked:
         """Run the trial that ``directory`` describes; its output goes to the descriptor ``log``.
 
         Raises:
@@ -58,7 +58,7 @@ class Server:
         if pid is None:
             _, said = self._process.communicate()
             raise RuntimeError(said.decode(errors="replace"))
-        return Trial(pid, self._socket)
+        return Forked(pid, self._socket)
 
     def close(self) -> None:
         """End it; a trial that is still running ends, too."""
@@ -66,7 +66,7 @@ class Server:
         self._process.communicate()
 
 
-class Trial:
+class Forked:
     """A forked process, with as much of ``subprocess.Popen`` as ends it.
 
     Attributes:

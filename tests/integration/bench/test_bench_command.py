@@ -22,7 +22,7 @@ from unipar.benchmark.load import BUSY
 from unipar.benchmark.machine import cores
 from unipar.benchmark.result import BenchResult
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
 
 JOB = """
 import torch
