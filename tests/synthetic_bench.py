@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from unipar.benchmark.cells import Cell
-from unipar.benchmark.recommend import recommend
+from unipar.benchmark.recommend import judge, recommend
 from unipar.benchmark.records import Memory, Overlap, Rank, Traffic, Trial
 from unipar.benchmark.result import (
     BenchResult,
@@ -58,6 +58,7 @@ def bench_result(*, slower: dict[str, float] | None = None, seed: int = 0) -> Be
     raw = measured(Cell(strategy="ddp", devices=2, raw=True), 0.0876, noise)
     cells = [_with_ties(cell, cells) for cell in cells] + [raw]
     scaling = [found for strategy in SECONDS if (found := _scaling(strategy, cells))]
+    winner = judge(cells, scaling).winner
     ratios = [noise.gauss(1.008, 0.003) for _ in range(3)]
     return BenchResult(
         machine=Machine(
@@ -86,6 +87,7 @@ def bench_result(*, slower: dict[str, float] | None = None, seed: int = 0) -> Be
         scaling=scaling,
         overhead=[Overhead(label="ddp", devices=2, ratio=Estimate.of(ratios, [1.0] * 3))],
         recommendation=recommend(cells, scaling),
+        winner=winner.cell if winner else None,
     )
 
 

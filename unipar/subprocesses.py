@@ -9,13 +9,22 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 _GRACE = 5.0
 _PARENT_POLL = 1.0
 
 
-def end_group(process: subprocess.Popen[Any], grace: float = _GRACE) -> None:
+class Leader(Protocol):
+    """A process that leads a session of its own: ``subprocess.Popen``, or what is like it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float, /) -> int: ...
+
+
+def end_group(process: Leader, grace: float = _GRACE) -> None:
     """End a process that leads a session of its own, and all that is left of its group.
 
     Args:

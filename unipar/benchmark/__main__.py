@@ -1,8 +1,16 @@
-"""One trial, in a process of its own: ``python -m unipar.benchmark JOB DIRECTORY``."""
+"""What forks the trials of a benchmark: see :mod:`unipar.benchmark.server`."""
+
+import gc
+import socket
+import sys
 
 from unipar.garbage import no_collection
 
 with no_collection():
-    from unipar.benchmark.trial import main
+    import unipar.benchmark.trial  # noqa: F401
+    from unipar.benchmark.server import serve
 
-main()
+    # A collection in a trial would copy the pages that it shares with the others.
+    gc.freeze()
+
+serve(socket.socket(fileno=int(sys.argv[1])))

@@ -6,7 +6,9 @@ import contextlib
 import functools
 import inspect
 import shlex
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +24,15 @@ from unipar.benchmark.cells import REFERENCE, Cell, make_cells
 from unipar.benchmark.environments import Environments
 from unipar.benchmark.job import LEFT_OUT, BenchJob
 from unipar.benchmark.modelling import Model
+from unipar.benchmark.outlook import Outlook, Tally
 from unipar.benchmark.raw import loop_for
-from unipar.benchmark.reference import Reference, find_references
-from unipar.benchmark.report import html
+from unipar.benchmark.reference import find_references, reference_cells
+from unipar.benchmark.report import html, table
 from unipar.benchmark.result import BenchResult, Interconnect, Job
 from unipar.benchmark.runner import Runner
-from unipar.benchmark.store import Failure, Store
+from unipar.benchmark.store import Store
 from unipar.benchmark.summary import summarize
+from unipar.benchmark.writing import replace
 from unipar.config import RunConfig
 from unipar.data import batch_size_of, num_samples_of
 from unipar.errors import ConfigError, did_you_mean
@@ -53,8 +57,11 @@ def bench(
     raw: str | Path | None = None,
     pythons: Sequence[str | Path] = (),
     time_limit: float = 600.0,
+    trace: bool = False,
     show: Show | None = None,
+    look_ahead: Callable[[Outlook], None] | None = None,
     command: str = "",
+    run_file: str | Path | None = None,
     **arguments: Any,
 ) -> BenchResult:
     """Train the same job under every strategy, and compare speed, memory, traffic and losses.
@@ -62,7 +69,8 @@ def bench(
     Every combination of strategy, number of devices, precision and micro-batch is a cell. Each
     repeat of a cell has new processes; the cells take turns, in a new random order each round. A
     cell that cannot run, fails, or takes too long has a reason for a result, and the others go
-    on. Called again with the same ``output_dir`` it runs only what is not finished.
+    on. Called again with the same ``output_dir`` it runs only what is not finished, and reports
+    what was asked for before, too.
 
     Args:
         model: a module, or a function without arguments that builds one.
@@ -83,8 +91,12 @@ def bench(
             :mod:`unipar.benchmark.raw`.
         pythons: interpreters of further environments, for frameworks that are not in this one.
         time_limit: seconds that one repeat of one cell may take.
+        trace: keep a Chrome trace of one step of each rank and cell, beside its trial.
         show: called with a cell and what is being done with it.
+        look_ahead: called with how many trials are done and how long the rest will take, before the
+            first, and then before each.
         command: what runs this again, for the report.
+        run_file: the file that describes the job, for the report.
         **arguments: further arguments of :func:`unipar.fit`, but for those about evaluation,
             checkpoints and logging.
 
@@ -94,6 +106,7 @@ def bench(
     Raises:
         ConfigError: nothing can be run as it is asked for; raised before anything is started.
         KeyboardInterrupt: the benchmark was interrupted; the report has what there was by then.
+        SystemExit: likewise, by SIGTERM.
     """
     arguments = {**arguments, "model": model, "data": data, "seed": seed}
     precisions = precisions or [arguments.get("precision", "fp32")]
@@ -107,47 +120,74 @@ def bench(
     root = Path(output_dir or new_directory()).absolute()
     store = Store.open(root, _identity(job))
     job.write(store.job)
+    size = _global_batch_size(arguments)
+    probes = {
+        count: store.probe(f"{count}-{'-'.join(precisions)}")
+        for count in sorted({cell.devices for cell in cells})
+    }
+    planned = [store.trial(cell, repeat) for cell in cells for repeat in range(repeats)]
+    planned += [store.trial(cell, 0) for cell in reference_cells(cells, size)]
     runner = Runner(
-        store, environments, time_limit, Path(raw) if raw else None, show or (lambda *_: None)
+        store,
+        environments,
+        time_limit,
+        Path(raw) if raw else None,
+        trace,
+        show or (lambda *_: None),
+        Tally([*probes.values(), store.probe("model"), *planned], environments.seconds),
+        look_ahead or (lambda _: None),
     )
     here = machine.describe(environments.versions)
-    references: dict[Precision, Reference] = {}
-    interconnects: list[Interconnect] = []
-    # What can be known of it without running it.
-    size = _global_batch_size(arguments)
-    known = Model(name=_name(model), parameters=0, flops_per_sample=0.0)
+    commit = machine.commit()
+    described = Path(run_file).read_text(encoding="utf-8") if run_file else ""
+    every = store.ask(cells)
 
-    def summary() -> BenchResult:
-        found = [one for cell in cells for one in store.findings(cell)]
-        described = Job(
+    def summary(interrupted: str) -> BenchResult:
+        """From what lies in the directory alone, whoever has put it there."""
+        answers = store.answers()
+        # What can be known of it without running it.
+        known = Model(name=_name(model), parameters=0, flops_per_sample=0.0)
+        if "model" in answers:
+            known = Model.model_validate(answers.pop("model"))
+        found = {cell: store.findings(cell) for cell in every}
+        findings = [one for of_cell in found.values() for one in of_cell]
+        job = Job(
             model=known.name,
-            parameters=known.parameters or max((one.parameters for one in found), default=0),
+            parameters=known.parameters or max((one.parameters for one in findings), default=0),
             global_batch_size=size,
-            items=max((one.items for one in found), default=0.0),
+            items=max((one.items for one in findings), default=0.0),
             steps=steps,
             warmup=warmup,
-            repeats=repeats,
+            repeats=max(repeats, *map(len, found.values())),
             seed=seed,
             flops=size * known.flops_per_sample or None,
             command=command or shlex.join(["python", *sys.argv]),
+            run_file=described,
+            commit=commit,
         )
-        return summarize(here, described, cells, store, references, interconnects)
+        references = find_references(lambda cell: store.finding(cell, 0), every, size)
+        return summarize(here, job, every, store, references, _links(answers), interrupted)
 
-    with _reported(root, summary):
-        for count in sorted({cell.devices for cell in cells}):
-            answer = runner.ask(
-                {"kind": "probe", "devices": count, "precisions": list(precisions)},
-                store.probe(f"{count}-{'-'.join(precisions)}"),
-                devices=count,
-            )
-            if not isinstance(answer, Failure):
-                interconnects.append(Interconnect.model_validate(answer))
-        answer = runner.ask({"kind": "model"}, store.probe("model"))
-        if not isinstance(answer, Failure):
-            known = Model.model_validate(answer)
-        references |= find_references(runner, cells, size)
+    with _terminable(), _reported(root, summary), contextlib.closing(runner):
+        for count, directory in probes.items():
+            request = {"kind": "probe", "devices": count, "precisions": list(precisions)}
+            runner.ask(request, directory, devices=count)
+        runner.ask({"kind": "model"}, store.probe("model"))
+        find_references(lambda cell: runner.trial(cell, 0), cells, size)
         runner.rounds(cells, repeats, seed)
     return BenchResult.load(root)
+
+
+def _links(answers: Mapping[str, Any]) -> list[Interconnect]:
+    """By number of devices; of one that was measured twice, the later, with all precisions."""
+    links: dict[int, Interconnect] = {}
+    for answer in answers.values():
+        link = Interconnect.model_validate(answer)
+        flops = links[link.devices].matmul_flops if link.devices in links else {}
+        links[link.devices] = link.model_copy(
+            update={"matmul_flops": {**flops, **link.matmul_flops}}
+        )
+    return [links[count] for count in sorted(links)]
 
 
 def new_directory() -> Path:
@@ -156,13 +196,47 @@ def new_directory() -> Path:
 
 
 @contextlib.contextmanager
-def _reported(root: Path, summary: Callable[[], BenchResult]) -> Iterator[None]:
-    """Whatever happens, leave a report of what there is."""
+def _terminable() -> Iterator[None]:
+    """Have SIGTERM end it as Ctrl-C does, with a report, unless the program has its own way."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        # Whoever is in a hurry sends it twice, and would have no report then.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        result = summary()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _reported(root: Path, summary: Callable[[str], BenchResult]) -> Iterator[None]:
+    """Whatever happens, leave a report of what there is, which says so."""
+    interrupted = ""
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupted = "it was interrupted"
+        raise
+    except SystemExit:
+        interrupted = "it was ended by SIGTERM"
+        raise
+    except Exception as error:
+        interrupted = f"it failed ({type(error).__name__}: {error})"
+        raise
+    finally:
+        result = summary(interrupted)
         result.save(root / "result.json")
+        replace(root / "table.md", table.markdown(result))
+        replace(root / "table.csv", table.csv(result))
         html.write(result, root / "report.html")
 
 

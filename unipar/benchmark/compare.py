@@ -3,75 +3,40 @@
 from __future__ import annotations
 
 import math
-import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from pydantic import BaseModel
 from rich.console import RenderableType
 
 from unipar.benchmark.cells import Cell
+from unipar.benchmark.load import BUSY
+from unipar.benchmark.recommend import name
 from unipar.benchmark.report import comparison as comparison_report
 from unipar.benchmark.report import text
 from unipar.benchmark.result import BenchResult, CellResult, Job, Machine
-from unipar.benchmark.summary import step_time
+from unipar.benchmark.rounds import slowest, step_time
+from unipar.benchmark.statistics import LEAST, Estimate, Spread, Verdict
 from unipar.errors import ConfigError
 
-LEAST = 0.03
-"""Changes below this are none: two runs of one program differ by more than their repeats show."""
+ONE_RUN = 0.05
+"""Changes below this are none where a side has one run: its repeats share what differs by run."""
 
-_DRAWS = 2000
-
-Verdict = Literal["more", "less", "same", "unknown"]
+Kind = Literal["failed", "drift", "regression"]
 
 
-class Ratio(BaseModel, frozen=True):
-    """The median of the later repeats over that of the earlier ones, with its 95 % interval.
+class Worse(BaseModel, frozen=True):
+    """One thing that became worse.
 
     Attributes:
-        median: of the later repeats, over that of the earlier ones.
-        low: lower end of the interval.
-        high: upper end of the interval.
-        repeats: of the benchmark that has fewer; with one there is no interval.
+        kind: ``"failed"``: it ran before; ``"drift"``: its loss was right before; or
+            ``"regression"``: it is slower or holds more.
+        words: the same for people.
     """
 
-    median: float
-    low: float
-    high: float
-    repeats: int
-
-    @classmethod
-    def of(cls, after: Sequence[float], before: Sequence[float]) -> Ratio:
-        """By the bootstrap (Efron, 1979), unpaired: the two have no round in common.
-
-        Raises:
-            ValueError: one of them is empty.
-        """
-        if not after or not before:
-            raise ValueError("a ratio needs a value on both sides")
-        draw = random.Random(0)
-
-        def median(values: Sequence[float]) -> float:
-            return statistics.median(draw.choices(values, k=len(values)))
-
-        drawn = statistics.quantiles((median(after) / median(before) for _ in range(_DRAWS)), n=40)
-        return cls(
-            median=statistics.median(after) / statistics.median(before),
-            low=drawn[0],
-            high=drawn[-1],
-            repeats=min(len(after), len(before)),
-        )
-
-    def verdict(self, least: float) -> Verdict:
-        """Whether it is above or below 1 by ``least``, and beyond the noise."""
-        if self.repeats < 2:
-            return "unknown"
-        if self.low > 1 and self.median >= 1 + least:
-            return "more"
-        if self.high < 1 and self.median <= 1 - least:
-            return "less"
-        return "same"
+    kind: Kind
+    words: str
 
 
 class Change(BaseModel, frozen=True):
@@ -79,27 +44,40 @@ class Change(BaseModel, frozen=True):
 
     Attributes:
         cell: its shape.
-        before: what was found.
-        after: what was found later.
+        before: what was found, in all runs.
+        after: what was found later, likewise.
         time: ratio of step times; ``None`` where one has none.
         time_verdict: whether steps take more time, or less.
         memory: ratio of the peaks of the fullest rank; ``None`` where one has none.
         memory_verdict: whether more memory is held, or less.
-        regressions: what became worse, in words.
+        worse: what became worse.
     """
 
     cell: Cell
     before: CellResult
     after: CellResult
-    time: Ratio | None
+    time: Estimate | None
     time_verdict: Verdict
-    memory: Ratio | None
+    memory: Estimate | None
     memory_verdict: Verdict
-    regressions: list[str]
+    worse: list[Worse]
+
+    @property
+    def regressions(self) -> list[str]:
+        """What became worse, in words."""
+        return [one.words for one in self.worse]
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it was measured on both sides, and the noise hides how it changed."""
+        return bool(
+            (self.time and self.time_verdict == "unknown")
+            or (self.memory and self.memory_verdict == "unknown")
+        )
 
 
 class Comparison(BaseModel, frozen=True):
-    """Two results of one job.
+    """Two builds, or two states of anything, by results of one job.
 
     Attributes:
         changes: cells that both have, in the order of the later one.
@@ -119,31 +97,50 @@ class Comparison(BaseModel, frozen=True):
     def regressions(self) -> list[str]:
         """What became worse, in words; loops written by hand are not unipar's doing."""
         return [
-            f"{name(change.cell)}: {one}"
-            for change in self.changes
-            if not change.cell.raw
-            for one in change.regressions
+            f"{name(change.after)}: {one}" for change in self._own for one in change.regressions
         ]
 
+    @property
+    def undecided(self) -> list[str]:
+        """Names of the cells of which the noise hides whether they became slower or fuller."""
+        return [name(change.after) for change in self._own if change.undecided]
 
-def compare(before: BenchResult, after: BenchResult, least: float = LEAST) -> Comparison:
+    def is_worse(self, kinds: Collection[Kind]) -> bool:
+        """Whether anything of these kinds was found."""
+        return any(one.kind in kinds for change in self._own for one in change.worse)
+
+    @property
+    def _own(self) -> list[Change]:
+        return [change for change in self.changes if not change.cell.raw]
+
+
+def compare(
+    before: BenchResult | Sequence[BenchResult],
+    after: BenchResult | Sequence[BenchResult],
+    least: float | None = None,
+) -> Comparison:
     """Set cells of equal shape beside each other.
 
+    With two or more runs on both sides a run is what counts once in an interval, for two runs of
+    one build differ by more than the repeats of one. With a single run its repeats must do.
+
     Args:
-        before: the earlier result.
-        after: the later one.
-        least: the smallest relative change of time or memory that counts, even beyond the noise.
+        before: the earlier result, or the results of several runs.
+        after: the later one, or several.
+        least: the smallest relative change of time or memory that counts, even beyond the noise;
+            left out: :data:`~unipar.benchmark.statistics.LEAST`, or :data:`ONE_RUN`.
 
     Raises:
         ConfigError: they are of different jobs, or have no cell in common.
     """
-    if apart := _different_jobs(before.job, after.job):
-        raise ConfigError(
-            f"these are two different jobs, whose times say nothing of each other: "
-            f"{'; '.join(apart)}. Compare results of the same run file."
-        )
-    earlier = {one.cell: one for one in before.cells}
-    later = {one.cell: one for one in after.cells}
+    sides = [[one] if isinstance(one, BenchResult) else list(one) for one in (before, after)]
+    several = min(map(len, sides)) > 1
+    if least is None:
+        least = LEAST if several else ONE_RUN
+    first = sides[0][0]
+    for other in (*sides[0][1:], *sides[1]):
+        _check_same_job(first, other)
+    earlier, later = (_by_cell(side) for side in sides)
     both = [cell for cell in later if cell in earlier]
     if not both:
         raise ConfigError(
@@ -151,12 +148,20 @@ def compare(before: BenchResult, after: BenchResult, least: float = LEAST) -> Co
             f"{_names(earlier)}, and after {_names(later)}."
         )
     return Comparison(
-        changes=[_change(earlier[cell], later[cell], least) for cell in both],
-        only_before=[name(cell) for cell in earlier if cell not in later],
-        only_after=[name(cell) for cell in later if cell not in earlier],
-        warnings=_warnings(before, after),
+        changes=[_change(earlier[cell], later[cell], least, by_run=several) for cell in both],
+        only_before=[name(runs[0]) for cell, runs in earlier.items() if cell not in later],
+        only_after=[name(runs[0]) for cell, runs in later.items() if cell not in earlier],
+        warnings=_warnings(sides[0], sides[1]),
         least=least,
     )
+
+
+def _check_same_job(before: BenchResult, after: BenchResult) -> None:
+    if apart := _different_jobs(before.job, after.job):
+        raise ConfigError(
+            f"these are two different jobs, whose times say nothing of each other: "
+            f"{'; '.join(apart)}. Compare results of the same run file."
+        )
 
 
 def render(
@@ -166,34 +171,41 @@ def render(
     return comparison_report.FORMATS[format](found)
 
 
-def name(cell: Cell) -> str:
-    """``ddp on 4 devices``."""
-    return f"{cell.label} on {text.devices(cell.devices)}"
+def _by_cell(side: Sequence[BenchResult]) -> dict[Cell, list[CellResult]]:
+    found: dict[Cell, list[CellResult]] = {}
+    for result in side:
+        for one in result.cells:
+            found.setdefault(one.cell, []).append(one)
+    return found
 
 
-def _change(before: CellResult, after: CellResult, least: float) -> Change:
-    time = _ratio(_step_times(after), _step_times(before))
-    memory = _ratio(_peaks(after), _peaks(before))
+def _change(
+    earlier: Sequence[CellResult], later: Sequence[CellResult], least: float, *, by_run: bool
+) -> Change:
+    before, after = _pooled(earlier), _pooled(later)
+    time = _ratio(_step_times(later, by_run), _step_times(earlier, by_run))
+    memory = _ratio(_peaks(later, by_run), _peaks(earlier, by_run))
     time_verdict = time.verdict(least) if time else "unknown"
+    if max(_loads([*earlier, *later]), default=0.0) > BUSY:
+        time_verdict = "unknown"
     memory_verdict = memory.verdict(least) if memory else "unknown"
-    worse = []
+    worse: list[tuple[Kind, str]] = []
     if before.status == "measured" and after.status != "measured":
-        worse.append(f"it was measured before, and now: {after.status}. {after.reason}".strip())
+        told = f"it was measured before, and now: {after.status}. {after.reason}".strip()
+        worse.append(("failed", told))
     if time and time_verdict == "more":
-        worse.append(
-            f"a step takes {time.median:.3f} times as long (95 % interval {time.low:.3f} to "
-            f"{time.high:.3f})"
-        )
+        told = f"a step takes {time.median:.3f} times as long (95 % interval {time.low:.3f} to "
+        worse.append(("regression", f"{told}{time.high:.3f})"))
     if memory and memory_verdict == "more":
-        worse.append(
-            f"the fullest rank holds {text.size(max(_peaks(after)))}, {memory.median:.3f} times as "
-            "much"
-        )
+        most = text.size(max(_peaks(later, by_run)))
+        told = f"the fullest rank holds {most}, {memory.median:.3f} times as much"
+        worse.append(("regression", told))
     if after.parity and after.parity.drifts and not (before.parity and before.parity.drifts):
-        worse.append(
+        told = (
             f"its loss drifts by {text.difference(after.parity.difference)} from "
             f"{after.parity.reference}"
         )
+        worse.append(("drift", told))
     return Change(
         cell=after.cell,
         before=before,
@@ -202,22 +214,51 @@ def _change(before: CellResult, after: CellResult, least: float) -> Change:
         time_verdict=time_verdict,
         memory=memory,
         memory_verdict=memory_verdict,
-        regressions=worse,
+        worse=[Worse(kind=kind, words=words) for kind, words in worse],
     )
 
 
-def _ratio(after: Sequence[float], before: Sequence[float]) -> Ratio | None:
-    return Ratio.of(after, before) if after and before and min(before) > 0 else None
+def _pooled(runs: Sequence[CellResult]) -> CellResult:
+    """One cell with the trials of all runs; where one has none, or a wrong loss, that one."""
+    odd = [one for one in runs if one.status != "measured"]
+    odd += [one for one in runs if one.parity and one.parity.drifts]
+    chosen = (odd or runs)[0]
+    trials = [trial for one in runs for trial in one.trials]
+    if len(runs) == 1 or chosen.status != "measured":
+        return chosen
+    steps = [seconds for trial in trials for seconds in slowest(trial)]
+    return chosen.model_copy(update={"trials": trials, "step_seconds": Spread.of(steps)})
 
 
-def _step_times(result: CellResult) -> list[float]:
-    return [step_time(trial) for trial in result.trials]
+def _ratio(after: Sequence[float], before: Sequence[float]) -> Estimate | None:
+    if not after or not before or min(*after, *before) <= 0:
+        return None
+    return Estimate.unpaired(after, before)
 
 
-def _peaks(result: CellResult) -> list[float]:
-    """Of the fullest rank of each repeat, in bytes."""
-    held = [[rank.memory.peak for rank in trial.ranks if rank.memory] for trial in result.trials]
-    return [float(max(peaks)) for peaks in held if peaks]
+def _step_times(runs: Sequence[CellResult], by_run: bool) -> list[float]:
+    return _values(([step_time(trial) for trial in one.trials] for one in runs), by_run)
+
+
+def _peaks(runs: Sequence[CellResult], by_run: bool) -> list[float]:
+    """Of the fullest rank, in bytes."""
+    held = (
+        [[rank.memory.peak for rank in trial.ranks if rank.memory] for trial in one.trials]
+        for one in runs
+    )
+    return _values(([float(max(peaks)) for peaks in run if peaks] for run in held), by_run)
+
+
+def _values(runs: Iterable[list[float]], by_run: bool) -> list[float]:
+    """One for each run, or one for each repeat."""
+    known = [repeats for repeats in runs if repeats]
+    if by_run:
+        return [statistics.median(repeats) for repeats in known]
+    return [value for repeats in known for value in repeats]
+
+
+def _loads(cells: Iterable[CellResult]) -> list[float]:
+    return [cell.load for cell in cells if cell.load is not None]
 
 
 def _different_jobs(before: Job, after: Job) -> list[str]:
@@ -232,7 +273,8 @@ def _different_jobs(before: Job, after: Job) -> list[str]:
     return apart
 
 
-def _warnings(before: BenchResult, after: BenchResult) -> list[str]:
+def _warnings(earlier: Sequence[BenchResult], later: Sequence[BenchResult]) -> list[str]:
+    before, after = earlier[0], later[0]
     found = [
         f"another machine: {what} '{first}' before, '{second}' after"
         for what, first, second in _machines(before.machine, after.machine)
@@ -246,8 +288,19 @@ def _warnings(before: BenchResult, after: BenchResult) -> list[str]:
     ]
     if before.job.seed != after.job.seed:
         found.append(f"seed {before.job.seed} before, {after.job.seed} after")
-    if min(before.job.repeats, after.job.repeats) < 2:
-        found.append("one of them has one repeat, which shows no noise: nothing can be marked")
+    repeats = [sum(one.job.repeats for one in side) for side in (earlier, later)]
+    if min(repeats) < 2:
+        found.append(
+            "one of them has one repeat, which shows no noise: nothing can be marked. Run it again "
+            "with the same --output and --repeats 5"
+        )
+    for when, side in (("before", earlier), ("after", later)):
+        load = max(_loads(cell for one in side for cell in one.cells), default=0.0)
+        if load > BUSY:
+            found.append(
+                f"other processes had up to {text.percent(load)} of the cores {when}: the times "
+                "of these cells say nothing of what was changed"
+            )
     return found
 
 
@@ -260,5 +313,5 @@ def _machines(before: Machine, after: Machine) -> list[tuple[str, str, str]]:
     ]
 
 
-def _names(cells: dict[Cell, CellResult]) -> str:
-    return text.join(map(name, cells)) if cells else "none"
+def _names(cells: dict[Cell, list[CellResult]]) -> str:
+    return text.join(name(runs[0]) for runs in cells.values()) if cells else "none"

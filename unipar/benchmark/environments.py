@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -51,9 +52,12 @@ class Environments:
 
     def __init__(self, pythons: Sequence[str | Path], strategies: Sequence[str]) -> None:
         asked = list(dict.fromkeys([REFERENCE, *strategies]))
+        began = time.monotonic()
         self.offers = {
             python: ask(python, asked) for python in (sys.executable, *map(str, pythons))
         }
+        self.seconds = (time.monotonic() - began) / len(self.offers)
+        """That it takes to start one of them, with torch."""
         self._check(strategies)
 
     def python_for(self, strategy: str) -> str | None:

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from unipar.benchmark.cells import Cell
+from unipar.benchmark.outlook import Outlook
 
 _ENDED = ("done", "done before")
 
@@ -26,6 +27,7 @@ class Progress:
         self._repeats, self._console = repeats, console
         self._cells: dict[Cell, list[str]] = {}
         self._began = time.monotonic()
+        self._outlook = ""
         # Drawn anew by itself, so that the clock goes on while a trial is waited for.
         self._live = Live(get_renderable=self._table, console=console, refresh_per_second=2)
 
@@ -49,6 +51,12 @@ class Progress:
         if not self._console.is_terminal:
             self._console.print(f"{_name(cell)}: {what}", soft_wrap=True, markup=False)
 
+    def look_ahead(self, outlook: Outlook) -> None:
+        """Show how far it is, and how long the rest takes."""
+        if not self._console.is_terminal:
+            self._console.print(outlook.words, soft_wrap=True, markup=False)
+        self._outlook = outlook.words
+
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         for cell, told in self._cells.items():
@@ -58,7 +66,7 @@ class Progress:
             dots = "●" * ended + "○" * max(self._repeats - ended, 0)
             table.add_row(_name(cell), dots, f"[{style}]{now}[/]")
         seconds = int(time.monotonic() - self._began)
-        table.add_row(f"{seconds // 60}:{seconds % 60:02}", "", "", style="dim")
+        table.add_row(f"{seconds // 60}:{seconds % 60:02}", "", self._outlook, style="dim")
         return table
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,3 +45,19 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit that the working directory is at; empty where it is in no git repository."""
+    if shutil.which("git") is None:
+        return ""
+
+    def ask(*command: str) -> str:
+        done = subprocess.run(
+            ["git", *command], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
+        return "" if done.returncode else done.stdout.strip()
+
+    head = ask("rev-parse", "HEAD")
+    changed = head and ask("status", "--porcelain", "--untracked-files=no")
+    return f"{head} with uncommitted changes" if changed else head

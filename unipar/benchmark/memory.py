@@ -79,6 +79,13 @@ def held(module: nn.Module, data: Any) -> Held:
     return Held(*by_kind, rest)
 
 
+def updates_copies(module: nn.Module) -> bool:
+    """Whether optimizers update tensors of their own, and these are then copied to the module."""
+    updated = [p for one in _live(Optimizer) for group in one.param_groups for p in group["params"]]
+    own = set(_without_gradients(module.parameters()))
+    return any(place not in own for place in _without_gradients(updated))
+
+
 @contextlib.contextmanager
 def counting_saved(module: nn.Module) -> Iterator[list[int]]:
     """While entered, the first element is the most bytes that autograd has kept at once.

@@ -11,7 +11,8 @@ import psutil
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unipar.benchmark.memory import Held, counting_saved, held
+from unipar.benchmark.load import usage
+from unipar.benchmark.memory import Held, counting_saved, held, updates_copies
 from unipar.benchmark.overlap import Profile
 from unipar.benchmark.records import Memory, Rank, RankRecord
 from unipar.benchmark.traffic import Collectives
@@ -35,28 +36,40 @@ class Meter(Callback):
         steps: steps that are timed.
         data: what is trained on, so that it can be told from what training holds.
         began: when the processes were started, in seconds since the epoch.
+        trace: whether each rank also leaves a Chrome trace of the step under the profiler.
     """
 
     every_rank = True
 
     def __init__(
-        self, directory: Path, *, warmup: int, steps: int, data: Any, began: float
+        self,
+        directory: Path,
+        *,
+        warmup: int,
+        steps: int,
+        data: Any,
+        began: float,
+        trace: bool = False,
     ) -> None:
-        self.directory, self.data, self.began = directory, data, began
+        self.directory, self.data, self.began, self.trace = directory, data, began, trace
         self._timed = range(warmup + 1, warmup + steps + 1)
         self._records: list[StepRecord] = []
         self._ready = self._first = 0.0
         self._resident = 0
         self._held: Held | None = None
+        self._copies = False
 
     def on_run_start(self, run: RunInfo) -> None:
         assert run.engine is not None
         self._engine, self._cleanup = run.engine, contextlib.ExitStack()
         self._collectives, self._saved, self._profile = Collectives(), [0], Profile(run.device)
+        if self.trace:
+            self._profile.keep(self.directory / f"trace-rank{run.rank}.json.gz")
         if run.device == "cpu":
             self._resident = psutil.Process().memory_info().rss - sum(
                 held(self._engine.module, self.data)
             )
+            self._used = usage()
         self._ready = time.time()
 
     def on_step_end(self, run: RunInfo, record: StepRecord) -> None:
@@ -69,7 +82,7 @@ class Meter(Callback):
             self._watch_collectives()
         elif record.step == self._timed.stop:
             self._watch_memory()
-        elif record.step == self._timed.stop + 1 and run.world_size > 1:
+        elif record.step == self._timed.stop + 1 and (run.world_size > 1 or self.trace):
             self._cleanup.enter_context(self._profile)
 
     def _watch_collectives(self) -> None:
@@ -80,7 +93,7 @@ class Meter(Callback):
         def look(*_: Any) -> None:
             now = held(self._engine.module, self.data)
             if self._held is None or sum(now) > sum(self._held):
-                self._held = now
+                self._held, self._copies = now, updates_copies(self._engine.module)
 
         self._cleanup.callback(register_optimizer_step_pre_hook(look).remove)
         self._saved = self._cleanup.enter_context(counting_saved(self._engine.module))
@@ -99,6 +112,8 @@ class Meter(Callback):
             first_step_seconds=self._first - self.began,
             parameters=run.num_parameters,
             optimizer=type(self._engine.optimizer).__name__,
+            copies=self._copies,
+            usage=usage().since(self._used) if run.device == "cpu" else None,
         ).write(self.directory)
 
     def _rank(self, run: RunInfo, timed: list[StepRecord]) -> Rank:

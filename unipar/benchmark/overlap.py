@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ class Profile:
     def __init__(self, device: str) -> None:
         self._device = device
         self.overlap: Overlap | None = None
+        self._file: Path | None = None
+
+    def keep(self, file: Path) -> None:
+        """Also write what was seen there, for chrome://tracing or ui.perfetto.dev."""
+        self._file = file
 
     def __enter__(self) -> Profile:
         activities = [ProfilerActivity.CPU]
@@ -43,6 +49,8 @@ class Profile:
             torch.get_device_module(self._device).synchronize()
         step = time.perf_counter() - self._began
         self._profile.__exit__(*error)
+        if error[0] is None and self._file:
+            self._profile.export_chrome_trace(str(self._file))
         if error[0] is None:
             divide = on_cpu if self._device == "cpu" else on_gpu
             communication, computation = divide(self._profile.events() or ())

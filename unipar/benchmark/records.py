@@ -90,6 +90,31 @@ class Rank(Stored):
     overlap: Overlap | None = None
 
 
+class Usage(Stored):
+    """Time of processors, of a moment or between two.
+
+    Attributes:
+        wall: seconds on the clock.
+        cores: that there are to be used.
+        busy: seconds in which these did anything, added up.
+        own: seconds in which they worked for this process and those that it started.
+    """
+
+    wall: float
+    cores: int
+    busy: float
+    own: float
+
+    def since(self, before: Usage) -> Usage:
+        """Between an earlier moment and this one."""
+        return Usage(
+            wall=self.wall - before.wall,
+            cores=self.cores,
+            busy=self.busy - before.busy,
+            own=self.own - before.own,
+        )
+
+
 class RankRecord(Stored):
     """What one rank leaves in a file, for the trial to be put together from.
 
@@ -102,6 +127,8 @@ class RankRecord(Stored):
         first_step_seconds: from the start of the processes until the first step was done.
         parameters: elements of the model; 0 where nobody has counted them.
         optimizer: its class; empty where it is not known.
+        copies: whether the optimizer updates copies of the parameters.
+        usage: of the processors from the first step to the last; ``None`` where nobody has looked.
     """
 
     rank: Rank
@@ -112,6 +139,8 @@ class RankRecord(Stored):
     first_step_seconds: float
     parameters: int = 0
     optimizer: str = ""
+    copies: bool = False
+    usage: Usage | None = None
 
     def write(self, directory: Path) -> None:
         """Leave it for :meth:`read`."""
@@ -136,6 +165,8 @@ class Trial(Stored):
         setup_seconds: from the start of the processes until the model was ready.
         first_step_seconds: from the start of the processes until the first step was done.
         ranks: by rank.
+        load: the share of the cores that other processes had meanwhile; ``None`` on accelerators,
+            and where it is not known.
     """
 
     repeat: int
@@ -143,6 +174,7 @@ class Trial(Stored):
     setup_seconds: float
     first_step_seconds: float
     ranks: list[Rank]
+    load: float | None = None
 
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "other")

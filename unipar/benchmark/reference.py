@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from unipar.benchmark.cells import REFERENCE, Cell
 from unipar.benchmark.result import Parity
-from unipar.benchmark.runner import Runner
+from unipar.benchmark.store import Finding
 from unipar.strategy import Precision
 
 FACTOR = 10
@@ -48,7 +48,7 @@ class Reference:
 
 
 def find_references(
-    runner: Runner, cells: Sequence[Cell], global_batch_size: int | None
+    trial: Callable[[Cell], Finding | None], cells: Sequence[Cell], global_batch_size: int | None
 ) -> dict[Precision, Reference]:
     """Run the reference of each precision, and it again in smaller micro-batches.
 
@@ -56,7 +56,7 @@ def find_references(
     single device. A precision of which no cell runs has no reference.
 
     Args:
-        runner: runs the trials.
+        trial: runs the first repeat of a cell, or says what it has found before.
         cells: what will be compared.
         global_batch_size: samples of one step.
     """
@@ -65,19 +65,25 @@ def find_references(
     for precision in precisions:
         own = [cell for cell in cells if cell.precision == precision and not cell.raw]
         for candidate in (Cell(strategy=REFERENCE, precision=precision), *own):
-            finding = runner.trial(candidate, 0)
+            finding = trial(candidate)
             if finding is None:
                 continue
             losses = finding.trial.losses
             apart = [
                 largest_difference(variant.trial.losses, losses)
                 for cell in divided(candidate, global_batch_size)
-                if (variant := runner.trial(cell, 0)) is not None
+                if (variant := trial(cell)) is not None
             ]
             allowed = FACTOR * max(*apart, _EPS) if apart else _UNDIVIDED
             found[precision] = Reference(candidate.label, losses, allowed)
             break
     return found
+
+
+def reference_cells(cells: Sequence[Cell], global_batch_size: int | None) -> list[Cell]:
+    """The cells that references take, where one process without a framework can run."""
+    singles = [Cell(strategy=REFERENCE, precision=one) for one in {c.precision for c in cells}]
+    return [one for single in singles for one in (single, *divided(single, global_batch_size))]
 
 
 def divided(cell: Cell, global_batch_size: int | None) -> list[Cell]:

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.records import KINDS, Memory, Stored, Trial
 from unipar.benchmark.statistics import Estimate, Spread
+from unipar.benchmark.writing import replace
 from unipar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Job(Stored):
         flops: of one step's forward and backward pass, as :mod:`torch.utils.flop_counter` counts
             them without recomputation; ``None`` where they could not be counted.
         command: what runs it again.
+        run_file: the text of the run file; empty where there is none.
+        commit: of the git repository that it was run in; empty where there is none.
     """
 
     model: str
@@ -70,6 +73,8 @@ class Job(Stored):
     seed: int
     flops: float | None
     command: str
+    run_file: str = ""
+    commit: str = ""
 
 
 class Parity(Stored):
@@ -104,9 +109,13 @@ class CellResult(Stored):
         setup_seconds: over the repeats.
         first_step_seconds: over the repeats.
         mfu: model FLOPs over what the devices' measured peak would do in the same time.
-        predicted: what the formulas give for one rank's memory; kinds without a formula are 0.
+        predicted: what the formulas give for one rank's memory; kinds without a formula are 0;
+            ``None`` where there is none, or the measurement refutes it.
         parity: ``None`` where there is nothing to compare with.
-        ties: labels of the cells, with as many devices, that are no slower beyond the noise.
+        ties: labels of the cells, with as many devices, that the repeats show to be as fast.
+        traces: Chrome traces by rank, as paths in the benchmark's directory.
+        load: the share of the cores that other processes had, in the median repeat; ``None`` where
+            it is not known, as on accelerators.
     """
 
     cell: Cell
@@ -124,6 +133,8 @@ class CellResult(Stored):
     predicted: Memory | None = None
     parity: Parity | None = None
     ties: list[str] = Field(default_factory=list)
+    traces: list[str] = Field(default_factory=list)
+    load: float | None = None
 
 
 class Interconnect(Stored):
@@ -194,7 +205,9 @@ class BenchResult(Stored):
         interconnect: by number of devices.
         scaling: of every strategy that ran on several numbers of devices.
         overhead: of every strategy that a hand-written loop ran, too.
-        recommendation: a sentence that says what to pick, and why.
+        recommendation: what to pick, and why; or why no winner can be named, and what to do.
+        winner: the cell to pick; ``None`` where the noise is too large or several are equal.
+        interrupted: what ended it before all was run; empty where nothing did.
         reference_losses: of each step, by the label that ``Parity.reference`` gives.
     """
 
@@ -206,6 +219,8 @@ class BenchResult(Stored):
     scaling: list[Scaling]
     overhead: list[Overhead]
     recommendation: str
+    winner: Cell | None = None
+    interrupted: str = ""
     reference_losses: dict[str, list[float]] = Field(default_factory=dict)
 
     @property
@@ -216,7 +231,7 @@ class BenchResult(Stored):
 
     def save(self, path: str | Path) -> None:
         """Write ``result.json``."""
-        Path(path).write_text(self.model_dump_json(indent=1), encoding="utf-8")
+        replace(Path(path), self.model_dump_json(indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> BenchResult:
@@ -244,6 +259,17 @@ class BenchResult(Stored):
         except ValidationError as error:
             raise ConfigError(f"{file} is no benchmark's result: {error}") from error
 
+    @classmethod
+    def load_runs(cls, path: str | Path) -> list[BenchResult]:
+        """Read one result, or those of several runs that lie in folders of one directory.
+
+        Raises:
+            ConfigError: there is none, or its form is another.
+        """
+        runs = sorted(Path(path).glob("*/result.json"))
+        several = runs and not Path(path, "result.json").exists()
+        return [cls.load(run) for run in (runs if several else [path])]
+
     def to_pandas(self) -> pandas.DataFrame:
         """One row for each cell, one column for each figure.
 
@@ -255,6 +281,17 @@ class BenchResult(Stored):
         except ImportError as error:
             raise ConfigError("to_pandas needs pandas: pip install pandas.") from error
         return pandas.DataFrame([self.row(cell) for cell in self.cells])
+
+    @property
+    def item(self) -> str:
+        """What the loss is a mean over: ``"token"`` where a sample has several, or ``"item"``."""
+        return "token" if self.job.items > 1.5 * self.job.global_batch_size else "item"
+
+    def flops_per_second(self, result: CellResult) -> float | None:
+        """Of the model, over all ranks: those of a step without recomputation, over its time."""
+        if self.job.flops is None or result.step_seconds is None:
+            return None
+        return self.job.flops / result.step_seconds.median
 
     def row(self, result: CellResult) -> dict[str, Any]:
         """The figures of one cell, flat: seconds, bytes, and items a second."""
@@ -271,7 +308,10 @@ class BenchResult(Stored):
             "step_seconds_p95": result.step_seconds.p95 if result.step_seconds else None,
             "items_per_second": _median(result.items_per_second),
             "samples_per_second": _median(result.samples_per_second),
+            "flops_per_second": self.flops_per_second(result),
             "mfu": result.mfu,
+            "spread": result.repeat_seconds.relative if result.repeat_seconds else None,
+            "load": result.load,
             "setup_seconds": _median(result.setup_seconds),
             "first_step_seconds": _median(result.first_step_seconds),
             "peak_bytes": _peak(result),

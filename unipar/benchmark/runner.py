@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -18,7 +17,9 @@ from typing import Any
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.environments import Environments
 from unipar.benchmark.machine import cores
+from unipar.benchmark.outlook import Outlook, Tally
 from unipar.benchmark.raw import loop_for
+from unipar.benchmark.server import Server
 from unipar.benchmark.store import Failure, Finding, Store, fresh
 from unipar.subprocesses import end_group
 
@@ -34,7 +35,10 @@ class Runner:
         environments: which Python runs which strategy.
         time_limit: seconds that one trial may take.
         raw: the directory of hand-written loops, if they are run.
+        trace: whether the first repeat of each cell leaves Chrome traces.
         show: called with a cell and what is being done with it.
+        tally: of the trials.
+        look_ahead: called with how far it is before each trial, and after the last.
         failed: what became of the cells that have failed in this call.
     """
 
@@ -42,8 +46,12 @@ class Runner:
     environments: Environments
     time_limit: float
     raw: Path | None
+    trace: bool
     show: Callable[[Cell, str], None]
+    tally: Tally
+    look_ahead: Callable[[Outlook], None]
     failed: dict[Cell, Failure] = field(default_factory=dict)
+    _servers: dict[str, Server] = field(default_factory=dict)
 
     def rounds(self, cells: Sequence[Cell], repeats: int, seed: int) -> None:
         """Run every cell once a round, in a new order each round; what has failed is left out.
@@ -55,12 +63,17 @@ class Runner:
         for repeat in range(repeats):
             for cell in order.sample(list(cells), len(cells)):
                 self.trial(cell, repeat)
+                if cell in self.failed:
+                    self.tally.ended(self.store.trial(cell, later) for later in range(repeats))
+        self.look_ahead(self.tally.outlook)
 
     def trial(self, cell: Cell, repeat: int) -> Finding | None:
         """One repeat of a cell, unless it has been run, or the cell has failed."""
         if cell in self.failed:
             return None
-        if (found := self.store.finding(cell, repeat)) is not None:
+        traced = self.trace and repeat == 0 and not cell.raw
+        found = self.store.finding(cell, repeat)
+        if found is not None and not (traced and not self.store.traces(cell)):
             self.show(cell, "done before")
             return found
         self.show(cell, "running")
@@ -72,7 +85,14 @@ class Runner:
                 Failure(status="refused", reason=self.environments.reason_against(cell.strategy)),
             )
             return None
-        request: dict[str, Any] = {"cell": cell.model_dump(), "repeat": repeat, "kind": "measure"}
+        request: dict[str, Any] = {
+            "cell": cell.model_dump(),
+            "repeat": repeat,
+            "kind": "measure",
+            "trace": traced,
+        }
+        if found is not None:
+            fresh(self.store.trial(cell, repeat))
         if cell.raw:
             assert self.raw is not None
             request |= {"kind": "by hand", "loop": str(loop_for(cell.strategy, self.raw))}
@@ -94,28 +114,29 @@ class Runner:
         file = directory / "answer.json"
         if file.exists():
             return json.loads(file.read_text())
+        self.look_ahead(self.tally.outlook)
+        began = time.time()
         fresh(directory)
-        (directory / "request.json").write_text(
-            json.dumps({**request, "began": time.time(), "parent": os.getpid()})
-        )
+        (directory / "request.json").write_text(json.dumps({**request, "began": began}))
         log = directory / "log.txt"
+        # The ranks get as many by the launcher; a single process would take what it inherits.
+        threads = max(1, cores() // devices)
         with log.open("wb") as output:
-            # The ranks get as many by the launcher; a single process would take what it inherits.
-            threads = str(max(1, cores() // devices))
-            process = subprocess.Popen(
-                [python, "-m", "unipar.benchmark", str(self.store.job), str(directory)],
-                env={**os.environ, "OMP_NUM_THREADS": threads},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
             try:
-                code = process.wait(self.time_limit)
+                trial = self._server(python).start(
+                    self.store.job, directory, threads, output.fileno()
+                )
+            except RuntimeError as error:
+                self._servers.pop(python).close()
+                reason = f"{python} has ended:\n{error}"
+                return Failure(status="failed", reason=reason, environment=python)
+            try:
+                code = trial.wait(self.time_limit)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end_group(process)
+                end_group(trial)
+        self.tally.ended([directory], time.time() - began)
         if file.exists():
             return json.loads(file.read_text())
         if code is None:
@@ -124,6 +145,16 @@ class Runner:
         with contextlib.suppress(OSError):
             return Failure.model_validate_json((directory / "failure.json").read_text())
         return _crash(code, log, python)
+
+    def _server(self, python: str) -> Server:
+        if python not in self._servers:
+            self._servers[python] = Server(python)
+        return self._servers[python]
+
+    def close(self) -> None:
+        """End what is kept ready for the next trial."""
+        while self._servers:
+            self._servers.popitem()[1].close()
 
     def _fail(self, cell: Cell, repeat: int, failure: Failure) -> None:
         self.failed[cell] = failure

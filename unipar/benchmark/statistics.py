@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-import random
+import math
 import statistics
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import BaseModel
 
-_DRAWS = 2000
+LEAST = 0.03
+"""Changes below this are none: two runs of one program differ by more than their repeats show."""
+
+SAME = 0.10
+"""Two things are called the same where a difference of this much is ruled out."""
+
+ENOUGH = 3
+"""Fewer repeats show too little of the noise to say which of two things is faster."""
+
+Verdict = Literal["more", "less", "same", "unknown"]
+
+# The 97.5th percentile of Student's t with 1, 2, … degrees of freedom.
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+_NORMAL = 1.960
 
 
 class Spread(BaseModel, frozen=True):
@@ -50,7 +68,11 @@ class Spread(BaseModel, frozen=True):
 
 
 class Estimate(BaseModel, frozen=True):
-    """The median of paired ratios, with the 95 % interval of that median.
+    """The median of ratios, with a 95 % interval.
+
+    The interval is Student's, of the mean of the ratios' logarithms; where it leaves the median
+    out, it reaches to it. With a handful of repeats a bootstrap is far too narrow: of three pairs
+    of equals, all lie on one side in every fourth case.
 
     Attributes:
         median: of the ratios.
@@ -67,7 +89,7 @@ class Estimate(BaseModel, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float], baseline: Sequence[float]) -> Estimate:
-        """Of ``values[i] / baseline[i]``, by the bootstrap (Efron, 1979).
+        """Of ``values[i] / baseline[i]``.
 
         Raises:
             ValueError: they are not equally many, or none.
@@ -75,21 +97,71 @@ class Estimate(BaseModel, frozen=True):
         ratios = [a / b for a, b in zip(values, baseline, strict=True)]
         if not ratios:
             raise ValueError("an estimate needs at least one pair")
-        draw = random.Random(0)
-        medians = sorted(
-            statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_DRAWS)
+        logs = [math.log(ratio) for ratio in ratios]
+        error = _variance(logs) / len(logs)
+        return cls._around(
+            statistics.median(ratios), statistics.fmean(logs), error, len(logs) - 1, len(logs)
         )
-        return cls(
-            median=statistics.median(ratios),
-            low=_percentile(medians, 0.025),
-            high=_percentile(medians, 0.975),
-            pairs=len(ratios),
-        )
+
+    @classmethod
+    def unpaired(cls, values: Sequence[float], baseline: Sequence[float]) -> Estimate:
+        """Of two groups that have nothing in common, by Welch (1947).
+
+        ``pairs`` is the number of the smaller group.
+
+        Raises:
+            ValueError: one of them is empty.
+        """
+        if not values or not baseline:
+            raise ValueError("a ratio needs a value on both sides")
+        groups = [[math.log(value) for value in group] for group in (values, baseline)]
+        errors = [_variance(logs) / len(logs) for logs in groups]
+        freedom = 1.0
+        if sum(errors):
+            parts = zip(errors, groups, strict=True)
+            freedom = sum(errors) ** 2 / sum(e**2 / max(len(g) - 1, 1) for e, g in parts)
+        mean = statistics.fmean(groups[0]) - statistics.fmean(groups[1])
+        ratio = statistics.median(values) / statistics.median(baseline)
+        return cls._around(ratio, mean, sum(errors), freedom, min(map(len, groups)))
+
+    @classmethod
+    def _around(
+        cls, median: float, mean: float, error: float, freedom: float, pairs: int
+    ) -> Estimate:
+        if pairs == 1:
+            return cls(median=median, low=median, high=median, pairs=1)
+        half = _student(freedom) * math.sqrt(error)
+        low, high = math.exp(mean - half), math.exp(mean + half)
+        return cls(median=median, low=min(low, median), high=max(high, median), pairs=pairs)
 
     @property
     def differs(self) -> bool:
         """Whether the ratio is not 1 beyond the noise; one pair shows nothing."""
         return self.pairs > 1 and not self.low <= 1.0 <= self.high
+
+    def verdict(self, least: float = LEAST) -> Verdict:
+        """Whether it is above or below 1 by ``least`` and beyond the noise.
+
+        ``"same"`` is a finding, too: a difference of :data:`SAME` is ruled out. Where neither can
+        be said, or there is one repeat, it is ``"unknown"``.
+        """
+        if self.pairs < 2:
+            return "unknown"
+        if self.low > 1 and self.median >= 1 + least:
+            return "more"
+        if self.high < 1 and self.median <= 1 - least:
+            return "less"
+        return "same" if self.low > 1 / (1 + SAME) and self.high < 1 + SAME else "unknown"
+
+
+def _variance(values: Sequence[float]) -> float:
+    return statistics.variance(values) if len(values) > 1 else 0.0
+
+
+def _student(freedom: float) -> float:
+    """The 97.5th percentile; between two degrees of freedom that of the fewer."""
+    whole = max(int(freedom), 1)
+    return _STUDENT[whole - 1] if whole <= len(_STUDENT) else _NORMAL + 2.5 / whole
 
 
 def _percentile(ordered: Sequence[float], at: float) -> float:

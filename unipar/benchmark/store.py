@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic import BaseModel
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.records import Trial
 from unipar.benchmark.result import Status
+from unipar.benchmark.writing import replace
 from unipar.errors import ConfigError
 
 
@@ -25,6 +27,7 @@ class Finding(BaseModel, ser_json_inf_nan="constants"):
         samples: likewise, samples.
         parameters: elements of the model.
         optimizer: the class of the optimizer; empty where nobody has looked.
+        copies: whether the optimizer updates copies of the parameters.
         sharded: what the strategy divides among ranks, as its capabilities name it.
         environment: the Python that ran it.
     """
@@ -34,6 +37,7 @@ class Finding(BaseModel, ser_json_inf_nan="constants"):
     samples: float
     parameters: int
     optimizer: str = ""
+    copies: bool = False
     sharded: frozenset[str] = frozenset()
     environment: str = ""
 
@@ -49,8 +53,9 @@ class Failure(BaseModel):
 class Store:
     """Files of one benchmark.
 
-    ``plan.json`` says which job it is, ``trials/`` holds a directory for each trial with its
-    output in ``log.txt``, ``probes/`` what was measured of the machine.
+    ``plan.json`` says which job it is, ``cells.json`` what was ever asked for, ``trials/`` holds a
+    directory for each trial with its output in ``log.txt``, ``probes/`` what was measured of the
+    machine.
 
     Args:
         root: the directory.
@@ -92,6 +97,21 @@ class Store:
             ) from error
         return cls(root)
 
+    def ask(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Add what is asked for now to what was before; returns all of it."""
+        file = self.root / "cells.json"
+        known = json.loads(file.read_text()) if file.exists() else []
+        every = list(dict.fromkeys([*(Cell.model_validate(one) for one in known), *cells]))
+        replace(file, json.dumps([cell.model_dump() for cell in every], indent=1))
+        return every
+
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """Every measurement of the machine or of the job that was finished, by its name."""
+        files = sorted(
+            (self.root / "probes").glob("*/answer.json"), key=lambda one: one.stat().st_mtime
+        )
+        return {file.parent.name: json.loads(file.read_text()) for file in files}
+
     def trial(self, cell: Cell, repeat: int) -> Path:
         """The directory of one trial."""
         return self.root / "trials" / cell.key / str(repeat)
@@ -110,6 +130,11 @@ class Store:
         files = sorted((self.root / "trials" / cell.key).glob("*/answer.json"))
         found = [Finding.model_validate_json(file.read_text()) for file in files]
         return sorted(found, key=lambda finding: finding.trial.repeat)
+
+    def traces(self, cell: Cell) -> list[str]:
+        """The Chrome traces of a cell, by rank, as paths in the directory."""
+        files = sorted(self.trial(cell, 0).glob("trace-rank*.json.gz"))
+        return [str(file.relative_to(self.root)) for file in files]
 
     def failure(self, cell: Cell) -> Failure | None:
         """Why the last trial of a cell found nothing, if it did not."""

@@ -6,16 +6,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from unipar.benchmark.cells import Cell
-from unipar.benchmark.recommend import recommend
+from unipar.benchmark.recommend import judge, recommend
 from unipar.benchmark.records import Memory, Trial
 from unipar.benchmark.reference import Reference
 from unipar.benchmark.result import BenchResult, CellResult, Interconnect, Job, Machine, Overhead
+from unipar.benchmark.rounds import paired, slowest, step_time
 from unipar.benchmark.scaling import scalings
-from unipar.benchmark.statistics import Estimate, Spread
+from unipar.benchmark.statistics import Spread
 from unipar.benchmark.store import Failure, Finding, Store
 from unipar.strategy import Precision
 
 _FP32 = 4
+_REFUTED = 0.1
+"""A prediction that is so far off, relatively, is none."""
 _MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2}
 """Tensors like a parameter that an optimizer keeps of it."""
 
@@ -27,6 +30,7 @@ def summarize(
     store: Store,
     references: Mapping[Precision, Reference],
     interconnects: Sequence[Interconnect],
+    interrupted: str = "",
 ) -> BenchResult:
     """Put everything together that the trials in a directory have found so far."""
     links = {link.devices: link for link in interconnects}
@@ -35,7 +39,8 @@ def summarize(
             cell,
             store.findings(cell),
             store.failure(cell),
-            job.flops,
+            store.traces(cell),
+            job,
             references.get(cell.precision),
             links.get(cell.devices),
         )
@@ -43,6 +48,7 @@ def summarize(
     ]
     results = [one.model_copy(update={"ties": _ties(one, results)}) for one in results]
     scaling = scalings(results, interconnects)
+    winner = judge(results, scaling).winner
     return BenchResult(
         machine=machine,
         job=job,
@@ -51,6 +57,8 @@ def summarize(
         scaling=scaling,
         overhead=_overheads(results),
         recommendation=recommend(results, scaling),
+        interrupted=interrupted,
+        winner=winner.cell if winner else None,
         reference_losses={one.label: one.losses for one in references.values()},
     )
 
@@ -59,7 +67,8 @@ def _cell(
     cell: Cell,
     found: Sequence[Finding],
     failure: Failure | None,
-    flops: float | None,
+    traces: list[str],
+    job: Job,
     reference: Reference | None,
     link: Interconnect | None,
 ) -> CellResult:
@@ -77,6 +86,7 @@ def _cell(
     medians = [step_time(trial) for trial in trials]
     step = Spread.of(steps)
     peak = link.matmul_flops.get(cell.precision) if link else None
+    loads = [trial.load for trial in trials if trial.load is not None]
     # A hand-written loop says nothing of items, and its losses are its own affair.
     first = found[0]
     return CellResult(
@@ -90,67 +100,71 @@ def _cell(
         samples_per_second=Spread.of([first.samples / one for one in medians]),
         setup_seconds=Spread.of([trial.setup_seconds for trial in trials]),
         first_step_seconds=Spread.of([trial.first_step_seconds for trial in trials]),
-        mfu=flops / (step.median * peak) if flops and peak else None,
-        predicted=predicted(first, cell.devices),
+        mfu=job.flops / (step.median * peak) if job.flops and peak else None,
+        predicted=_unrefuted(predicted(first, job.parameters, cell.devices), trials[0]),
+        traces=traces,
         parity=reference.parity(trials[0].losses) if reference else None,
+        load=statistics.median(loads) if loads else None,
     )
 
 
-def slowest(trial: Trial) -> list[float]:
-    """Seconds of each timed step on the rank that took longest."""
-    return [max(step) for step in zip(*(rank.seconds for rank in trial.ranks), strict=True)]
-
-
-def step_time(trial: Trial) -> float:
-    """The median of :func:`slowest`, in seconds."""
-    return statistics.median(slowest(trial))
-
-
-def predicted(found: Finding, devices: int) -> Memory | None:
+def predicted(found: Finding, parameters: int, devices: int) -> Memory | None:
     """Bytes of one rank by the formulas of Rajbhandari et al., "ZeRO" (2020), in fp32.
 
-    Parameters and gradients take 4 bytes an element, and each moment of the optimizer 4 more; what
-    a strategy divides, by the number of devices. ``None`` where the optimizer has no formula here.
+    Parameters and gradients take 4 bytes an element; each moment of the optimizer 4 more, and so
+    do copies that it updates in place of the parameters. What a strategy divides is divided by the
+    number of devices. ``None`` where the optimizer has no formula here.
+
+    Args:
+        found: what a trial found of the strategy.
+        parameters: elements of the whole model; what a rank counts may be its share alone.
+        devices: number of ranks.
     """
     moments = _MOMENTS.get(found.optimizer)
     if moments is None:
         return None
 
     def share(kind: str, copies: int) -> int:
-        size = _FP32 * copies * found.parameters
+        size = _FP32 * copies * parameters
         return -(-size // devices) if kind in found.sharded else size
 
     return Memory(
         parameters=share("parameters", 1),
         gradients=share("gradients", 1),
-        optimizer=share("optimizer", moments),
+        optimizer=share("optimizer", moments + found.copies),
         activations=0,
         other=0,
         peak=0,
     )
 
 
+def _unrefuted(predicted: Memory | None, trial: Trial) -> Memory | None:
+    """The prediction, unless what a rank was seen to hold is another order of things.
+
+    A formula knows nothing of how a framework lays out what it divides: ZeRO-1 of one frees the
+    gradients of others before the update, that of another does not.
+    """
+    seen = [rank.memory for rank in trial.ranks if rank.memory]
+    if predicted is None or not seen:
+        return predicted
+    fullest = max(_state(one) for one in seen)
+    return predicted if abs(_state(predicted) - fullest) <= _REFUTED * fullest else None
+
+
+def _state(memory: Memory) -> int:
+    return memory.parameters + memory.gradients + memory.optimizer
+
+
 def _ties(one: CellResult, results: Sequence[CellResult]) -> list[str]:
-    """The cells on as many devices that are neither faster nor slower beyond the noise."""
+    """The cells on as many devices of which the repeats show that they are as fast."""
     return [
         other.cell.label
         for other in results
         if other.cell != one.cell
         and other.cell.devices == one.cell.devices
         and (ratio := paired(one, other)) is not None
-        and ratio.pairs > 1
-        and not ratio.differs
+        and ratio.verdict() == "same"
     ]
-
-
-def paired(one: CellResult, other: CellResult) -> Estimate | None:
-    """The ratio of two cells' median steps in the rounds in which both have run."""
-    ours = {trial.repeat: step_time(trial) for trial in one.trials}
-    theirs = {trial.repeat: step_time(trial) for trial in other.trials}
-    rounds = sorted(ours.keys() & theirs.keys())
-    if not rounds:
-        return None
-    return Estimate.of([ours[n] for n in rounds], [theirs[n] for n in rounds])
 
 
 def _overheads(results: Sequence[CellResult]) -> list[Overhead]:

@@ -20,9 +20,11 @@ from unipar import registry
 from unipar.benchmark import modelling, probe, raw
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
+from unipar.benchmark.load import of_others
 from unipar.benchmark.meter import WATCHED, Meter
 from unipar.benchmark.records import RankRecord, Trial
 from unipar.benchmark.store import Failure, Finding
+from unipar.benchmark.writing import replace
 from unipar.errors import ConfigError, UniparError, WorkerError
 from unipar.subprocesses import end_with
 
@@ -43,6 +45,7 @@ def measure(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
         steps=job.steps,
         data=job.arguments["data"],
         began=request["began"],
+        trace=request["trace"],
     )
     arguments = job.of(
         cell, job.warmup + job.steps + WATCHED, callbacks=[meter], output_dir=directory / "run"
@@ -69,6 +72,7 @@ def gather(directory: Path, request: dict[str, Any]) -> Finding:
         setup_seconds=max(one.setup_seconds for one in ranks),
         first_step_seconds=max(one.first_step_seconds for one in ranks),
         ranks=[one.rank for one in ranks],
+        load=of_others([one.usage for one in ranks if one.usage]),
     )
     return Finding(
         trial=trial,
@@ -76,6 +80,7 @@ def gather(directory: Path, request: dict[str, Any]) -> Finding:
         samples=first.samples,
         parameters=first.parameters,
         optimizer=first.optimizer,
+        copies=first.copies,
         sharded=registry.resolve(cell.strategy).capabilities().sharded,
         environment=sys.executable,
     )
@@ -114,21 +119,15 @@ KINDS: dict[str, Callable[[BenchJob, Path, dict[str, Any]], Any]] = {
 }
 
 
-def main() -> None:
-    job, directory = (Path(argument) for argument in sys.argv[1:])
+def main(job: Path, directory: Path) -> int:
+    """Do what is asked for, leave what came of it, and return the exit code."""
     request = json.loads((directory / "request.json").read_text())
-    end_with(request["parent"])
+    end_with(os.getppid())
     try:
         answer = KINDS[request["kind"]](BenchJob.read(job), directory, request)
     except Exception as error:
         traceback.print_exc()
-        write(directory / "failure.json", explain(error))
-        sys.exit(1)
-    write(directory / "answer.json", answer)
-
-
-def write(file: Path, answer: Any) -> None:
-    """Whole or not at all, for a trial may be ended at any moment."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(answer.model_dump_json(indent=1))
-    os.replace(partial, file)
+        replace(directory / "failure.json", explain(error).model_dump_json(indent=1))
+        return 1
+    replace(directory / "answer.json", answer.model_dump_json(indent=1))
+    return 0

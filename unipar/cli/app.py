@@ -49,8 +49,9 @@ def _app() -> App:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0 is success, 1 a run that failed, 2 something for the user to mend, 130 an interrupt. SIGTERM
-    and SIGHUP leave by way of ``SystemExit``, with their exit codes, 143 and 129.
+    0 is success, 1 a run that failed, 2 something for the user to mend, 3 a comparison whose noise
+    hides the answer, 130 an interrupt. SIGTERM and SIGHUP leave by way of ``SystemExit``, with
+    their exit codes, 143 and 129.
 
     Args:
         argv: the arguments after the program's name; left out: those of this process.

@@ -16,11 +16,13 @@ from unipar.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from unipar.benchmark.compare import Kind
     from unipar.benchmark.result import BenchResult
 
 Format = Literal["table", "markdown", "csv"]
 T = TypeVar("T")
 
+_ANY = "failed,drift,regression"
 _HELP = "Run the same job under every strategy, and compare speed, memory and losses."
 app = App(name="bench", help=_HELP)
 
@@ -40,10 +42,13 @@ def bench(
     raw: Path | None = None,
     python: Annotated[tuple[Path, ...], Parameter(negative="")] = (),
     time_limit: float = 600.0,
+    trace: Annotated[bool, Parameter(negative="")] = False,
     set_: Annotated[tuple[str, ...], Parameter(name="--set", negative="")] = (),
     format: Format = "table",
+    fail_on: str = _ANY,
+    against: Path | None = None,
     verbose: Annotated[bool, Parameter(negative="")] = False,
-) -> None:
+) -> int:
     """Run the same job under every strategy, and compare speed, memory and losses.
 
     Called again with the same --output, it runs only what is not finished.
@@ -62,20 +67,30 @@ def bench(
         python: interpreter of another environment with unipar, for frameworks that are not in
             this one; may be repeated.
         time_limit: seconds that one repeat of one strategy may take.
+        trace: keep a Chrome trace of one step of each rank, named in report.html.
         set_: any key of the run file, as key.sub=value; may be repeated.
         format: how the table is printed.
+        fail_on: exit with 1 where a strategy failed, drift where its loss is wrong, regression
+            where it became slower or fuller than --against; none of these: none.
+        against: an earlier benchmark of the same job, to be set beside this one.
         verbose: show tracebacks of errors.
     """
     from rich.console import Console
 
+    from unipar.benchmark import compare as comparing
+    from unipar.benchmark import outcome
     from unipar.benchmark.api import bench as run_bench
     from unipar.benchmark.api import new_directory
-    from unipar.benchmark.cells import split_strategies
+    from unipar.benchmark.cells import split_strategies, sweep
     from unipar.benchmark.live import Progress
+    from unipar.benchmark.result import BenchResult
     from unipar.settings import load_settings
 
+    kinds = _kinds(fail_on)
+    earlier = BenchResult.load_runs(against) if against else None
     settings = load_settings(run, sets=set_)
     arguments = settings.run.arguments(settings.where)
+    asked = split_strategies(strategies)
     # A benchmark has its own: several strategies and numbers of devices, its length, its place.
     for name in ("strategy", "devices", "steps", "output_dir"):
         del arguments[name]
@@ -84,7 +99,7 @@ def bench(
         result = run_bench(
             arguments.pop("model"),
             arguments.pop("data"),
-            strategies=split_strategies(strategies),
+            strategies=asked,
             devices=_listed("--devices", devices, int),
             precisions=_listed("--precision", precision, str),  # pyright: ignore[reportArgumentType]
             micro_batch_sizes=_listed("--micro-batch", micro_batch, int),
@@ -95,11 +110,24 @@ def bench(
             raw=raw,
             pythons=python,
             time_limit=time_limit,
+            trace=trace,
             show=show,
+            look_ahead=show.look_ahead,
             command=shlex.join(["unipar", *sys.argv[1:]]),
+            run_file=run,
             **arguments,
         )
     _show(result, format)
+    swept = [variant for strategy in asked for variant in sweep(strategy)]
+    wrong = outcome.problems(result, swept, kinds)
+    if wrong:
+        console.print(f"unipar: {'; '.join(wrong)}.", style="red", soft_wrap=True, markup=False)
+    status = outcome.WORSE if wrong else outcome.SUCCESS
+    if earlier:
+        found = comparing.compare(earlier, result)
+        _print(comparing.render(found, format))
+        status = status or outcome.of_comparison(found, kinds)
+    return status
 
 
 @app.command
@@ -107,25 +135,31 @@ def compare(
     before: Path,
     after: Path,
     *,
-    fail_on_regression: Annotated[bool, Parameter(negative="")] = False,
+    fail_on: str = _ANY,
     format: Format = "table",
     verbose: Annotated[bool, Parameter(negative="")] = False,
 ) -> int:
     """Set two benchmarks of the same job beside each other, and mark what became slower.
 
+    The exit code is 1 where something became worse, and 3 where the noise hides whether it did.
+
     Args:
-        before: a directory that unipar bench wrote to, or its result.json.
+        before: a directory that unipar bench wrote to, its result.json, or a directory of several
+            such: runs of one build.
         after: another.
-        fail_on_regression: exit with 1 where something is slower beyond the noise.
+        fail_on: what counts as worse: failed (it ran before), drift (its loss was right before),
+            regression (it is slower, or holds more); none of these: none.
         format: how the table is printed.
         verbose: show tracebacks of errors.
     """
     from unipar.benchmark import compare as comparing
+    from unipar.benchmark import outcome
     from unipar.benchmark.result import BenchResult
 
-    found = comparing.compare(BenchResult.load(before), BenchResult.load(after))
+    kinds = _kinds(fail_on)
+    found = comparing.compare(BenchResult.load_runs(before), BenchResult.load_runs(after))
     _print(comparing.render(found, format))
-    return 1 if fail_on_regression and found.regressions else 0
+    return outcome.of_comparison(found, kinds)
 
 
 @contextlib.contextmanager
@@ -154,6 +188,17 @@ def _print(shown: object) -> None:
         print(shown)
     else:
         Console().print(shown)
+
+
+def _kinds(text: str) -> list[Kind]:
+    """What ``--fail-on`` names."""
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    known: list[Kind] = ["failed", "drift", "regression"]
+    if odd := [name for name in names if name not in known]:
+        raise ConfigError(
+            f"--fail-on {text}: there is no '{odd[0]}'. Give some of {_ANY}, or none."
+        )
+    return [kind for kind in known if kind in names]
 
 
 def _listed(flag: str, text: str | None, kind: Callable[[str], T]) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,6 +112,6 @@ def odd_strategies(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (info / "entry_points.txt").write_text(f"[unipar.strategies]\n{points}\n")
     (site / "odd_strategies.py").write_text(textwrap.dedent(STRATEGIES))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(site))
+        patch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
         patch.syspath_prepend(site)
         yield site

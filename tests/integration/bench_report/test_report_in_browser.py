@@ -41,7 +41,10 @@ def desktop(browser: Browser, report: Path) -> Iterator[Page]:
 
 
 def test_each_chart_is_drawn_with_its_marks_and_described(desktop: Page) -> None:
-    drawn = desktop.value("[...document.querySelectorAll('.chart')].map((one) => one.id)")
+    drawn = desktop.value(
+        "[...document.querySelectorAll('.chart')].map((one) => one.id)"
+        ".filter((one) => !one.startsWith('chart-whole-'))"
+    )
     assert drawn == [f"chart-{key}" for key in CHARTS]
     for key, marks in CHARTS.items():
         chart = f"document.getElementById('chart-{key}')"
@@ -53,38 +56,38 @@ def test_each_chart_is_drawn_with_its_marks_and_described(desktop: Page) -> None
 
 
 def test_a_click_sorts_and_a_second_one_turns_it_round(desktop: Page) -> None:
-    speeds = desktop.value(COLUMN.format(4))
+    speeds = desktop.value(COLUMN.format(6))
     desktop.click(BUTTON.format("strategy"))
     names = desktop.value(COLUMN.format(0))
     assert names == sorted(names)
     assert desktop.value(SORTED)[0] == "ascending"
     desktop.click(BUTTON.format("strategy"))
     assert desktop.value(COLUMN.format(0)) == sorted(names, reverse=True)
-    assert desktop.value(SORTED) == ["descending", *[None] * 8]
-    desktop.click(BUTTON.format("items/s"))
-    assert desktop.value(COLUMN.format(4)) == speeds
+    assert desktop.value(SORTED) == ["descending", *[None] * 11]
+    desktop.click(BUTTON.format("tokens/s"))
+    assert desktop.value(COLUMN.format(6)) == speeds
 
 
 def test_a_keyboard_sorts_by_number(desktop: Page) -> None:
     desktop.value(f"({BUTTON.format('strategy')}).focus()")
-    for _ in range(6):
+    for _ in range(9):
         desktop.press("Tab")
     assert desktop.value("document.activeElement.textContent") == "peak"
     desktop.press("Enter", "\r")
-    assert desktop.value(SORTED)[6] == "ascending"
-    peaks = desktop.value(COLUMN.format(6))
+    assert desktop.value(SORTED)[9] == "ascending"
+    peaks = [peak for peak in desktop.value(COLUMN.format(9)) if peak]
     numbers = [int(peak.rstrip("*")) for peak in peaks]
     assert numbers == sorted(numbers)
     assert numbers[0] < numbers[-1]
     desktop.press(" ", " ")
-    assert desktop.value(COLUMN.format(6))[0].rstrip("*") == str(numbers[-1])
+    assert desktop.value(COLUMN.format(9))[0].rstrip("*") == str(numbers[-1])
 
 
 def test_what_is_not_known_stays_below_whichever_way(desktop: Page) -> None:
     for _ in range(2):
         desktop.click(BUTTON.format("loss"))
-        assert desktop.value(COLUMN.format(8))[-1] == ""
-        assert desktop.value(COLUMN.format(8))[0] != ""
+        assert desktop.value(COLUMN.format(11))[-1] == ""
+        assert desktop.value(COLUMN.format(11))[0] != ""
 
 
 def test_a_keyboard_hides_a_strategy_and_shows_it_again(desktop: Page) -> None:
@@ -98,6 +101,18 @@ def test_a_keyboard_hides_a_strategy_and_shows_it_again(desktop: Page) -> None:
     desktop.press(" ", " ")
     desktop.wait_for(f"{points} === {before}")
     assert desktop.value(f"{button}.getAttribute('aria-pressed')") == "true"
+
+
+def test_what_is_folded_is_drawn_when_it_is_unfolded(desktop: Page) -> None:
+    folded = "document.querySelector('details[data-chart=whole-step-times]')"
+    boxes = f"{folded}.querySelectorAll('.boxlayer .box').length"
+    assert desktop.value(boxes) == 0
+    desktop.click(f"{folded}.querySelector('summary')")
+    desktop.wait_for(f"{boxes} > 12")
+    assert (
+        desktop.value(f"{folded}.querySelector('svg.main-svg').getBoundingClientRect().width") > 400
+    )
+    desktop.click(f"{folded}.querySelector('summary')")
 
 
 def test_the_page_follows_the_system_into_the_dark(desktop: Page) -> None:

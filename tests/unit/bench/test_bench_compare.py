@@ -12,8 +12,9 @@ from rich.console import Console
 from synthetic_bench import bench_result, failed, measured
 
 from unipar.benchmark.cells import Cell
-from unipar.benchmark.compare import Ratio, compare, render
+from unipar.benchmark.compare import compare, render
 from unipar.benchmark.result import BenchResult, CellResult, Parity
+from unipar.benchmark.statistics import Estimate
 from unipar.errors import ConfigError
 
 DDP = Cell(strategy="ddp", devices=2)
@@ -35,6 +36,23 @@ def with_peaks(result: CellResult, factor: float) -> CellResult:
     trials = [
         trial.model_copy(update={"ranks": [scaled(rank) for rank in trial.ranks]})
         for trial in result.trials
+    ]
+    return result.model_copy(update={"trials": trials})
+
+
+def shaken(result: CellResult, factors: list[float]) -> CellResult:
+    """The same, with each repeat slower by a factor, and otherwise alike."""
+    trials = [
+        result.trials[0].model_copy(
+            update={
+                "repeat": repeat,
+                "ranks": [
+                    rank.model_copy(update={"seconds": [one * factor for one in rank.seconds]})
+                    for rank in result.trials[0].ranks
+                ],
+            }
+        )
+        for repeat, factor in enumerate(factors)
     ]
     return result.model_copy(update={"trials": trials})
 
@@ -104,6 +122,45 @@ def test_one_repeat_shows_no_noise_and_marks_nothing() -> None:
     found = compare(only(alone[0]), only(alone[1]))
     assert found.changes[0].time_verdict == "unknown"
     assert found.regressions == []
+    body = " ".join(printed(render(found)).split())
+    assert "Cannot tell whether these became worse" in body
+    assert "Nothing became worse" not in body
+
+
+def test_noise_that_could_hide_a_regression_is_not_called_the_same() -> None:
+    before, after = cell(0.1), shaken(cell(0.1), [0.8, 1.1, 1.6])
+    found = compare(only(before), only(after))
+    assert found.changes[0].time_verdict == "unknown"
+    assert found.undecided == ["ddp on 2 devices"]
+
+
+def test_runs_of_one_build_that_differ_by_more_than_their_repeats_are_no_regression() -> None:
+    before = [only(shaken(cell(0.1), [run] * 3)) for run in (1.00, 1.06, 0.97)]
+    after = [only(shaken(cell(0.1), [run] * 3)) for run in (1.05, 1.00, 1.08)]
+    # Each run by itself is sure of its time, and two of them would be told apart.
+    assert compare(before[0], after[2]).changes[0].time_verdict == "more"
+    found = compare(before, after)
+    assert found.changes[0].time_verdict in ("same", "unknown")
+    assert found.regressions == []
+    slower = [only(shaken(cell(0.1), [2 * run] * 3)) for run in (1.05, 1.00, 1.08)]
+    assert compare(before, slower).is_worse(["regression"])
+
+
+def test_runs_are_the_unit_of_memory_too() -> None:
+    before = [only(with_peaks(cell(0.1), factor)) for factor in (1.0, 1.3, 1.1)]
+    after = [only(with_peaks(cell(0.1), factor)) for factor in (1.3, 1.1, 1.2)]
+    assert compare(before[0], after[0]).changes[0].memory_verdict == "more"
+    assert compare(before, after).changes[0].memory_verdict == "unknown"
+
+
+def test_times_beside_other_processes_say_nothing_of_a_build() -> None:
+    found = compare(only(cell(0.1)), only(cell(0.2, load=0.7)))
+    assert found.regressions == []
+    assert found.undecided == ["ddp on 2 devices"]
+    assert found.warnings == [
+        "other processes had up to 70 % of the cores after: the times of these cells say nothing "
+        "of what was changed"
+    ]
 
 
 def test_the_interval_has_what_is_true_most_of_the_time() -> None:
@@ -112,11 +169,11 @@ def test_the_interval_has_what_is_true_most_of_the_time() -> None:
     for _ in range(40):
         before = [draw.gauss(1.0, 0.02) for _ in range(10)]
         after = [draw.gauss(1.1, 0.02) for _ in range(10)]
-        ratio = Ratio.of(after, before)
+        ratio = Estimate.unpaired(after, before)
         hits += ratio.low <= 1.1 <= ratio.high
     assert hits >= 34
     with pytest.raises(ValueError, match="both sides"):
-        Ratio.of([], [1.0])
+        Estimate.unpaired([], [1.0])
 
 
 def test_a_cell_that_fails_now_is_a_regression() -> None:

@@ -7,9 +7,10 @@ import random
 from synthetic_bench import MIB, bench_result, failed, measured
 
 from unipar.benchmark.cells import Cell
-from unipar.benchmark.recommend import recommend
+from unipar.benchmark.recommend import judge, recommend
 from unipar.benchmark.records import Memory
 from unipar.benchmark.result import CellResult, Parity, Scaling
+from unipar.benchmark.statistics import Spread
 
 PARITY = Parity(reference="single", difference=1e-7, allowed=1e-5, drifts=False)
 DRIFTS = Parity(reference="single", difference=0.25, allowed=1e-5, drifts=True)
@@ -34,6 +35,24 @@ def cell(
     return found.model_copy(update={"trials": trials})
 
 
+def timed(strategy: str, seconds: list[float]) -> CellResult:
+    """One repeat for each of these medians."""
+    found = cell(strategy, 1.0)
+    trials = [
+        found.trials[0].model_copy(
+            update={
+                "repeat": repeat,
+                "ranks": [
+                    one.model_copy(update={"seconds": [median]}) for one in found.trials[0].ranks
+                ],
+            }
+        )
+        for repeat, median in enumerate(seconds)
+    ]
+    speed = Spread.of([1 / median for median in seconds])
+    return found.model_copy(update={"trials": trials, "items_per_second": speed})
+
+
 def test_the_fastest_is_named_with_its_figures_and_the_next() -> None:
     told = recommend([cell("ddp", 0.2, peak=300), cell("fsdp", 0.1, peak=200)], [])
     assert told.startswith("Pick fsdp on 2 devices: 10,")
@@ -43,25 +62,70 @@ def test_the_fastest_is_named_with_its_figures_and_the_next() -> None:
     assert told.endswith(".")
 
 
-def test_of_equals_the_one_that_needs_less_memory_wins() -> None:
-    ddp = cell("ddp", 0.1, peak=300, ties=["fsdp"])
-    fsdp = cell("fsdp", 0.101, peak=200, ties=["ddp"])
-    told = recommend([ddp, fsdp], [])
-    assert told.startswith("Pick fsdp on 2 devices")
-    assert "as fast as ddp (300 MiB) within the noise, and needs the least memory of them" in told
+def test_of_equals_none_is_picked_and_the_one_that_needs_less_memory_is_named() -> None:
+    cells = [cell("ddp", 0.1, peak=300), cell("fsdp", 0.101, peak=200)]
+    assert judge(cells, []).winner is None
+    assert recommend(cells, []) == (
+        "Too close to call: ddp on 2 devices (300 MiB) and fsdp on 2 devices (200 MiB) differ by "
+        "no more than two runs of one program do. Of these fsdp on 2 devices holds least. Choose "
+        "by memory, or tell smaller differences by more --repeats with the same --output."
+    )
 
 
 def test_equals_of_unknown_memory_are_called_equals_and_no_more() -> None:
-    told = recommend([cell("ddp", 0.1, ties=["fsdp"]), cell("fsdp", 0.101, ties=["ddp"])], [])
-    assert told.startswith("Pick ddp on 2 devices")
-    assert "as fast as fsdp within the noise" in told
-    assert "memory" not in told
+    told = recommend([cell("ddp", 0.1), cell("fsdp", 0.101)], [])
+    assert told.startswith("Too close to call: ddp on 2 devices and fsdp on 2 devices differ")
+    assert "holds least" not in told
 
 
-def test_a_tie_counts_on_as_many_devices_only() -> None:
-    fast = cell("ddp", 0.1, peak=300, ties=["fsdp"])
-    told = recommend([fast, cell("fsdp", 0.2, peak=100, devices=1)], [])
-    assert told.startswith("Pick ddp on 2 devices")
+def test_more_devices_that_gain_nothing_are_no_winner() -> None:
+    told = recommend([cell("ddp", 0.1), cell("ddp", 0.099, devices=4)], [])
+    assert told.startswith("Too close to call: ddp on 4 devices and ddp on 2 devices differ")
+
+
+def test_intervals_that_overlap_name_no_winner() -> None:
+    # As on a busy machine: the one that is faster by the median was slower in one round of three.
+    calm = timed("ddp", [0.100, 0.110, 0.105])
+    shaken = timed("fsdp", [0.130, 0.100, 0.150])
+    told = recommend([calm, shaken], [])
+    assert told.startswith("Too noisy to name a winner: a step of fsdp on 2 devices takes 0.")
+    assert "times as long as one of ddp on 2 devices (95 % interval)" in told
+    assert "Run it again with the same --output and --repeats 6" in told
+
+
+def test_two_repeats_name_no_winner_however_far_apart_the_two_are() -> None:
+    cells = [timed("ddp", [0.1, 0.1]), timed("fsdp", [0.6, 0.6])]
+    assert recommend(cells, []) == (
+        "Too noisy to name a winner: 2 repeats show too little of the noise. Run it again with the "
+        "same --output and --repeats 5 (what is finished is kept), and nothing else on the machine."
+    )
+    alone = [timed("ddp", [0.1]), timed("fsdp", [0.6])]
+    assert "1 repeat shows too little" in recommend(alone, [])
+
+
+def test_a_busy_machine_names_no_winner() -> None:
+    busy = cell("ddp", 0.1, load=0.63)
+    told = recommend([busy, cell("fsdp", 0.2, load=0.1)], [])
+    assert told == (
+        "Too noisy to name a winner: other processes had up to 63 % of the cores meanwhile. End "
+        "what else runs on this machine, and run it again with --repeats 5 and a new --output."
+    )
+    assert recommend([cell("ddp", 0.1, load=0.2), cell("fsdp", 0.2)], []).startswith("Pick ddp")
+
+
+def test_more_than_devices_can_give_names_no_winner() -> None:
+    scaling = Scaling(
+        label="ddp",
+        devices=[1, 2],
+        seconds=[1.324, 0.1],
+        speedup=[1.0, 13.24],
+        efficiency=[1.0, 6.62],
+        serial_fraction=0.0,
+        modelled=[None, None],
+    )
+    told = recommend([cell("ddp", 0.1), cell("fsdp", 0.2)], [scaling])
+    assert "an efficiency of 662 % (ddp on 2 devices) is more than devices can give" in told
+    assert judge([cell("ddp", 0.1), cell("fsdp", 0.2)], [scaling]).winner is None
 
 
 def test_a_fast_wrong_run_wins_nothing() -> None:
@@ -125,7 +189,12 @@ def test_scaling_is_told_both_ways() -> None:
 
 
 def test_the_whole_of_a_realistic_benchmark() -> None:
-    told = bench_result().recommendation
-    assert told.startswith("Pick fsdp on 4 devices: 19,")
-    assert "as fast as ddp (289 MiB) within the noise, and needs the least memory of them" in told
-    assert "what is faster drifts: horovod on 4 devices" in told
+    result = bench_result()
+    assert result.winner is None
+    told = result.recommendation
+    assert told.startswith("Too close to call: ddp on 4 devices (289 MiB) and fsdp on 4 devices (")
+    assert "Of these fsdp on 4 devices holds least." in told
+    assert "What is faster drifts: horovod on 4 devices" in told
+    clear = bench_result(slower={"fsdp": 1.2, "horovod": 1.2})
+    assert clear.winner == Cell(strategy="ddp", devices=4)
+    assert clear.recommendation.startswith("Pick ddp on 4 devices: 19,")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def test_none_that_can_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "    def availability(cls):\n"
         "        return Availability(False, 'its engine is not installed.', 'Run: get engine.')\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
     said = refused(tmp_path, strategies=["absent"])
     assert "none of the strategies can run here" in said
     assert "absent: its engine is not installed. Run: get engine." in said

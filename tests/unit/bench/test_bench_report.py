@@ -84,8 +84,42 @@ def test_the_page_has_every_part(page: str, result: BenchResult) -> None:
         "200 GFLOP/s in fp32 on 2 devices",
         result.job.command,
         "ddp on 2 devices: 1.0",
+        "Fastest too close to call: ddp on 4 devices and fsdp on 4 devices",
+        "Least memory fsdp on 4 devices, deepspeed:stage=3 on 4 devices and",
+        "Wrong horovod on 4 devices (by 2.9e-02 from single)",
     ):
         assert part in written, part
+    assert "Not complete" not in written
+    assert "Run file" not in written
+
+
+def test_the_run_file_and_the_commit_are_on_the_page(result: BenchResult) -> None:
+    job = result.job.model_copy(update={"run_file": "model: job:<build>", "commit": "0123abcd"})
+    written = Words(html.render(result.model_copy(update={"job": job}))).written
+    assert "Run file model: job:<build>" in written
+    assert "commit 0123abcd" in written
+
+
+def test_one_that_was_interrupted_says_so_above_what_it_found(result: BenchResult) -> None:
+    broken = result.model_copy(update={"interrupted": "it was ended by SIGTERM"})
+    written = Words(html.render(broken)).written
+    told = "Not complete: it was ended by SIGTERM after 48 of 57 trials."
+    assert 0 < written.index(told) < written.index(result.recommendation)
+
+
+def test_above_so_many_cells_charts_show_the_best_and_fold_the_rest(result: BenchResult) -> None:
+    page = html.render(result)
+    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert data
+    figures = json.loads(data[1])["figures"]
+    assert len(result.measured) > html.FOLD
+    assert len(figures["step-times"]["data"]) == html.FOLD
+    assert len(figures["whole-step-times"]["data"]) == len(result.measured)
+    shown = [trace["name"] for trace in figures["step-times"]["data"]]
+    assert shown[0].startswith("ddp")
+    assert "horovod on 4" not in shown
+    few = only(*result.measured[: html.FOLD])
+    assert "<details" not in html.render(few)
 
 
 def test_the_page_refers_to_nothing_outside(page: str) -> None:

@@ -54,11 +54,16 @@ def test_what_is_best_tied_and_wrong_is_clear_without_color(
     result: BenchResult, width: int
 ) -> None:
     body = shown(result, width)
-    fastest = next(line for line in body.splitlines() if line.strip().startswith("ddp "))
-    assert re.search(r"19,\d\d\d~\*", fastest)
+    tied = next(line for line in body.splitlines() if line.strip().startswith("ddp "))
+    # None is the best where no winner can be named.
+    assert re.search(r"19,\d\d\d~ ", tied)
+    clear = shown(bench_result(slower={"fsdp": 1.2}), width)
+    fastest = next(line for line in clear.splitlines() if line.strip().startswith("ddp "))
+    assert re.search(r"19,\d\d\d\* ", fastest)
     drifting = next(line for line in body.splitlines() if line.strip().startswith("horovod"))
     assert "2.9e-02!" in drifting
     assert "*" not in drifting
+    assert "drifts!" in drifting
     assert "! drifts: the loss differs by more than rounding explains" in body
     assert "ddp and fsdp on 2 devices" in body
     assert "ddp on 2 devices: 1.0" in body
@@ -73,13 +78,67 @@ def test_long_names_are_cut_where_an_option_begins(result: BenchResult) -> None:
 def test_failures_and_the_recommendation_come_last(result: BenchResult) -> None:
     body = shown(result, 120)
     reason = "colossalai:plugin=gemini on 1 device, out of memory: rank 0 was killed at 31.2 GiB"
-    assert body.index("Not measured") < body.index(reason) < body.index("Pick fsdp on 4 devices")
+    assert body.index("Not measured") < body.index(reason) < body.index("Too close to call")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_what_failed_or_drifts_is_a_row_however_narrow_the_screen_is(
+    result: BenchResult, width: int
+) -> None:
+    lines = shown(result, width).splitlines()
+    assert max(map(len, lines)) <= width
+    own = [line.split() for line in lines]
+    assert ["horovod", "4", "drifts!"] in [words[:3] for words in own]
+    assert ["single", "2", "refused"] in own
+    assert any(words[-3:] == ["1", "out", "of"] or words[-2:] == ["of", "memory"] for words in own)
+
+
+def test_what_there_is_no_room_for_is_named(result: BenchResult) -> None:
+    narrow = " ".join(shown(result, 80).split())
+    assert "There is no room here for spread and p5-p95: see table.csv." in narrow
+    assert "There is no room" not in shown(result, 200)
+
+
+def test_the_answers_stand_below_the_table(result: BenchResult) -> None:
+    body = " ".join(shown(result, 120).split())
+    assert "Fastest: too close to call: ddp on 4 devices and fsdp on 4 devices" in body
+    assert "Least memory: fsdp on 4 devices, deepspeed:stage=3 on 4 devices and colossal" in body
+    assert "Wrong: horovod on 4 devices (by 2.9e-02 from single)" in body
+    assert "Failed: colossalai:plugin=gemini on 1 device (out of memory)" in body
+    assert "Noise: repeats spread by up to 3 %" in body
+    clear = " ".join(shown(bench_result(slower={"fsdp": 1.2}), 120).split())
+    assert re.search(r"Fastest: ddp on 4 devices, 19,\d\d\d tokens/s", clear)
+
+
+def test_one_that_was_interrupted_says_so_first(result: BenchResult) -> None:
+    told = "Not complete: it was interrupted after 48 of 57 trials."
+    broken = result.model_copy(update={"interrupted": "it was interrupted"})
+    assert shown(broken, 80).startswith(told)
+    assert table.markdown(broken).startswith(f"**{told}")
+
+
+def test_the_speed_of_a_model_is_its_operations_over_its_step(result: BenchResult) -> None:
+    ddp = next(cell for cell in result.cells if cell.cell == Cell(strategy="ddp", devices=4))
+    assert ddp.step_seconds
+    assert result.job.flops
+    expected = result.job.flops / ddp.step_seconds.median
+    assert result.row(ddp)["flops_per_second"] == expected
+    assert f" {text.number(expected / 1e12)} " in shown(result, 120)
+
+
+def test_only_what_has_several_in_a_sample_is_called_a_token(result: BenchResult) -> None:
+    assert " tokens/s " in shown(result, 120)
+    job = result.job.model_copy(update={"items": 8.0})
+    plain = shown(result.model_copy(update={"job": job}), 120)
+    assert " items/s " in plain
+    assert "tokens/s" not in plain
 
 
 def test_a_column_without_a_figure_is_left_out() -> None:
     alone = measured(Cell(strategy="ddp"), 0.1, random.Random(0), mfu=None, parity=None)
     titles = [column.title for column in rows.of(with_cells(alone)).columns]
-    assert titles == ["strategy", "devices", "step", "p5-p95", "items/s", "peak", "traffic"]
+    assert titles[7:] == ["peak", "traffic"]
+    assert titles[:7] == ["strategy", "devices", "step", "p5-p95", "spread", "tokens/s", "TFLOP/s"]
 
 
 def test_a_hand_written_loop_has_no_row_for_it_says_nothing_of_items() -> None:
@@ -112,12 +171,14 @@ def test_brackets_in_names_are_no_markup() -> None:
 def test_markdown_is_one_table_and_lists(result: BenchResult) -> None:
     body = table.markdown(result)
     lines = [line for line in body.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + sum(not cell.cell.raw for cell in result.measured)
-    assert {line.count("|") for line in lines} == {10}
-    assert re.search(r"^\| `ddp` \| 4 \| \*\*[\d.]+\*\* \|", body, re.MULTILINE)
+    assert len(lines) == 2 + sum(not cell.cell.raw for cell in result.cells)
+    assert {line.count("|") for line in lines} == {13}
+    assert re.search(r"^\| `ddp` \| 4 \|  \| [\d.]+ \|", body, re.MULTILINE)
+    assert re.search(r"^\| `horovod` \| 4 \| \*\*drifts\*\* \|", body, re.MULTILINE)
+    assert re.search(r"^\| `single` \| 2 \| \*\*refused\*\* \|", body, re.MULTILINE)
     assert "2.9e-02 **drifts**" in body
     assert "- single on 2 devices, refused: strategy 'single' runs on 1 process, not on 2." in body
-    assert body.endswith(f"{result.recommendation}\n")
+    assert body.index(result.recommendation) < body.index("- Fastest: too close to call: ddp on 4")
 
 
 def test_bars_and_line_breaks_do_not_end_a_markdown_cell() -> None:

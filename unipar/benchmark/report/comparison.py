@@ -68,8 +68,7 @@ def markdown(found: Comparison) -> str:
     parts += _others(found)
     if found.regressions:
         parts.append("Worse than before:\n\n" + "\n".join(f"- {one}" for one in found.regressions))
-    else:
-        parts.append("Nothing became worse beyond the noise.")
+    parts += [f"{line}." for line in _calm(found)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -112,14 +111,14 @@ def _measured(found: Comparison) -> list[Change]:
 def _row(change: Change) -> list[str]:
     time, memory = change.time, change.memory
     held = peak(change.after)
-    mark = "!" if change.memory_verdict == "more" else ""
+    mark = {"more": "!", "unknown": "?"}.get(change.memory_verdict, "")
     return [
         change.cell.label,
         str(change.cell.devices),
         _milliseconds(change.before),
         _milliseconds(change.after),
         f"{time.median:.3f}" if time else "",
-        f"{time.low:.3f}-{time.high:.3f}" if time and time.repeats > 1 else "",
+        f"{time.low:.3f}-{time.high:.3f}" if time and time.pairs > 1 else "",
         _TIME[change.time_verdict],
         "" if held is None else text.number(held / 2**20),
         f"{memory.median:.3f}{mark}" if memory else "",
@@ -153,12 +152,21 @@ def _others(found: Comparison) -> list[str]:
 
 
 def _verdict(found: Comparison) -> Iterable[Text]:
-    if not found.regressions:
-        yield Text("Nothing became worse beyond the noise.", style="bold green")
-        return
-    yield Text("Worse than before", style="bold red")
-    for one in found.regressions:
-        yield Text(f"  {one}")
+    if found.regressions:
+        yield Text("Worse than before", style="bold red")
+        yield from (Text(f"  {one}") for one in found.regressions)
+    style = "bold yellow" if found.undecided else "bold green"
+    yield from (Text(f"{line}.", style=style) for line in _calm(found))
+
+
+def _calm(found: Comparison) -> list[str]:
+    """What there is to say where not everything became worse."""
+    if found.undecided:
+        return [
+            f"Cannot tell whether these became worse, for the noise hides it (?): "
+            f"{text.join(found.undecided)}"
+        ]
+    return [] if found.regressions else ["Nothing became worse beyond the noise"]
 
 
 def _flat(change: Change) -> dict[str, Any]:
@@ -176,6 +184,7 @@ def _flat(change: Change) -> dict[str, Any]:
         "peak_bytes_before": peak(before),
         "peak_bytes_after": peak(after),
         "memory_ratio": memory.median if memory else None,
+        "memory": change.memory_verdict if memory else None,
         "loss_difference_before": before.parity.difference if before.parity else None,
         "loss_difference_after": after.parity.difference if after.parity else None,
         "drifts_after": after.parity.drifts if after.parity else None,

@@ -13,16 +13,17 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from unipar.benchmark.report import rows, text
+from unipar.benchmark.recommend import drifts, name
+from unipar.benchmark.report import answers, rows, text
 from unipar.benchmark.report.rows import Column, Figure, Rows
 from unipar.benchmark.result import BenchResult
 from unipar.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unipar.benchmark.report.charts import Entry
     from unipar.benchmark.report.charts.drawing import Chart
 
-_BEST_FIRST = {"items/s": "descending", "MFU": "descending"}
+FOLD = 12
+"""Above so many cells the charts show the best of them, and all when they are unfolded."""
 
 
 def write(result: BenchResult, path: str | Path) -> None:
@@ -68,27 +69,44 @@ def render(result: BenchResult) -> str:
     from unipar.benchmark.report.charts.drawing import DARK_PALETTE, PALETTE, Chart
 
     drawn = [(entry, entry.draw(result)) for entry in CHARTS]
-    charts = [(entry, chart) for entry, chart in drawn if isinstance(chart, Chart)]
+    charts = {entry: chart for entry, chart in drawn if isinstance(chart, Chart)}
     missing = [(entry, lack) for entry, lack in drawn if not isinstance(lack, Chart)]
+    folded: dict[str, Chart] = {}
+    if few := _best(result):
+        for entry, whole in charts.items():
+            best = entry.draw(few)
+            # Some charts are not about cells, and of some the best leave nothing.
+            if isinstance(best, Chart) and _json(best) != _json(whole):
+                charts[entry], folded[entry.key] = best, whole
     found = rows.of(result)
     sections = {
         "Table": _table_section(found),
-        **{entry.title: _chart_section(entry, chart) for entry, chart in charts},
+        **{
+            entry.title: _chart_section(entry.key, chart, folded.get(entry.key))
+            for entry, chart in charts.items()
+        },
         "Charts left out": _items(f"{entry.title}: {lack.reason}" for entry, lack in missing),
         "Not measured": _failures(found),
+        "Traces": _items(f"{name(one)}: {file}" for one in result.cells for file in one.traces),
         "Environment": _environment(result),
-        "Run it again": f"<pre><code>{escape(result.job.command)}</code></pre>",
+        "Run it again": _code(result.job.command),
+        "Run file": _code(result.job.run_file),
     }
     sections = {title: body for title, body in sections.items() if body}
     data = {
         "light": PALETTE,
         "dark": DARK_PALETTE,
-        "figures": {entry.key: json.loads(_json(chart)) for entry, chart in charts},
+        "figures": {
+            **{entry.key: json.loads(_json(chart)) for entry, chart in charts.items()},
+            **{f"whole-{key}": json.loads(_json(chart)) for key, chart in folded.items()},
+        },
     }
     return Template(_file("page.html")).substitute(
         title=escape(f"unipar bench: {result.job.model}"),
         facts=escape(_facts(result)),
+        incomplete=_incomplete(result),
         recommendation=escape(result.recommendation),
+        answers=_answers(result),
         css=_file("page.css"),
         links=_links(sections),
         sections="\n".join(_section(title, body) for title, body in sections.items()),
@@ -132,14 +150,56 @@ def _section(title: str, body: str) -> str:
     )
 
 
-def _chart_section(entry: Entry, chart: Chart) -> str:
+def _chart_section(key: str, chart: Chart, whole: Chart | None) -> str:
+    """A chart, and below it, folded, the same of all cells where it has the fastest only."""
+    if whole is None:
+        return _chart(key, chart)
+    return (
+        f'<p class="note">The {FOLD} fastest whose loss is right.</p>{_chart(key, chart)}'
+        f'<details data-chart="whole-{key}"><summary>The same of all</summary>'
+        f"{_chart(f'whole-{key}', whole)}</details>"
+    )
+
+
+def _chart(key: str, chart: Chart) -> str:
     alt = escape(chart.alt)
     return (
-        f'<figure><div class="chart" id="chart-{entry.key}" role="img" aria-label="{alt}" '
+        f'<figure><div class="chart" id="chart-{key}" role="img" aria-label="{alt}" '
         f'style="min-height:{chart.figure.layout.height}px"></div>'
-        f'<ul class="legend" id="legend-{entry.key}" aria-label="Show or hide"></ul>'
+        f'<ul class="legend" id="legend-{key}" aria-label="Show or hide"></ul>'
         f"<figcaption>{alt}</figcaption></figure>"
     )
+
+
+def _best(result: BenchResult) -> BenchResult | None:
+    """The same with the best cells only; ``None`` where there are not too many."""
+    if len(result.measured) <= FOLD:
+        return None
+    # A loss that is wrong is no reason to be shown before one that is right.
+    kept = {cell.cell for cell in sorted(result.measured, key=drifts)[:FOLD]}
+    labels = {(cell.label, cell.raw) for cell in kept}
+    return result.model_copy(
+        update={
+            "cells": [cell for cell in result.cells if cell.cell in kept],
+            "scaling": [one for one in result.scaling if (one.label, False) in labels],
+        }
+    )
+
+
+def _incomplete(result: BenchResult) -> str:
+    told = answers.incomplete(result)
+    return f'<p class="incomplete" role="alert">{escape(told)}</p>' if told else ""
+
+
+def _answers(result: BenchResult) -> str:
+    return "".join(
+        f"<div><dt>{escape(question)}</dt><dd>{escape(answer)}</dd></div>"
+        for question, answer in answers.of(result)
+    )
+
+
+def _code(written: str) -> str:
+    return f"<pre><code>{escape(written)}</code></pre>" if written else ""
 
 
 def _table_section(found: Rows) -> str:
@@ -164,19 +224,18 @@ def _table_section(found: Rows) -> str:
 
 
 def _header(column: Column) -> str:
-    first = _BEST_FIRST.get(column.title, "ascending")
-    sorted_ = ' aria-sort="descending"' if column.title == "items/s" else ""
+    sorted_ = ' aria-sort="descending"' if column.title.endswith("s/s") else ""
     unit = f'<span class="unit">{escape(column.unit)}</span>' if column.unit else ""
     title = escape(column.title)
     return (
-        f'<th scope="col" data-first="{first}"{sorted_}>'
+        f'<th scope="col" data-first="{column.first}"{sorted_}>'
         f'<button type="button">{title}</button>{unit}</th>'
     )
 
 
 def _entry(figure: Figure, index: int) -> str:
     marks = "~" * figure.ties + "*" * figure.best + "!" * figure.drifts
-    kind = "best" if figure.best else "drifts" if figure.drifts else ""
+    kind = "best" if figure.best else "drifts" if figure.drifts or figure.failed else ""
     value = "" if figure.value is None else escape(str(figure.value))
     value = "Infinity" if figure.value == float("inf") else value
     tag, scope = ("th", ' scope="row"') if index == 0 else ("td", "")
@@ -222,6 +281,7 @@ def _environment(result: BenchResult) -> str:
         ("peak in a matrix product", _matmul(result)),
         ("FLOPs of a step", f"{job.flops:.4g}" if job.flops else "not counted"),
         ("seed", str(job.seed)),
+        ("commit", job.commit),
         ("begun", machine.date),
     ]
     return _words([line for line in lines if line[1]])

@@ -114,8 +114,10 @@ function draw(key) {
   return Plotly.react(chart, traces, layout, options);
 }
 
+// What is folded has no width yet: it is drawn when it is unfolded.
 function drawAll() {
-  return Promise.all(Object.keys(data.figures).map(draw));
+  const shown = (key) => !document.getElementById(`chart-${key}`).closest("details:not([open])");
+  return Promise.all(Object.keys(data.figures).filter(shown).map(draw));
 }
 
 async function loadPlotly() {
@@ -164,6 +166,10 @@ if (Object.keys(data.figures).length) {
     loadPlotly().then(drawAll).then(() => {
       document.documentElement.dataset.drawn = "yes";
       dark.addEventListener("change", drawAll);
+      for (const folded of document.querySelectorAll("details[data-chart]")) {
+        if (folded.open) draw(folded.dataset.chart);
+        folded.addEventListener("toggle", () => folded.open && draw(folded.dataset.chart));
+      }
     });
   }
 }

@@ -9,6 +9,9 @@ from typing import Literal
 from unipar.benchmark.recommend import peak
 from unipar.benchmark.report import text
 from unipar.benchmark.result import BenchResult, CellResult, Overhead
+from unipar.benchmark.statistics import Spread
+
+_Better = Literal["low", "high"] | None
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Figure:
         best: whether none in its column is better, and some are worse.
         drifts: whether it is the difference of a loss that drifts.
         ties: whether it is the throughput of one of several that are equally fast.
+        failed: whether it says why there are no figures.
     """
 
     text: str
@@ -28,6 +32,7 @@ class Figure:
     best: bool = False
     drifts: bool = False
     ties: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,12 +44,16 @@ class Column:
         short: the same where there is little room.
         unit: of its figures, or empty.
         figures: one for each row.
+        rank: the larger, the sooner it is left out where there is little room; 0: never.
+        first: the way round in which it is sorted first.
     """
 
     title: str
     short: str
     unit: str
     figures: list[Figure]
+    rank: int = 0
+    first: Literal["ascending", "descending"] = "ascending"
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Rows:
-    """The cells that were measured, the fastest first, and those that were not."""
+    """The cells that were measured, the fastest first, and then those that were not."""
 
     columns: list[Column]
     ties: list[str]
@@ -76,36 +85,33 @@ def of(result: BenchResult) -> Rows:
 
     A hand-written loop says nothing of items, memory and traffic: it is told by its ratio alone.
     """
+    offered = [cell for cell in result.cells if not cell.cell.raw]
     cells = [cell for cell in result.measured if not cell.cell.raw]
+    cells += [cell for cell in offered if cell.items_per_second is None]
     speeds = [cell.items_per_second.median if cell.items_per_second else None for cell in cells]
     steps = [cell.step_seconds for cell in cells]
+    # Where no winner can be named, no figure of speed is the best.
+    low, high = ("low", "high") if result.winner else (None, None)
     second = text.unit_of_seconds(step.median for step in steps if step)
     flat = [result.row(cell) for cell in cells]
     peaks, traffic = [peak(cell) for cell in cells], [row["traffic_bytes"] for row in flat]
+    flops = [result.flops_per_second(cell) for cell in cells]
+    percent = text.Unit("%", 0.01)
     columns = [
         Column(
             "strategy", "strategy", "", [Figure(cell.cell.label, cell.cell.label) for cell in cells]
         ),
         Column("devices", "dev.", "", [_count(cell.cell.devices) for cell in cells]),
-        _numbers("step", second, [step and step.median for step in steps], cells, "low"),
-        Column(
-            "p5-p95",
-            "p5-p95",
-            second.name,
-            [
-                Figure(
-                    f"{text.number(step.p5 / second.size)}-{text.number(step.p95 / second.size)}",
-                    step.p95 - step.p5,
-                )
-                if step
-                else Figure("", None)
-                for step in steps
-            ],
-        ),
-        _throughput(speeds, cells),
-        _numbers("MFU", text.Unit("%", 0.01), [cell.mfu for cell in cells], cells, "high"),
+        Column("outcome", "outcome", "", [_outcome(cell) for cell in cells]),
+        _numbers("step", second, [step and step.median for step in steps], cells, low),
+        Column("p5-p95", "p5-p95", second.name, [_range(step, second) for step in steps], rank=5),
+        _numbers("spread", percent, [row["spread"] for row in flat], cells, None, rank=6),
+        _throughput(f"{result.item}s/s", speeds, cells, high),
+        _numbers("TFLOP/s", text.Unit("", 1e12), flops, cells, high, rank=3),
+        _numbers("MFU", percent, [cell.mfu for cell in cells], cells, high, rank=4),
         _numbers("peak", text.unit_of_bytes(peaks), peaks, cells, "low"),
-        _numbers("traffic", text.unit_of_bytes(traffic), traffic, cells, "low"),
+        _numbers("traffic", text.unit_of_bytes(traffic), traffic, cells, "low", rank=2),
+        _numbers("load", percent, [cell.load for cell in cells], cells, None, rank=7),
         Column("loss difference", "loss\ndiff.", "", [_parity(cell) for cell in cells]),
     ]
     known = [column for column in columns if any(one.value is not None for one in column.figures)]
@@ -117,12 +123,27 @@ def of(result: BenchResult) -> Rows:
     return Rows(known, _ties(cells), [_overhead(one) for one in result.overhead], failures)
 
 
+def _range(step: Spread | None, unit: text.Unit) -> Figure:
+    if step is None:
+        return Figure("", None)
+    ends = f"{text.number(step.p5 / unit.size)}-{text.number(step.p95 / unit.size)}"
+    return Figure(ends, step.p95 - step.p5)
+
+
+def _outcome(cell: CellResult) -> Figure:
+    """What is not as it should be; where all is, the column is left out."""
+    drifts = bool(cell.parity and cell.parity.drifts)
+    word = "drifts" if drifts else "" if cell.status == "measured" else cell.status
+    return Figure(word, word or None, drifts=drifts, failed=not drifts and bool(word))
+
+
 def _numbers(
     title: str,
     unit: text.Unit,
     values: Sequence[float | None],
     cells: Sequence[CellResult],
-    better: Literal["low", "high"],
+    better: _Better,
+    rank: int = 0,
 ) -> Column:
     # Nothing at all, as the traffic of one process, is no achievement; nor is a fast wrong run.
     fair = [
@@ -130,24 +151,29 @@ def _numbers(
         for value, cell in zip(values, cells, strict=True)
         if value and not (cell.parity and cell.parity.drifts)
     ]
-    best = (min(fair) if better == "low" else max(fair)) if len(set(fair)) > 1 else None
+    best = None
+    if better and len(set(fair)) > 1:
+        best = min(fair) if better == "low" else max(fair)
     figures = []
     for value, cell in zip(values, cells, strict=True):
         wins = value is not None and value == best and not (cell.parity and cell.parity.drifts)
         written = "" if value is None else text.number(value / unit.size)
         figures.append(Figure(written, value, best=wins))
-    return Column(title, title, unit.name, figures)
+    first = "descending" if better == "high" else "ascending"
+    return Column(title, title, unit.name, figures, rank, first)
 
 
-def _throughput(speeds: Sequence[float | None], cells: Sequence[CellResult]) -> Column:
-    plain = _numbers("items/s", text.Unit("", 1.0), speeds, cells, "high")
+def _throughput(
+    title: str, speeds: Sequence[float | None], cells: Sequence[CellResult], better: _Better
+) -> Column:
+    plain = _numbers(title, text.Unit("", 1.0), speeds, cells, better)
     labels = {(cell.cell.label, cell.cell.devices) for cell in cells}
     tied = [
         any((label, cell.cell.devices) in labels for label in cell.ties if label != cell.cell.label)
         for cell in cells
     ]
     figures = [replace(one, ties=ties) for one, ties in zip(plain.figures, tied, strict=True)]
-    return replace(plain, figures=figures)
+    return replace(plain, figures=figures, first="descending")
 
 
 def _count(value: int) -> Figure:

@@ -6,13 +6,15 @@ import csv as csv_writer
 import io
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from unipar.benchmark.report import rows
+from unipar.benchmark.report import answers, rows, text
 from unipar.benchmark.report.rows import Column, Figure, Rows
 from unipar.benchmark.result import BenchResult
 
@@ -31,19 +33,27 @@ class TerminalReport:
 
     def __init__(self, result: BenchResult) -> None:
         self._rows = rows.of(result)
-        self._recommendation = result.recommendation
+        self._result = result
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Table, ties, overhead, failures, and the recommendation last."""
         found = self._rows
+        if told := answers.incomplete(self._result):
+            yield Text(told, style="bold yellow")
         if found.columns:
-            yield _table(found, narrow=options.max_width < ROOMY)
+            drawn, hidden = _fitted(found, console, options)
+            yield drawn
             yield from _legend(found)
+            if hidden:
+                told = f"There is no room here for {text.join(hidden)}: see table.csv."
+                yield Text(told, style="dim")
         yield from _list("Equally fast, within the noise", found.ties)
         yield from _list("Step time beside a loop written by hand", found.overheads)
         yield from _list("Not measured", _failures(found), style="red")
         yield Text()
-        yield Text(self._recommendation, style="bold")
+        yield Text(self._result.recommendation, style="bold")
+        for question, answer in answers.of(self._result):
+            yield Text.assemble((f"  {question}: ", "bold"), answer)
 
 
 def terminal(result: BenchResult) -> TerminalReport:
@@ -54,7 +64,7 @@ def terminal(result: BenchResult) -> TerminalReport:
 def markdown(result: BenchResult) -> str:
     """The same as Markdown, for an issue, a pull request or a page of documentation."""
     found = rows.of(result)
-    parts: list[str] = []
+    parts = [f"**{told}**"] if (told := answers.incomplete(result)) else []
     if found.columns:
         head = [" ".join(filter(None, (one.title, one.unit))) for one in found.columns]
         line = [":--" if index == 0 else "--:" for index in range(len(head))]
@@ -72,6 +82,8 @@ def markdown(result: BenchResult) -> str:
         if lines:
             parts.append(f"{title}:\n\n" + "\n".join(f"- {_flat(line)}" for line in lines))
     parts.append(result.recommendation)
+    if told := answers.of(result):
+        parts.append("\n".join(f"- {question}: {_flat(answer)}" for question, answer in told))
     return "\n\n".join(parts) + "\n"
 
 
@@ -85,18 +97,39 @@ def csv(result: BenchResult) -> str:
     return file.getvalue()
 
 
-def _table(found: Rows, *, narrow: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0) if narrow else (0, 1), pad_edge=False)
+def _fitted(found: Rows, console: Console, options: ConsoleOptions) -> tuple[Table, list[str]]:
+    """The table with as many columns as there is room for, and the names of the others."""
+    columns, hidden = list(found.columns), []
+    endless = options.update(width=10 * options.max_width)
+    cut_names, short = options.max_width < ROOMY, False
+    while True:
+        table = _table(replace(found, columns=columns), cut_names=cut_names, short=short)
+        least = max(columns, key=lambda column: column.rank)
+        if Measurement.get(console, endless, table).maximum <= options.max_width:
+            return table, hidden
+        if not short:
+            short = True
+        elif not cut_names and not least.rank:
+            cut_names = True
+        elif not least.rank:
+            return table, hidden
+        else:
+            columns.remove(least)
+            hidden.append(least.title)
+
+
+def _table(found: Rows, *, cut_names: bool, short: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0) if short else (0, 1), pad_edge=False)
     for index, column in enumerate(found.columns):
-        title = _title(column, narrow=narrow)
+        title = _title(column, narrow=short)
         if index == 0:
             table.add_column(title, overflow="fold", vertical="bottom")
         else:
             table.add_column(title, justify="right", no_wrap=True)
     for row in found.rows:
         name, *figures = row
-        label = cut(name.text) if narrow else name.text
-        table.add_row(Text(label), *(_marked(figure) for figure in figures))
+        label = cut(name.text) if cut_names else name.text
+        table.add_row(Text(label), *(_marked(figure, short=short) for figure in figures))
     return table
 
 
@@ -110,14 +143,17 @@ def _title(column: Column, *, narrow: bool) -> Text:
     return Text(f"{words}\n{column.unit}" if column.unit else words)
 
 
-def _marked(figure: Figure) -> Text:
+def _marked(figure: Figure, *, short: bool) -> Text:
     marks = "".join(
         mark
         for mark, marked in zip("~*!", (figure.ties, figure.best, figure.drifts), strict=True)
         if marked
     )
-    style = "bold green" if figure.best else "bold red" if figure.drifts else ""
-    return Text(figure.text + marks, style=style)
+    wrong = figure.drifts or figure.failed
+    style = "bold green" if figure.best else "bold red" if wrong else ""
+    # Of what failed there are words, and words may stand below each other.
+    words = "\n".join(figure.text.rsplit(" ", 1)) if short and figure.failed else figure.text
+    return Text(words + marks, style=style)
 
 
 def _legend(found: Rows) -> Iterable[Text]:
@@ -130,8 +166,10 @@ def _legend(found: Rows) -> Iterable[Text]:
 def _emphasized(figure: Figure, *, code: bool) -> str:
     if code:
         return f"`{_flat(figure.text)}`"
-    if figure.drifts:
+    if figure.drifts and figure.text != "drifts":
         return f"{figure.text} **drifts**"
+    if figure.drifts or figure.failed:
+        return f"**{figure.text}**"
     marked = f"**{figure.text}**" if figure.best else figure.text
     return f"{marked} ~" if figure.ties else marked
 

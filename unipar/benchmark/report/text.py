@@ -60,6 +60,11 @@ def size(value: float) -> str:
     return f"{number(value / unit.size)} {unit.name}"
 
 
+def percent(share: float) -> str:
+    """``12 %``."""
+    return f"{100 * share:.0f} %"
+
+
 def devices(count: int) -> str:
     """``1 device``, ``4 devices``."""
     return f"{count} device" if count == 1 else f"{count} devices"

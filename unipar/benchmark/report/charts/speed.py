@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from plotly import graph_objects as go
 
+from unipar.benchmark.recommend import drifts
 from unipar.benchmark.report import text
 from unipar.benchmark.report.charts import drawing
 from unipar.benchmark.report.charts.drawing import Chart, Look, Missing
 from unipar.benchmark.result import BenchResult, CellResult
-from unipar.benchmark.summary import slowest
+from unipar.benchmark.rounds import slowest
 
 
 def throughput(result: BenchResult) -> Chart | Missing:
@@ -46,9 +47,9 @@ def throughput(result: BenchResult) -> Chart | Missing:
             hovertemplate=f"%{{customdata}} on {count}: %{{x:,.4s}} items/s<extra></extra>",
         )
     figure.update_layout(barmode="group", bargap=0.25)
-    told = f"The fastest is {_told(cells[0])}"
+    told = f"The longest bar is that of {_told(cells[0])}"
     if len(cells) > 1:
-        told += f", the slowest {_told(cells[-1])}"
+        told += f", the shortest that of {_told(cells[-1])}"
     return Chart(
         figure,
         f"Throughput by strategy and number of devices. {told}. Error bars go from the 5th to the "
@@ -96,4 +97,7 @@ def _times(cell: CellResult) -> list[float]:
 
 def _told(cell: CellResult) -> str:
     assert cell.items_per_second
-    return f"{drawing.name(cell.cell)} with {text.number(cell.items_per_second.median)} items/s"
+    wrong = ", whose loss drifts" if drifts(cell) else ""
+    return (
+        f"{drawing.name(cell.cell)} with {text.number(cell.items_per_second.median)} items/s{wrong}"
+    )
