@@ -21,6 +21,7 @@ from unipar.devices import DeviceChoice, device_memory, resolve_device_type
 from unipar.errors import ConfigError
 from unipar.evaluate import Metric, Predict, evaluate
 from unipar.garbage import no_collection
+from unipar.launch import peers
 from unipar.loss import LossFn
 from unipar.strategy import (
     Capabilities,
@@ -99,6 +100,7 @@ class Session:
         check_capabilities(self.strategy, self._spec(nn.Identity()), self._placement)
         with no_collection():
             self.world = self.strategy.setup(self._placement)
+        self._peers = peers.watch(self.world)
         torch.manual_seed(self._seed)
         return self
 
@@ -108,6 +110,12 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:
+            from unipar.launch.failure import note
+
+            note(error)
+        # Before this rank's connections close, and others fail by that.
+        told = self._peers.leave(error) if self._peers else None
         if "unipar.checkpoint.save" in sys.modules:
             # A save in the background still needs the process group.
             sys.modules["unipar.checkpoint.save"].wait_for_pending()
@@ -115,6 +123,8 @@ class Session:
             engine.close()
         self.strategy.teardown()
         self.world.leave()
+        if told is not None:
+            raise told from error
 
     def _spec(self, model: nn.Module | ModelFactory, **asked: Any) -> EngineSpec:
         return EngineSpec(
