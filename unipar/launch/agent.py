@@ -161,7 +161,10 @@ class Agent(LocalElasticAgent):
             failed = {failure.rank for failure in failures}
             missing = [rank for rank in group.running() if rank not in failed]
             if missing and first.kind is not Kind.APART:
-                return report.hung(group, failures, missing)
+                error = report.hung(group, failures, missing)
+                # What they did has been said, and a stopped process would not end when asked to.
+                group.kill(missing)
+                return error
             if not group.finished():
                 return report.apart(group, failures)
         if first.error is not None:

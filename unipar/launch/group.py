@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from unipar.launch.echoes import Kind, classify_output
@@ -100,6 +100,11 @@ class WorkerGroup:
         for rank in self.running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, number)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """End workers at once, and not what they have started; see :meth:`sweep`."""
+        for rank in ranks:
+            self.processes[rank].kill()
 
     def ask_stack(self, rank: int) -> str:
         """Where the worker stands in its Python code, or an empty string if it does not answer."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -88,6 +89,8 @@ class Peers:
         self._size, self._timeout = world.size, world.placement.timeout
         self._key = f"unipar/peers/{world.placement.restart}"
         self._store = store.clone()
+        # Nor does the process end before a call that waits for the store has given up.
+        self._store.set_timeout(timedelta(seconds=_PATIENCE))
         base: Any = store
         while isinstance(base, dist.PrefixStore):
             base = base.underlying_store
