@@ -1,4 +1,4 @@
-"""A small run that hangs where it is asked to, or is killed from outside: python victim.py QUESTION.
+"""A small run that hangs as it is asked to, or is killed from outside: python victim.py QUESTION.
 
 QUESTION is a file with JSON, beside which the run leaves what happened: when it hung, each step's
 loss, each checkpoint, and the error that it ended with.
