@@ -146,8 +146,7 @@ def _saving(here: Path) -> None:
     say(here / "saving.json", time.time())
 
 
-def main() -> int:
-    path = Path(sys.argv[1])
+def main(path: Path) -> int:
     question = json.loads(path.read_text())
     rank = os.environ.get("RANK", "all")
     try:
@@ -159,4 +158,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(Path(sys.argv[1])))
