@@ -184,6 +184,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for module in IMPORTED:
         importlib.import_module(module)
+    arguments.out.parent.mkdir(exist_ok=True)
     began = time.perf_counter()
     found, left = [], arguments.number
     while left > 0:
@@ -192,14 +193,19 @@ def main() -> None:
         kills, seed = min(left, KILLS_OF_A_RUN), arguments.seed * 1000 + number
         found.append(live(strategy, background, kills, seed))
         left -= KILLS_OF_A_RUN
-    command = f"python survey/kills.py --number {arguments.number} --seed {arguments.seed}"
-    spent = time.perf_counter() - began
-    about = circumstances(command, spent, ("deepspeed", "horovod", "accelerate"))
-    parts = json.loads(arguments.out.read_text())["parts"] if arguments.out.exists() else []
-    parts = [part for part in parts if part["seed"] != arguments.seed]
-    parts.append({"about": about, "seed": arguments.seed, "runs": found})
-    arguments.out.parent.mkdir(exist_ok=True)
-    arguments.out.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+        # After each run, so that what has been measured stays where this one is itself ended.
+        command = f"python survey/kills.py --number {arguments.number} --seed {arguments.seed}"
+        spent = time.perf_counter() - began
+        about = circumstances(command, spent, ("deepspeed", "horovod", "accelerate"))
+        add(arguments.out, {"about": about, "seed": arguments.seed, "runs": found})
+
+
+def add(path: Path, part: dict[str, Any]) -> None:
+    """Put ``part`` among those of other seeds."""
+    parts = json.loads(path.read_text())["parts"] if path.exists() else []
+    others = [other for other in parts if other["seed"] != part["seed"]]
+    parts = sorted([*others, part], key=lambda one: one["seed"])
+    path.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class Diary(unipar.Callback):
 
 
 def say(path: Path, what: Any) -> None:
-    """Write a file that is either whole or absent."""
-    partial = path.with_suffix(".partial")
+    """Write a file that is either whole or absent; several ranks may write the same one."""
+    partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(what))
     partial.rename(path)
 
