@@ -17,6 +17,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,8 +39,8 @@ from benchmarks.report import circumstances  # noqa: E402
 
 VICTIM = Path(__file__).with_name("victim.py")
 STRATEGIES = ("ddp", "fsdp", "zero3", "horovod")
-TIMEOUT = 20.0
-_START, _PORT = 120.0, 29400
+TIMEOUT = 30.0
+_START, _PORT = 400.0, 29400
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
@@ -159,9 +160,14 @@ def _namespaces(names: list[str], stack: contextlib.ExitStack) -> Any:
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
 
-    for name in names:
+    for name, address in zip(names, _ADDRESSES, strict=True):
         ip("netns", "add", name)
         stack.callback(ip, "netns", "delete", name)
+        # Put in the place of /etc/hosts by `ip netns exec`: a host's name leads to its address.
+        own = Path("/etc/netns", name)
+        own.mkdir(parents=True)
+        stack.callback(shutil.rmtree, own)
+        (own / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
     first, second = names
     link = ["name", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0"]
     ip("link", "add", *link, "netns", second)
@@ -220,7 +226,11 @@ def main() -> None:
     ]
 
     def one(case: Case, number: int, step: int) -> dict[str, Any]:
-        found = measure(case, number, step)
+        try:
+            found = measure(case, number, step)
+        except RuntimeError as error:
+            print(f"{case}: {error}", flush=True)
+            raise
         right = "named" if found["named"] else f"NOT NAMED: {found['said']}"
         print(f"{case}: {right}, {found['seconds'] / TIMEOUT:.2f} x timeout", flush=True)
         return found

@@ -75,6 +75,8 @@ def start(
     base = {name: value for name, value in os.environ.items() if not LAUNCHED.match(name)}
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo", **own}
+    # What DDP imports makes a directory for compiled code.
+    place["TORCHINDUCTOR_CACHE_DIR"] = str(script.parent / "compiled")
     command = [sys.executable, str(script), *arguments]
     return [
         subprocess.Popen(
@@ -91,7 +93,6 @@ def start(
 def said(rank: subprocess.Popen[str]) -> str:
     """The message of the rank's error."""
     text = rank.communicate(timeout=100)[1]
-    # With more of the line before it, for torch's hook says whose it is.
     return text.rsplit("unipar.errors.WorkerError: ", 1)[-1]
 
 
@@ -160,6 +161,7 @@ def test_under_torchrun_too(script: Path, ended: list[subprocess.Popen[str]]) ->
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.Popen(
         [*command, str(script), "0", "stop", "ddp"],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(script.parent / "compiled")},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
