@@ -225,24 +225,27 @@ def main() -> None:
         chance.choice((6, 9)) if c.place == "checkpoint" else chance.randint(5, 9) for c in chosen
     ]
 
-    def one(case: Case, number: int, step: int) -> dict[str, Any]:
-        try:
-            found = measure(case, number, step)
-        except RuntimeError as error:
-            print(f"{case}: {error}", flush=True)
-            raise
-        right = "named" if found["named"] else f"NOT NAMED: {found['said']}"
-        print(f"{case}: {right}, {found['seconds'] / TIMEOUT:.2f} x timeout", flush=True)
-        return found
-
     began = time.perf_counter()
-    with ThreadPoolExecutor(arguments.lanes) as lanes:
-        found = list(lanes.map(one, chosen, itertools.count(), steps))
-    spent = time.perf_counter() - began
-    about = circumstances("python survey/hangs.py", spent, ("deepspeed", "horovod"))
+    found: list[dict[str, Any]] = []
     arguments.out.parent.mkdir(exist_ok=True)
+
+    def one(case: Case, number: int, step: int) -> None:
+        measured = measure(case, number, step)
+        right = "named" if measured["named"] else f"NOT NAMED: {measured['said']}"
+        print(f"{case}: {right}, {measured['seconds'] / TIMEOUT:.2f} x timeout", flush=True)
+        found.append(measured)
+
+    with ThreadPoolExecutor(arguments.lanes) as lanes:
+        ends = [lanes.submit(one, *each) for each in zip(chosen, itertools.count(), steps)]
+    found.sort(key=lambda one: chosen.index(Case(**{f: one[f] for f in Case.__dataclass_fields__})))
+    spent = time.perf_counter() - began
+    command = f"python survey/hangs.py --lanes {arguments.lanes}"
+    about = circumstances(command, spent, ("deepspeed", "horovod"))
     record = {"about": about, "timeout": TIMEOUT, "hangs": found}
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    for end in ends:
+        # One that did not come to hang at all is no measurement, and ends the survey here.
+        end.result()
     right = sum(one["named"] for one in found)
     ended = sum(one["seconds"] <= 2 * TIMEOUT for one in found)
     print(f"{right} of {len(found)} named rightly, {ended} ended within twice the timeout.")
