@@ -30,7 +30,7 @@ PINS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all installed test-matrix tables compare lint format docs bench constraints clean
+.PHONY: help demo test test-all installed test-matrix tables compare reliability lint format docs bench constraints clean
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-matrix  resume every strategy's checkpoint under every other, for the docs"
 	@echo "make tables  measure every framework's strategies, for the docs"
 	@echo "make compare  run unipar bench with every framework on two examples, for the docs"
+	@echo "make reliability  let ranks hang and kill runs, for the docs; an hour, and best as root"
 	@echo "make lint    check style and types"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make bench   measure overhead, memory and checkpoint speed"
@@ -76,6 +77,11 @@ tables: $(VENV)/.backends $(ALONE)/.backends
 
 compare: $(VENV)/.backends $(ALONE)/.backends
 	$(BIN)/python benchmarks/frameworks.py
+	$(BIN)/python docs/generate.py
+
+reliability: $(VENV)/.backends
+	$(BIN)/python survey/hangs.py
+	$(BIN)/python survey/kills.py
 	$(BIN)/python docs/generate.py
 
 lint: $(VENV)/.dev

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import benched
+import endured
 import surveyed
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     ROOT / "README.md",
     *(ROOT / "docs" / name for name in ("strategies.md", "settings.md", "backends/index.md")),
+    ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "benchmarks" / "frameworks.md",
     ROOT / "docs" / "security.md",
 )
@@ -136,6 +138,12 @@ TABLES = {
     "survey: about matrix": lambda: surveyed.about("matrix.json"),
     "survey: edits": lambda: _table(*surveyed.edits()),
     "survey: about edits": lambda: surveyed.about("fuzz.json"),
+    "reliability: hangs summary": endured.hangs_summary,
+    "reliability: hangs": lambda: _table(*endured.hangs()),
+    "reliability: about hangs": endured.about_hangs,
+    "reliability: kills summary": endured.kills_summary,
+    "reliability: kills": lambda: _table(*endured.kills()),
+    "reliability: about kills": endured.about_kills,
     "bench: about gpt": lambda: benched.about("gpt"),
     "bench: gpt": lambda: benched.compared("gpt"),
     "bench: about digits": lambda: benched.about("digits"),

@@ -264,6 +264,7 @@ class TrainingRun:
         self._record(batch, done, lr, self._last_end - started)
         if self._evaluation_due(batch):
             self._evaluate()
+            launch.mark(self.step, "after the evaluation")
         if self.saver is not None:
             self._announce(self.saver.after_step(self.step, self._progress(), self._metrics()))
         if self.world.take_flag(Flag.SAVE):

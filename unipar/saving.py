@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unipar import checkpoint
+from unipar import checkpoint, launch
 from unipar.config import CheckpointConfig
 from unipar.session import Session
 from unipar.world import Flag
@@ -80,6 +80,7 @@ class Saver:
         self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> Path | None:
         self._last_time, self._last_step = time.monotonic(), step
+        launch.mark(step, "saving a checkpoint")
         save = checkpoint.save_async if self.settings.async_ else checkpoint.save
         saved = save(
             self.directory,

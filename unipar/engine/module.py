@@ -16,6 +16,7 @@ from unipar.batch import Batch, MicroBatch
 from unipar.data.move import move_to
 from unipar.engine.state import export_state, import_scaler, import_state
 from unipar.errors import ConfigError, NonFiniteLossError
+from unipar.launch.progress import mark
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.state import EngineState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult
@@ -142,6 +143,7 @@ class ModuleEngine(Engine):
                 for index, microbatch in enumerate(batch.microbatches):
                     with self._microbatch(index == last):
                         self._accumulate(microbatch, loss_fn, batch, last=index == last)
+            mark(self.num_steps + 1, "optimizer step")
             return self._update()
         except BaseException:
             self._clear()
@@ -150,6 +152,7 @@ class ModuleEngine(Engine):
     def _accumulate(
         self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
     ) -> None:
+        mark(self.num_steps + 1, "forward")
         loss = self._loss(self._model, microbatch, loss_fn, training=True)
         samples = microbatch.num_samples
         if not isinstance(loss, LossSum):
@@ -197,6 +200,7 @@ class ModuleEngine(Engine):
             self._normalizer = max(estimate * microbatches, 1.0)
         # Gradients are averaged over data-parallel ranks, and should be summed.
         factor = weight * self.world.data_size / self._normalizer
+        mark(self.num_steps + 1, "backward")
         self._backward(loss if factor == 1.0 else loss * factor)
 
     def _start_reduction(self) -> None:

@@ -15,7 +15,8 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 
 from unipar.errors import Terminated, UniparError, WorkerError
 from unipar.launch import report
-from unipar.launch.failure import Failure, Kind, cause
+from unipar.launch.echoes import Kind
+from unipar.launch.failure import Failure, cause
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import RunDir
 from unipar.terminations import Request
@@ -120,9 +121,8 @@ class Agent(LocalElasticAgent):
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
-        self._attempts.append(
-            WorkerGroup(processes, self._run_dir.attempt(restart), self._stack_signal)
-        )
+        attempt = self._run_dir.attempt(restart)
+        self._attempts.append(WorkerGroup(processes, attempt, self._timeout, self._stack_signal))
         if self.stopped_by:
             self.pass_on(signal.Signals(self.stopped_by))
         return pids
@@ -174,7 +174,7 @@ class Agent(LocalElasticAgent):
             now = time.monotonic()
             first = cause(failures)
             heard = len(failures) + len(group.finished()) >= group.size
-            if first.kind in (Kind.ERROR, Kind.INTERRUPT):
+            if not first.kind.is_echo:
                 if first.rank not in group.running() or now > last_words:
                     return failures
             elif heard or now > deadline:
@@ -185,10 +185,16 @@ class Agent(LocalElasticAgent):
 
     def _explain(self, group: WorkerGroup, failures: list[Failure]) -> UniparError:
         first = cause(failures)
-        failed = {failure.rank for failure in failures}
-        missing = [rank for rank in group.running() if rank not in failed]
-        if first.kind is Kind.TIMEOUT and missing:
-            return report.hung(group, sorted(failed), missing, self._timeout)
+        if first.kind.is_echo:
+            failed = {failure.rank for failure in failures}
+            missing = [rank for rank in group.running() if rank not in failed]
+            if missing and first.kind is not Kind.APART:
+                error = report.hung(group, failures, missing)
+                # What they did has been said, and a stopped process would not end when asked to.
+                group.kill(missing)
+                return error
+            if not group.finished():
+                return report.apart(group, failures)
         if first.error is not None:
             return first.error
         return report.failed(group, first)

@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from unipar.errors import ConfigError, Terminated
-from unipar.launch.failure import Kind, write_failure
+from unipar.launch.failure import Kind, open_notes, write_failure
 from unipar.launch.progress import open_marks
 from unipar.launch.rundir import RunDir
 from unipar.scratch import temporary_files
@@ -35,6 +35,7 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     placement = _placement(start)
     attempt = run.attempt(placement.restart)
     open_marks(attempt.mark(placement.rank))
+    open_notes(attempt.note(placement.rank))
     # A killed process cannot remove the directory that it makes for its sockets.
     process.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
     stack = attempt.stack(placement.rank).open("w")
@@ -52,6 +53,7 @@ def serve(directory: str, start: dict[str, Any]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if placement.rank == 0:
             _save(value, run.result)
+        attempt.returned(placement.rank).touch()
     except BaseException as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

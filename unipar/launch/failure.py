@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import linecache
 import os
@@ -11,52 +12,19 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch.distributed as dist
 
 from unipar.errors import Terminated, UniparError, WorkerError
+from unipar.launch.echoes import Kind, chain, classify
 from unipar.launch.rundir import Attempt
 
 _MAX_MESSAGE = 2000
 _MAX_FRAMES = 12
 _MAX_CHAIN = 3
-_TIMEOUT = re.compile(r"timed out|timeout", re.IGNORECASE)
-_LOST = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted|likely)|broken pipe|socket|"
-    r"remote process exited|recvvalue failed",
-    re.IGNORECASE,
-)
-
-
-class Kind(str, Enum):
-    """What a failure says about its rank."""
-
-    ERROR = "error"
-    """The rank failed by itself."""
-    INTERRUPT = "interrupt"
-    """The rank was stopped by a signal (Ctrl-C, SIGTERM)."""
-    TIMEOUT = "timeout"
-    """The rank waited in a collective until its time was up: another rank is missing."""
-    LOST = "lost"
-    """The rank lost its connection to another one, which is the one that failed."""
-
-
-def classify(error: BaseException) -> Kind:
-    """Whether ``error`` began on this rank, or came from another one through a collective."""
-    if isinstance(error, (KeyboardInterrupt, Terminated)):
-        return Kind.INTERRUPT
-    for link in _chain(error):
-        text = str(link)
-        if isinstance(link, dist.DistError) or (isinstance(link, RuntimeError) and "gloo" in text):
-            if _TIMEOUT.search(text):
-                return Kind.TIMEOUT
-            if _LOST.search(text):
-                return Kind.LOST
-    return Kind.ERROR
+_note: Path | None = None
 
 
 def write_failure(error: BaseException, attempt: Attempt, rank: int) -> Kind:
@@ -65,17 +33,39 @@ def write_failure(error: BaseException, attempt: Attempt, rank: int) -> Kind:
     Raises:
         OSError: the record cannot be written.
     """
-    kind = classify(error)
     if isinstance(error, UniparError):
         _replace(attempt.error(rank), _pack(error))
+    return _write(error, attempt.record(rank))
+
+
+def open_notes(path: Path) -> None:
+    """Make :func:`note` write to ``path`` from now on."""
+    global _note
+    _note = path
+
+
+def note(error: BaseException) -> None:
+    """Leave word of ``error`` before this rank's connections close, and others fail by that.
+
+    What the rank does on its way out (a save under way, a metrics writer) may take its time. Does
+    nothing in a process that :func:`unipar.launch.run` did not start.
+    """
+    if _note is not None:
+        # A disk that is full must not hide the error itself.
+        with contextlib.suppress(OSError):
+            _write(error, _note)
+
+
+def _write(error: BaseException, path: Path) -> Kind:
+    kind = classify(error)
     links = [
         {"title": _title(link), "frames": _frames(traceback.extract_tb(link.__traceback__))}
-        for link in _chain(error)[-_MAX_CHAIN:]
+        for link in chain(error)[-_MAX_CHAIN:]
     ]
     record: dict[str, Any] = {"kind": kind.value, "time": time.time(), "links": links}
     if isinstance(error, Terminated):
         record["signal"] = error.signal.value
-    _replace(attempt.record(rank), json.dumps(record).encode())
+    _replace(path, json.dumps(record).encode())
     return kind
 
 
@@ -104,8 +94,17 @@ class Failure:
 
 def read_failure(attempt: Attempt, rank: int) -> Failure | None:
     """The failure that ``rank`` has written down, or ``None``."""
+    return _read(attempt, rank, attempt.record(rank))
+
+
+def read_note(attempt: Attempt, rank: int) -> Failure | None:
+    """What ``rank`` has noted on its way out, or ``None``."""
+    return _read(attempt, rank, attempt.note(rank))
+
+
+def _read(attempt: Attempt, rank: int, place: Path) -> Failure | None:
     try:
-        record = json.loads(attempt.record(rank).read_bytes())
+        record = json.loads(place.read_bytes())
     except FileNotFoundError:
         return None
     links = record["links"]
@@ -127,7 +126,7 @@ def read_failure(attempt: Attempt, rank: int) -> Failure | None:
 
 def cause(failures: list[Failure]) -> Failure:
     """The failure that brought about the others: the first that no other rank explains."""
-    order = [Kind.ERROR, Kind.INTERRUPT, Kind.TIMEOUT, Kind.LOST]
+    order = list(Kind)
     return min(failures, key=lambda failure: (order.index(failure.kind), failure.time))
 
 
@@ -136,17 +135,6 @@ def shorten_stack(text: str) -> str:
     calls = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', text, re.MULTILINE)
     frames = [traceback.FrameSummary(file, int(line), name) for file, line, name in reversed(calls)]
     return _format([{"title": "", "frames": _frames(frames)}]) if frames else ""
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """``error`` and the exceptions that led to it, the first of them first."""
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in links:
-        links.append(link)
-        hidden = link.__suppress_context__
-        link = link.__cause__ or (None if hidden else link.__context__)
-    return links[::-1]
 
 
 def _title(error: BaseException) -> str:

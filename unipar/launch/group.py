@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from unipar.launch.failure import Failure, Kind, read_failure
+from unipar.launch.echoes import Kind, classify_output
+from unipar.launch.failure import Failure, read_failure, read_note
+from unipar.launch.progress import read_mark
 from unipar.launch.rundir import Attempt
 from unipar.terminations import TERMINATIONS
 
@@ -20,10 +22,14 @@ _SWEEP_WAIT = 2.0
 
 @dataclass
 class WorkerGroup:
-    """Processes by rank, the files they write, and when each was first seen to have ended."""
+    """Processes by rank, the files they write, and when each was first seen to have ended.
+
+    ``timeout`` is how long a collective waits for a rank, in seconds.
+    """
 
     processes: Mapping[int, subprocess.Popen]
     attempt: Attempt
+    timeout: float
     stack_signal: signal.Signals
     _ended: dict[int, float] = field(default_factory=dict)
     _to_sweep: set[int] = field(init=False)
@@ -39,29 +45,70 @@ class WorkerGroup:
         return [rank for rank, process in self.processes.items() if process.poll() is None]
 
     def finished(self) -> list[int]:
-        """The ranks that ended well."""
-        return [rank for rank, process in self.processes.items() if process.poll() == 0]
+        """The ranks whose function has returned."""
+        ended = (rank for rank, process in self.processes.items() if process.poll() == 0)
+        return [rank for rank in ended if self.attempt.returned(rank).exists()]
 
     def failures(self) -> list[Failure]:
-        """The ranks that have failed until now: by a record of theirs, or by how they exited."""
-        found = []
+        """The ranks that have failed until now: by a record of theirs, or by how they exited.
+
+        Once one has failed, so has a rank that others may have failed by: one that left with
+        status 0 before its function returned, or that has an error on its way out.
+        """
+        found: list[Failure] = []
         written = set(os.listdir(self.attempt.directory))
         for rank, process in self.processes.items():
             code = process.poll()
             recorded = self.attempt.record(rank).name in written
             failure = read_failure(self.attempt, rank) if recorded else None
             if failure is None and code:
-                when = self._ended.setdefault(rank, time.time())
-                failure = _failure_of_exit(rank, code, when)
+                failure = self._exit(rank, code)
             if failure is not None:
                 found.append(failure)
+        if found:
+            found += self._unsaid({failure.rank for failure in found})
         return found
+
+    def _exit(self, rank: int, code: int) -> Failure:
+        when = self._ended.setdefault(rank, time.time())
+        number = -code if code < 0 else code - 128
+        ending = number if number in TERMINATIONS else 0
+        kind = Kind.ERROR
+        if ending or number == signal.SIGINT:
+            kind = Kind.INTERRUPT
+        elif code == -signal.SIGABRT and self._gave_up_waiting(rank, when):
+            kind = Kind.TIMEOUT
+        return Failure(rank, kind, when, _describe_exit(code), signal=ending)
+
+    def _gave_up_waiting(self, rank: int, when: float) -> bool:
+        """By what the rank last printed; or, for rank 0 prints to the terminal, by its mark."""
+        log = self.attempt.log(rank)
+        if log.exists():
+            return classify_output(log.read_text(errors="replace")) is Kind.TIMEOUT
+        mark = read_mark(self.attempt.mark(rank))
+        stood = 0.0 if mark is None else time.monotonic() - mark.time - (time.time() - when)
+        return stood >= self.timeout
+
+    def _unsaid(self, failed: set[int]) -> Iterator[Failure]:
+        for rank, process in self.processes.items():
+            if rank in failed or self.attempt.returned(rank).exists():
+                continue
+            noted = read_note(self.attempt, rank)
+            if noted is not None:
+                yield noted
+            elif process.poll() == 0:
+                yield self._exit(rank, 0)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every running worker, but not to its children."""
         for rank in self.running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.processes[rank].pid, number)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """End workers at once, and not what they have started; see :meth:`sweep`."""
+        for rank in ranks:
+            self.processes[rank].kill()
 
     def ask_stack(self, rank: int) -> str:
         """Where the worker stands in its Python code, or an empty string if it does not answer."""
@@ -95,20 +142,8 @@ def _kill_group(group: int) -> bool:
     return True
 
 
-def _failure_of_exit(rank: int, code: int, when: float) -> Failure:
-    number = -code if code < 0 else code - 128
-    stopped = number in (signal.SIGINT, *TERMINATIONS)
-    return Failure(
-        rank,
-        Kind.INTERRUPT if stopped else Kind.ERROR,
-        when,
-        _describe_exit(code),
-        signal=number if number in TERMINATIONS else 0,
-    )
-
-
 def _describe_exit(code: int) -> str:
-    if code > 0:
+    if code >= 0:
         return f"exited with status {code} without a Python error"
     try:
         name = signal.Signals(-code).name

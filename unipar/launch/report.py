@@ -6,9 +6,11 @@ import re
 import time
 
 from unipar.errors import WorkerError
-from unipar.launch.failure import Failure, Kind, shorten_stack
+from unipar.launch.echoes import Kind
+from unipar.launch.failure import Failure, shorten_stack
 from unipar.launch.group import WorkerGroup
-from unipar.launch.progress import Mark, read_mark
+from unipar.launch.progress import read_mark
+from unipar.launch.wording import ADVICE, SAME, behind, in_step, name_ranks, seen
 
 _LOG_LINES = 10
 # Numpy, torch on the CPU and torch on a GPU each say it in a way of their own.
@@ -18,13 +20,13 @@ _MEMORY = re.compile(r"MemoryError|out of memory|can't allocate memory|SIGKILL")
 def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
     """The error for a rank that failed by itself."""
     mark = read_mark(group.attempt.mark(failure.rank))
-    lines = [f"Rank {failure.rank} of {group.size} {_in_step('failed', mark)}: {failure.title}"]
-    if failure.kind is Kind.LOST:
+    lines = [f"Rank {failure.rank} of {group.size} {in_step('failed', mark)}: {failure.title}"]
+    if failure.kind.is_echo:
         finished = group.finished()
         if finished:
             lines.append(
-                f"It was in a collective that {_ranks(finished)} did not take part in, having "
-                "already returned: every rank must run the same collectives."
+                f"It was in a collective that {name_ranks(finished)} did not take part in, having "
+                f"already returned. {SAME}."
             )
     if _MEMORY.search(failure.title):
         lines.append("If memory ran out, use a smaller micro_batch_size or a sharded strategy.")
@@ -43,37 +45,31 @@ def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
 def ended(group: WorkerGroup, failure: Failure) -> str:
     """What is said of a rank that a signal has ended before it could save with the others."""
     mark = read_mark(group.attempt.mark(failure.rank))
-    line = f"Rank {failure.rank} of {group.size} {_in_step('ended', mark)}: it {failure.title}."
+    line = f"Rank {failure.rank} of {group.size} {in_step('ended', mark)}: it {failure.title}."
     return "\n".join([line, *_log_tail(group, failure.rank)])
 
 
-def hung(group: WorkerGroup, waiting: list[int], missing: list[int], timeout: float) -> WorkerError:
+def hung(group: WorkerGroup, failures: list[Failure], missing: list[int]) -> WorkerError:
     """The error for ranks that waited in a collective for others that never came."""
+    waiting = sorted(failure.rank for failure in failures)
     waited = read_mark(group.attempt.mark(waiting[0]))
-    lines = [
-        f"{_ranks(missing).capitalize()} of {group.size} stopped taking part: {_ranks(waiting)} "
-        f"{_in_step('waited', waited)} for {timeout:g} s in a collective."
-    ]
+    if any(failure.kind is not Kind.LOST for failure in failures):
+        how = f"{in_step('waited', waited)} for {group.timeout:g} s in a collective"
+    else:
+        how = in_step("lost its connection", waited)
+    who = f"{name_ranks(missing).capitalize()} of {group.size}"
+    lines = [f"{who} stopped taking part: {name_ranks(waiting)} {how}."]
     first_stack = ""
     for rank in missing:
         mark = read_mark(group.attempt.mark(rank))
-        seen = ""
-        if mark:
-            ago = time.monotonic() - mark.time
-            seen = f" in step {mark.step}{_phase(mark)}, {ago:.0f} s ago"
         stack = shorten_stack(group.ask_stack(rank))
         first_stack = first_stack or stack
         where = "it is now here:" if stack else "it does not answer when asked where it is."
-        lines += [
-            "",
-            f"Rank {rank} was last seen{seen}; {where}" if seen else f"Rank {rank}: {where}",
-        ]
+        at = f" was {seen(mark, time.monotonic() - mark.time)};" if mark else ":"
+        lines += ["", f"Rank {rank}{at} {where}"]
         lines += [stack] if stack else []
         lines += _log_tail(group, rank)
-    lines += [
-        "",
-        "Every rank must run the same collectives. If the rank was only slow, raise `timeout`.",
-    ]
+    lines += ["", ADVICE]
     own = read_mark(group.attempt.mark(missing[0]))
     return WorkerError(
         "\n".join(lines),
@@ -83,16 +79,27 @@ def hung(group: WorkerGroup, waiting: list[int], missing: list[int], timeout: fl
     )
 
 
-def _in_step(verb: str, mark: Mark | None) -> str:
-    return f"{verb} in step {mark.step}{_phase(mark)}" if mark else f"{verb} before the first step"
-
-
-def _phase(mark: Mark) -> str:
-    return f" ({mark.phase})" if mark.phase else ""
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+def apart(group: WorkerGroup, failures: list[Failure]) -> WorkerError:
+    """The error for ranks that are all in a collective, but not in the same one at one time."""
+    marks = {rank: read_mark(group.attempt.mark(rank)) for rank in range(group.size)}
+    lost = [one.rank for one in failures if one.kind is Kind.LOST]
+    rank = behind(marks)
+    if rank is None and len(lost) == 1:
+        # The others waited longer than it did.
+        rank = lost[0]
+    where = [f"rank {one.rank} {in_step('failed', marks[one.rank])}" for one in failures]
+    who = f"Rank {rank} of {group.size}" if rank is not None else f"A rank of {group.size}"
+    lines = [f"{who} came too late, or to another collective: {', '.join(where)}. {ADVICE}"]
+    shown = sorted(failures, key=lambda one: (one.rank != rank, one.rank))[:2]
+    for one in shown:
+        lines += ["", f"Rank {one.rank}: {one.title}", *one.traceback.splitlines()[:-1]]
+    mark = marks[shown[0].rank]
+    return WorkerError(
+        "\n".join(lines),
+        rank=rank,
+        step=mark.step if mark else None,
+        worker_traceback=shown[0].traceback,
+    )
 
 
 def _log_tail(group: WorkerGroup, rank: int) -> list[str]:

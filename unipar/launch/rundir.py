@@ -19,6 +19,14 @@ class Attempt:
         """How this rank failed (JSON); absent if it did not, or could not say."""
         return self.directory / f"rank-{rank}.json"
 
+    def note(self, rank: int) -> Path:
+        """The same, left as soon as the error was on its way out; the rank may yet be at work."""
+        return self.directory / f"rank-{rank}.note"
+
+    def returned(self, rank: int) -> Path:
+        """There once the rank's function has returned."""
+        return self.directory / f"rank-{rank}.returned"
+
     def error(self, rank: int) -> Path:
         """The rank's exception itself, where it is one of unipar's own."""
         return self.directory / f"rank-{rank}.error"

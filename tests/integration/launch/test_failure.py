@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -84,6 +85,12 @@ def test_running_out_of_memory_says_what_to_do(allocate):
 def test_a_rank_that_leaves_with_a_status():
     error = caught(failing(lambda: os._exit(7)))
     assert "exited with status 7 without a Python error" in str(error)
+
+
+def test_a_rank_that_leaves_with_status_0_before_its_function_returns():
+    error = caught(failing(lambda: os._exit(0)))
+    assert (error.rank, error.step) == (1, 3)
+    assert "exited with status 0 without a Python error" in str(error)
 
 
 def test_a_rank_that_returns_while_others_wait():
@@ -178,6 +185,47 @@ def test_a_hang_names_who_waited_who_is_missing_and_where():
     assert "Rank 1 was last seen in step 3 (forward)" in message
     assert "in stuck" in error.worker_traceback
     assert "raise `timeout`" in message
+
+
+def test_a_stopped_rank_is_named_where_an_asynchronous_collective_waits():
+    def fn(placement):
+        with joined(placement) as world:
+            mark(3, "backward")
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            # Of two at once, gloo says of the second only that the first has timed out.
+            first, second = (dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2))
+            time.sleep(8)
+            second.wait()
+            first.wait()
+
+    error = caught(fn, timeout=6)
+    assert (error.rank, error.step) == (1, 3)
+    assert "Rank 1 was last seen in step 3 (backward)" in str(error)
+    assert "does not answer when asked where it is" in str(error)
+
+
+def test_a_barrier_too_many():
+    def fn(placement):
+        with joined(placement) as world:
+            mark(3, "forward")
+            if world.rank == 1:
+                dist.barrier()
+            mark(3, "backward")
+            dist.all_reduce(torch.ones(1))
+            dist.barrier()
+
+    error = caught(fn, timeout=4)
+    message = str(error)
+    assert error.rank == 1, message
+    assert re.search("came too late, or to another collective|already returned", message)
+    assert "Every rank must run the same collectives" in message
+
+
+def test_an_interrupt_of_one_rank_is_told_from_the_failures_that_follow():
+    error = caught(failing(lambda: os.kill(os.getpid(), signal.SIGINT)))
+    assert (error.rank, error.step) == (1, 3)
+    assert str(error).startswith("Rank 1 of 2 failed in step 3 (forward): KeyboardInterrupt")
 
 
 def test_a_rank_that_never_joins_is_missing_too():

@@ -6,10 +6,28 @@ import pytest
 import torch.distributed as dist
 
 from unipar.errors import CheckpointError, DataError
-from unipar.launch.failure import Failure, Kind, cause, classify, read_failure, write_failure
+from unipar.launch.echoes import ECHOES, Kind, classify, classify_output
+from unipar.launch.failure import Failure, cause, read_failure, write_failure
 from unipar.launch.rundir import Attempt
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+
+
+class HorovodInternalError(RuntimeError):
+    """Horovod's own is known by its name."""
+
+
+HorovodInternalError.__module__ = "horovod.common.exceptions"
+SHUT_DOWN = (
+    "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt "
+    "to allreduce, allgather or broadcast a tensor after one of the ranks finished execution."
+)
+WATCHDOG = (
+    "[rank1]:[E513 13:25:57.714781669 ProcessGroupNCCL.cpp:616] [Rank 1] Watchdog caught "
+    "collective operation timeout: WorkNCCL(SeqNum=532339, OpType=BROADCAST, NumelIn=5164000, "
+    "NumelOut=5164000, Timeout(ms)=1800000) ran for 1800042 milliseconds before timing out."
+)
+NCCL = "NCCL error in: …/ProcessGroupNCCL.cpp:1970, remote process exited or there was a network"
 
 
 @pytest.mark.parametrize(
@@ -17,10 +35,24 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
     [
         (RuntimeError(GLOO + "pair.cc:537] Read error: Connection reset by peer."), Kind.LOST),
         (RuntimeError(GLOO + "pair.cc:534] Connection closed by peer"), Kind.LOST),
-        (RuntimeError(GLOO + "unbound_buffer.cc:78] Timed out waiting 2000ms"), Kind.TIMEOUT),
+        (
+            RuntimeError(GLOO + "unbound_buffer.cc:78] Timed out waiting 2000ms for recv"),
+            Kind.TIMEOUT,
+        ),
+        (
+            RuntimeError(GLOO + "unbound_buffer.cc:129] Timed out waiting 2000ms for send"),
+            Kind.TIMEOUT,
+        ),
+        (RuntimeError("Application timeout caused pair closure"), Kind.TIMEOUT),
         (dist.DistStoreError("wait timeout after 2000ms, keys: /default_pg/0"), Kind.TIMEOUT),
         (dist.DistNetworkError("Connection was likely closed"), Kind.LOST),
-        (RuntimeError(GLOO + "pair.cc] op.preamble.length <= op.nbytes. 8 vs 4"), Kind.ERROR),
+        (RuntimeError(GLOO + "pair.cc] op.preamble.length <= op.nbytes. 8 vs 4"), Kind.APART),
+        (dist.DistBackendError(NCCL + " error"), Kind.LOST),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), Kind.LOST),
+        (dist.DistBackendError(WATCHDOG), Kind.TIMEOUT),
+        (dist.DistBackendError("NCCL error: invalid usage, ncclInvalidUsage"), Kind.ERROR),
+        (HorovodInternalError(SHUT_DOWN), Kind.LOST),
+        (RuntimeError("MPI_ERR_PROC_FAILED: Process Failure"), Kind.LOST),
         (RuntimeError("request timed out while reading the labels"), Kind.ERROR),
         (ConnectionResetError("Connection reset by peer"), Kind.ERROR),
         (ValueError("bad batch"), Kind.ERROR),
@@ -36,6 +68,23 @@ def test_an_echo_that_other_code_has_wrapped_is_still_one(wrapper):
     error = wrapper("step failed")
     error.__cause__ = RuntimeError(GLOO + "pair.cc:534] Connection closed by peer")
     assert classify(error) is Kind.LOST
+
+
+def test_what_names_a_time_counts_before_what_names_a_connection():
+    error = dist.DistNetworkError("Horovod's reduction of gradients: timed out after 6 s")
+    error.__cause__ = HorovodInternalError(SHUT_DOWN)
+    assert classify(error) is Kind.TIMEOUT
+
+
+def test_the_output_of_a_rank_that_nccl_has_aborted():
+    assert classify_output(f"step 7\n{WATCHDOG}\nterminate called") is Kind.TIMEOUT
+    assert classify_output("terminate called: connection timed out") is Kind.ERROR
+
+
+def test_every_text_says_where_it_is_from():
+    for echo in ECHOES:
+        assert any(char.isdigit() for char in echo.source), "the version"
+        assert "seen" in echo.source
 
 
 def test_a_cause_comes_before_an_earlier_echo():

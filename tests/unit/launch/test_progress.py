@@ -5,6 +5,8 @@ import time
 import pytest
 
 from unipar.launch import mark, progress
+from unipar.launch.progress import Mark
+from unipar.launch.wording import behind
 
 
 def test_outside_a_worker_a_mark_does_nothing():
@@ -23,6 +25,7 @@ def test_the_last_mark_is_read_back(tmp_path, monkeypatch):
     assert found is not None
     assert found.step == 7
     assert found.phase == "a phase whose name is longer tha"
+    assert found.count == 2
     assert found.time == pytest.approx(time.monotonic(), abs=5)
 
 
@@ -38,3 +41,32 @@ def test_a_mark_costs_next_to_nothing(tmp_path, monkeypatch):
     # Seen: 0.4 microseconds. The bound only catches a mistake, such as a write to a file.
     assert best < 5e-6
     print(f"{best * 1e9:.0f} ns")
+
+
+def test_without_a_file_marks_stay_in_the_process(monkeypatch):
+    monkeypatch.setattr(progress, "_buffer", None)
+    assert progress.own_mark() is None
+    progress.open_marks(None)
+    assert not progress.watched()
+    mark(2, "backward")
+    found = progress.own_mark()
+    assert found is not None
+    assert (found.step, found.phase, found.count) == (2, "backward", 1)
+
+
+def at(count: int) -> Mark:
+    return Mark(1, "", 0.0, count)
+
+
+@pytest.mark.parametrize(
+    ("marks", "rank"),
+    [
+        ({0: at(9), 1: at(8)}, 1),
+        ({0: at(9), 1: None}, 1),
+        ({0: at(9), 1: at(9)}, None),
+        ({0: at(8), 1: at(9), 2: at(8)}, None),
+        ({0: at(9)}, None),
+    ],
+)
+def test_the_one_rank_that_has_come_less_far(marks, rank):
+    assert behind(marks) == rank
