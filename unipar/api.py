@@ -258,8 +258,8 @@ class _Launch:
         if self.config.checkpoint is False:
             return None
         directory = (self._configured_directory() or output_dir / "checkpoints").absolute()
-        newest = checkpoint.newest(directory)
-        if newest is not None and self.config.resume is None and self.placement.restart == 0:
+        afresh = self.config.resume is None and self.placement.restart == 0
+        if afresh and (newest := checkpoint.newest(directory)) is not None:
             raise ConfigError(
                 f"{directory} holds checkpoints of an earlier run (the newest is {newest.name}). "
                 "Pass resume='auto' to go on from there, or choose another output_dir."

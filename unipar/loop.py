@@ -18,12 +18,12 @@ from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
 from unipar.data import Loader
 from unipar.devices import peak_memory
-from unipar.errors import ConfigError
 from unipar.interrupt import interruptible
 from unipar.job import Job
 from unipar.loaders import evaluation_loader, training_loader
 from unipar.logs import logging_to_terminal
 from unipar.result import RunResult
+from unipar.resuming import check_same_order
 from unipar.saving import Saver
 from unipar.session import Session
 from unipar.strategy import Engine, StepResult
@@ -69,6 +69,7 @@ class TrainingRun:
         self.step = 0
         self.history: list[StepRecord] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.metrics: dict[str, float] = {}
         self._announced: Path | None = None
         self.loader = self._loader()
         self.engine = self._engine()
@@ -122,41 +123,32 @@ class TrainingRun:
         return Saver(self.job.checkpoint_dir, settings, self.session)
 
     def _resume(self) -> None:
-        path = self._resume_path()
-        if path is None:
+        manifest = self._load()
+        if manifest is None:
             return
-        manifest = checkpoint.load(path, self.session.engines, self.world)
-        stored = manifest.progress.get("global_batch_size")
-        if stored is not None and stored != self.loader.global_batch_size:
-            raise ConfigError(
-                f"the checkpoint {path} was made with global_batch_size={stored}, and this run has "
-                f"{self.loader.global_batch_size}: its place in the data would be another. "
-                f"Set global_batch_size={stored}; micro_batch_size and devices are free to change."
-            )
-        seed = manifest.progress.get("seed", self.config.seed)
-        if seed != self.config.seed:
-            raise ConfigError(
-                f"the checkpoint {path} was made with seed={seed}, and this run has "
-                f"seed={self.config.seed}: the order of its data would be another. Set seed={seed}."
-            )
+        check_same_order(manifest, self.loader)
         if "loader" in manifest.progress:
             self.loader.load_state_dict(manifest.progress["loader"])
         self.step = manifest.step
+        self.metrics = dict(manifest.progress.get("metrics", {}))
+        if self.saver is not None and self.saver.take_over(manifest):
+            self._announced = manifest.path
         log.info(
             "resuming at step %d from %s (written by %s on %d)",
             self.step,
-            path,
+            manifest.path,
             manifest.strategy or "an unnamed strategy",
             manifest.world_size,
         )
 
-    def _resume_path(self) -> Path | None:
+    def _load(self) -> checkpoint.Manifest | None:
         wanted, directory = self.config.resume, self.job.checkpoint_dir
+        engines, found = self.session.engines, None
         if directory is not None and (wanted == "auto" or self.world.placement.restart > 0):
-            newest = checkpoint.newest(directory)
-            if newest is not None or wanted in ("auto", None):
-                return newest
-        return wanted if isinstance(wanted, Path) else None
+            found = checkpoint.load_newest(directory, engines, self.world)
+        if found is None and isinstance(wanted, Path):
+            found = checkpoint.load(wanted, engines, self.world)
+        return found
 
     def _total_steps(self) -> int | None:
         if self.config.steps is not None:
@@ -265,6 +257,7 @@ class TrainingRun:
             skipped=done.skipped,
         )
         self.history.append(record)
+        self.metrics["train_loss"] = record.loss
         for callback in self.callbacks:
             callback.on_step_end(self.info, record)
 
@@ -290,6 +283,7 @@ class TrainingRun:
             predict=self.job.predict,
         )
         self.evaluations.append((self.step, metrics))
+        self.metrics.update(metrics)
         for callback in self.callbacks:
             callback.on_evaluate_end(self.info, self.step, metrics)
         self._last_end = time.perf_counter()
@@ -303,7 +297,7 @@ class TrainingRun:
         return {
             "loader": self.loader.state_dict(),
             "seed": self.config.seed,
-            "global_batch_size": self.loader.global_batch_size,
+            "metrics": dict(self.metrics),
         }
 
     def _metrics(self) -> dict[str, float]:
@@ -341,13 +335,10 @@ class TrainingRun:
         raise KeyboardInterrupt
 
     def _result(self, newest: Path | None, wall_time: float) -> RunResult:
-        metrics = dict(self.evaluations[-1][1]) if self.evaluations else {}
-        if self.history:
-            metrics["train_loss"] = self.history[-1].loss
         seconds = sum(record.seconds for record in self.history)
         items = sum(record.num_items for record in self.history)
         return RunResult(
-            metrics=metrics,
+            metrics=dict(self.metrics),
             history=self.history,
             evaluations=self.evaluations,
             checkpoint=newest,

@@ -286,7 +286,8 @@ class Session:
         """Take over a checkpoint of any strategy and world size. Collective.
 
         Args:
-            path: a checkpoint, or a directory of them, of which the newest is taken.
+            path: a checkpoint, or a directory of them, of which the newest is taken that is not
+                damaged.
             loader: what to set to the saved position.
             optimizer: whether to restore more than the weights.
 
@@ -295,6 +296,9 @@ class Session:
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model.
+            ConfigError: it was saved with another optimizer or scheduler, or within an epoch of
+                another order or other batches.
+            DataError: it was saved within an epoch over another number of samples.
         """
         from unipar import checkpoint
 

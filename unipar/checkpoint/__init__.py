@@ -9,8 +9,8 @@ from unipar.checkpoint.convert import from_framework, from_safetensors, to_safet
 from unipar.checkpoint.describe import Description, describe, verify
 from unipar.checkpoint.directory import checkpoints, find, newest, step_of
 from unipar.checkpoint.inference import load_model
-from unipar.checkpoint.load import load
 from unipar.checkpoint.manifest import Manifest, read_manifest
+from unipar.checkpoint.restore import load, load_newest
 from unipar.checkpoint.retention import Retention
 from unipar.checkpoint.save import PendingSave, save, save_async, save_weights, wait_for_pending
 
@@ -26,6 +26,7 @@ __all__ = [
     "from_safetensors",
     "load",
     "load_model",
+    "load_newest",
     "newest",
     "read_manifest",
     "save",

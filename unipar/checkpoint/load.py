@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from unipar.checkpoint.directory import find
 from unipar.checkpoint.files import FileReader
 from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex, read_manifest
 from unipar.checkpoint.read import ChunkReader
-from unipar.errors import CheckpointError
+from unipar.checkpoint.training import other_training, overridden_values, training_values
+from unipar.errors import CheckpointError, ConfigError
 from unipar.state import GroupState, TensorInfo, TensorState
 from unipar.strategy import Engine
 from unipar.world import World
+
+logger = logging.getLogger(__name__)
 
 
 def agree(world: World, error: str | None) -> None:
@@ -114,28 +118,10 @@ def _infos(tensors: Mapping[str, TensorIndex]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-def load(
-    path: str | Path, engines: Mapping[str, Engine], world: World, *, optimizer: bool = True
+def load_one(
+    path: Path, engines: Mapping[str, Engine], world: World, *, optimizer: bool
 ) -> Manifest:
-    """Restore engines from a checkpoint, written under any strategy by any number of ranks.
-
-    Collective. Random number generators are restored too if as many ranks wrote the checkpoint;
-    else each rank is reseeded from (``progress["seed"]``, rank, step).
-
-    Args:
-        path: a checkpoint, or a directory of them, of which the newest is taken.
-        engines: by the names that they were saved under.
-        world: the run's processes.
-        optimizer: whether to restore training state (optimizer, scheduler, scaler, generators), or
-            the weights alone. A checkpoint made from bare weights has nothing else.
-
-    Returns:
-        the manifest: step, progress, metrics.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, or does not fit the engines. Raised on
-            every rank. Engines may be filled in part by then.
-    """
+    """Restore engines from one checkpoint, as :func:`unipar.checkpoint.load`. Collective."""
     manifest: Manifest | None = None
     error = None
     try:
@@ -144,13 +130,19 @@ def load(
         error = str(failure)
     agree(world, error)
     assert manifest is not None
-    found = sorted(set(world.gather(manifest.path.name)))
+    optimizer = optimizer and not manifest.weights_only
+    refusals = other_training(manifest, engines) if optimizer else []
+    seen = world.gather((manifest.path.name, refusals))
+    found = sorted({name for name, _ in seen})
     if len(found) > 1:
         raise CheckpointError(
             f"Ranks see different checkpoints in {path}: {', '.join(found)}. The directory must be "
             "on a filesystem that all ranks share."
         )
-    optimizer = optimizer and not manifest.weights_only
+    refusals = next((own for _, own in seen if own), [])
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    given = training_values(engines)
     try:
         _check_engines(manifest, engines, exact=optimizer)
         for name, engine in engines.items():
@@ -164,6 +156,14 @@ def load(
         # This rank left early; the others learn of it where they next agree, whichever that is.
         error = str(failure)
     agree(world, error)
+    overridden = overridden_values(given, training_values(engines))
+    if overridden and world.is_main:
+        logger.warning(
+            "%s goes on with its own values, not those given now: %s. To train with others, begin "
+            "a new run from its weights (unipar.load_model)",
+            manifest.path,
+            "; ".join(overridden),
+        )
     return manifest
 
 

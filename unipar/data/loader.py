@@ -109,6 +109,17 @@ class Loader:
         batches = self.num_samples / self.global_batch_size
         return math.floor(batches) if self._source.drop_last else math.ceil(batches)
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which samples a step sees, in JSON types; the same on every rank."""
+        return {
+            "num_samples": self.num_samples,
+            "global_batch_size": self.global_batch_size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "drop_last": self._source.drop_last,
+        }
+
     def with_micro_batch_size(self, micro_batch_size: int) -> Loader:
         """The same loader at the same position, with other micro-batches."""
         other = copy.copy(self)
@@ -159,8 +170,7 @@ class Loader:
         return {
             **dataclasses.asdict(self._position),
             "stream": self._stream_state,
-            "num_samples": self.num_samples,
-            "global_batch_size": self.global_batch_size,
+            **self.order,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -168,12 +178,10 @@ class Loader:
 
         Raises:
             DataError: it lies within an epoch over a different number of samples.
-            ConfigError: it lies within an epoch of a different global batch size.
+            ConfigError: it lies within an epoch with another seed, shuffling or global batch size.
         """
         if state["index"]:
-            check_same_epoch(
-                state, num_samples=self.num_samples, global_batch_size=self.global_batch_size
-            )
+            check_same_epoch(state, self.order)
         self._position = Position(int(state["epoch"]), int(state["index"]))
         self._stream_state = state.get("stream")
 
