@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unipar import checkpoint, launch
+from unipar import checkpoint, directories, launch
+from unipar.agreement import differences, started_with
 from unipar.autobatch import largest_micro_batch
 from unipar.batch import Batch
 from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, StepRecord
@@ -18,6 +19,7 @@ from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
 from unipar.data import Loader
 from unipar.devices import peak_memory
+from unipar.errors import ConfigError
 from unipar.interrupt import interruptible
 from unipar.job import Job
 from unipar.loaders import evaluation_loader, training_loader
@@ -27,7 +29,7 @@ from unipar.resuming import check_same_order
 from unipar.saving import Saver
 from unipar.session import Session
 from unipar.strategy import Engine, StepResult
-from unipar.world import Flag, Placement
+from unipar.world import Flag, Placement, World
 
 log = logging.getLogger("unipar")
 
@@ -51,13 +53,33 @@ def train(job: Job, placement: Placement) -> RunResult:
     )
     with (
         logging_to_terminal(config.log_level, main=placement.rank == 0),
+        # Outside the session, which waits for what is still being written when it ends.
+        contextlib.ExitStack() as claim,
         session,
         interruptible(session.world),
     ):
-        # Processes that a launcher started have named the run's directory each by its own clock.
-        output_dir, checkpoint_dir = session.world.broadcast((job.output_dir, job.checkpoint_dir))
-        job = dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
-        return TrainingRun(job, session).run()
+        return TrainingRun(_agree(job, session.world, claim), session).run()
+
+
+def _agree(job: Job, world: World, claim: contextlib.ExitStack) -> Job:
+    """Take the run's directories, and hold that all ranks were started alike. Collective.
+
+    Returns:
+        The job, with rank 0's directories: processes that a launcher started have named them each
+        by its own clock.
+    """
+    refused = None
+    if world.is_main:
+        try:
+            claim.enter_context(directories.claimed(job))
+        except ConfigError as error:
+            refused = str(error)
+    told = world.gather((job.output_dir, job.checkpoint_dir, refused, started_with(job)))
+    output_dir, checkpoint_dir, refused, _ = told[0]
+    refused = refused or differences([started for *_, started in told])
+    if refused is not None:
+        raise ConfigError(refused)
+    return dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
 
 
 class TrainingRun:
@@ -297,6 +319,7 @@ class TrainingRun:
         return {
             "loader": self.loader.state_dict(),
             "seed": self.config.seed,
+            # A copy: it may be written while training goes on.
             "metrics": dict(self.metrics),
         }
 
