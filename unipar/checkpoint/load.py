@@ -39,10 +39,20 @@ def agree(world: World, error: str | None) -> None:
 
 
 class Source:
-    """A stored engine as :class:`unipar.state.StateSource`; its ``fill_…`` are collective."""
+    """A stored engine as :class:`unipar.state.StateSource`; its ``fill_…`` are collective.
 
-    def __init__(self, manifest: Manifest, engine: EngineIndex, world: World) -> None:
+    Args:
+        manifest: of the checkpoint.
+        engine: which of its engines.
+        world: the run's processes.
+        refusal: why it must not be loaded even if it is of the same model.
+    """
+
+    def __init__(
+        self, manifest: Manifest, engine: EngineIndex, world: World, refusal: str | None = None
+    ) -> None:
         self._manifest, self._engine, self._world = manifest, engine, world
+        self._refusal = refusal
         self.weights: Mapping[str, TensorInfo] = _infos(engine.weights)
         moments: dict[str, dict[str, TensorInfo]] = {}
         for name, info in _infos(engine.optimizer).items():
@@ -58,6 +68,7 @@ class Source:
         Raises:
             CheckpointError: names or shapes differ, or a file is missing, short or corrupt. Raised
                 on every rank; some weights may have been filled by then.
+            ConfigError: the training state must not be loaded; raised before anything is filled.
         """
         self._fill("weights", list(states), self._engine.weights, exact=True)
 
@@ -84,6 +95,8 @@ class Source:
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         error = describe_differences(what, self._manifest.path, wanted, shapes, exact=exact)
         agree(self._world, error)
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
         with ChunkReader(self._manifest) as reader:
             for state in states:
                 # After an error the rest are still taken through read and write, which may be
@@ -140,14 +153,12 @@ def load_one(
             "on a filesystem that all ranks share."
         )
     refusals = next((own for _, own in seen if own), [])
-    if refusals:
-        raise ConfigError("\n".join(refusals))
     given = training_values(engines)
     try:
         _check_engines(manifest, engines, exact=optimizer)
         for name, engine in engines.items():
-            source = Source(manifest, manifest.engines[name], world)
-            engine.import_state(source, optimizer=optimizer)
+            stored, refusal = manifest.engines[name], "\n".join(refusals) or None
+            engine.import_state(Source(manifest, stored, world, refusal), optimizer=optimizer)
         if optimizer:
             _restore_generators(manifest, world)
     except CheckpointError as failure:
