@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unipar import checkpoint, launch, preflight
+from unipar import checkpoint, directories, launch, preflight
 from unipar.callbacks import Callback, Logger
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
@@ -198,7 +196,11 @@ class _Launch:
             **objects,
         )
         self._check(job, planned)
-        self._write_config(job)
+        if not planned.joined:
+            # Ranks that a launcher started learn of it from rank 0, once they have joined: one that
+            # left before would keep the others waiting.
+            directories.check(job)
+        self._refuse_used(job.checkpoint_dir)
         if planned.joined:
             return train(job, self.placement)
         # In this process if it can be the only one and stays usable, else in new ones.
@@ -276,31 +278,17 @@ class _Launch:
     def _checkpoint_dir(self, output_dir: Path) -> Path | None:
         if self.config.checkpoint is False:
             return None
-        directory = (self._configured_directory() or output_dir / "checkpoints").absolute()
+        return (self._configured_directory() or output_dir / "checkpoints").absolute()
+
+    def _refuse_used(self, directory: Path | None) -> None:
+        if directory is None or self.config.resume is not None or self.placement.restart > 0:
+            return
         newest = checkpoint.newest(directory)
-        if newest is not None and self.config.resume is None and self.placement.restart == 0:
+        if newest is not None:
             raise ConfigError(
                 f"{directory} holds checkpoints of an earlier run (the newest is {newest.name}). "
                 "Pass resume='auto' to go on from there, or choose another output_dir."
             )
-        return directory
-
-    def _write_config(self, job: Job) -> None:
-        if self.placement.rank != 0:
-            return
-        values = job.config.model_dump(mode="json", by_alias=True)
-        try:
-            job.output_dir.mkdir(parents=True, exist_ok=True)
-            (job.output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-            if job.checkpoint_dir is not None:
-                job.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=job.checkpoint_dir):
-                    pass
-        except OSError as error:
-            raise ConfigError(
-                f"the run's directory cannot be written: {error}. "
-                "Choose another output_dir, or mend its permissions."
-            ) from error
 
 
 def _refuse_built(given: Mapping[str, Any]) -> None:

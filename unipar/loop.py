@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unipar import checkpoint, launch
+from unipar import checkpoint, directories, launch
+from unipar.agreement import differences, started_with
 from unipar.autobatch import largest_micro_batch
 from unipar.batch import Batch
 from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, StepRecord
@@ -26,10 +27,11 @@ from unipar.loaders import evaluation_loader, training_loader
 from unipar.logs import logging_to_terminal
 from unipar.optim import LOSS, NamedScheduler, takes_metric
 from unipar.result import RunResult
+from unipar.resuming import check_same_order
 from unipar.saving import Saver
 from unipar.session import Session
 from unipar.strategy import Engine, StepResult
-from unipar.world import Flag, Placement
+from unipar.world import Flag, Placement, World
 
 log = logging.getLogger("unipar")
 
@@ -56,14 +58,34 @@ def train(job: Job, placement: Placement) -> RunResult:
     with (
         logging_to_terminal(config.log_level, main=placement.rank == 0),
         signals.handled(),
+        # Outside the session, which waits for what is still being written when it ends.
+        contextlib.ExitStack() as claim,
         session,
     ):
-        # Processes that a launcher started have named the run's directory each by its own clock.
-        output_dir, checkpoint_dir = session.world.broadcast((job.output_dir, job.checkpoint_dir))
-        job = dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
-        run = TrainingRun(job, session, signals)
+        run = TrainingRun(_agree(job, session.world, claim), session, signals)
         with signals.training(session.world):
             return run.run()
+
+
+def _agree(job: Job, world: World, claim: contextlib.ExitStack) -> Job:
+    """Take the run's directories, and hold that all ranks were started alike. Collective.
+
+    Returns:
+        The job, with rank 0's directories: processes that a launcher started have named them each
+        by its own clock.
+    """
+    refused = None
+    if world.is_main:
+        try:
+            claim.enter_context(directories.claimed(job))
+        except ConfigError as error:
+            refused = str(error)
+    told = world.gather((job.output_dir, job.checkpoint_dir, refused, started_with(job)))
+    output_dir, checkpoint_dir, refused, _ = told[0]
+    refused = refused or differences([started for *_, started in told])
+    if refused is not None:
+        raise ConfigError(refused)
+    return dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
 
 
 class TrainingRun:
@@ -76,6 +98,7 @@ class TrainingRun:
         self.step = 0
         self.history: list[StepRecord] = []
         self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.metrics: dict[str, float] = {}
         self._announced: Path | None = None
         self.loader = self._loader()
         self.engine = self._engine()
@@ -139,42 +162,33 @@ class TrainingRun:
         return Saver(self.job.checkpoint_dir, settings, self.session)
 
     def _resume(self) -> None:
-        path = self._resume_path()
-        if path is None:
+        manifest = self._load()
+        if manifest is None:
             return
-        manifest = checkpoint.load(path, self.session.engines, self.world)
-        stored = manifest.progress.get("global_batch_size")
-        if stored is not None and stored != self.loader.global_batch_size:
-            raise ConfigError(
-                f"the checkpoint {path} was made with global_batch_size={stored}, and this run has "
-                f"{self.loader.global_batch_size}: its place in the data would be another. "
-                f"Set global_batch_size={stored}; micro_batch_size and devices are free to change."
-            )
-        seed = manifest.progress.get("seed", self.config.seed)
-        if seed != self.config.seed:
-            raise ConfigError(
-                f"the checkpoint {path} was made with seed={seed}, and this run has "
-                f"seed={self.config.seed}: the order of its data would be another. Set seed={seed}."
-            )
+        check_same_order(manifest, self.loader)
         if "loader" in manifest.progress:
             self.loader.load_state_dict(manifest.progress["loader"])
         self.step = manifest.step
-        self.signals.newest = path
+        self.signals.newest = manifest.path
+        self.metrics = dict(manifest.progress.get("metrics", {}))
+        if self.saver is not None and self.saver.take_over(manifest):
+            self._announced = manifest.path
         log.info(
             "resuming at step %d from %s (written by %s on %d)",
             self.step,
-            path,
+            manifest.path,
             manifest.strategy or "an unnamed strategy",
             manifest.world_size,
         )
 
-    def _resume_path(self) -> Path | None:
+    def _load(self) -> checkpoint.Manifest | None:
         wanted, directory = self.config.resume, self.job.checkpoint_dir
+        engines, found = self.session.engines, None
         if directory is not None and (wanted == "auto" or self.world.placement.restart > 0):
-            newest = checkpoint.newest(directory)
-            if newest is not None or wanted in ("auto", None):
-                return newest
-        return wanted if isinstance(wanted, Path) else None
+            found = checkpoint.load_newest(directory, engines, self.world)
+        if found is None and isinstance(wanted, Path):
+            found = checkpoint.load(wanted, engines, self.world)
+        return found
 
     def _total_steps(self) -> int | None:
         if self.config.steps is not None:
@@ -287,6 +301,7 @@ class TrainingRun:
             skipped=done.skipped,
         )
         self.history.append(record)
+        self.metrics["train_loss"] = record.loss
         for callback in self.callbacks:
             callback.on_step_end(self.info, record)
 
@@ -315,6 +330,7 @@ class TrainingRun:
         if self._plateau_metric is not None:
             scheduler: Any = self.engine.lr_scheduler
             scheduler.step(metrics[self._plateau_metric])
+        self.metrics.update(metrics)
         for callback in self.callbacks:
             callback.on_evaluate_end(self.info, self.step, metrics)
         self._last_end = time.perf_counter()
@@ -328,7 +344,8 @@ class TrainingRun:
         return {
             "loader": self.loader.state_dict(),
             "seed": self.config.seed,
-            "global_batch_size": self.loader.global_batch_size,
+            # A copy: it may be written while training goes on.
+            "metrics": dict(self.metrics),
         }
 
     def _metrics(self) -> dict[str, float]:
@@ -381,13 +398,10 @@ class TrainingRun:
         raise Terminated(number)
 
     def _result(self, newest: Path | None, wall_time: float) -> RunResult:
-        metrics = dict(self.evaluations[-1][1]) if self.evaluations else {}
-        if self.history:
-            metrics["train_loss"] = self.history[-1].loss
         seconds = sum(record.seconds for record in self.history)
         items = sum(record.num_items for record in self.history)
         return RunResult(
-            metrics=metrics,
+            metrics=dict(self.metrics),
             history=self.history,
             evaluations=self.evaluations,
             checkpoint=newest,

@@ -13,10 +13,12 @@ class RunResult:
     """What came out of a run.
 
     Attributes:
-        metrics: the last training loss as ``train_loss`` and the last evaluation's metrics.
+        metrics: the last training loss as ``train_loss`` and the last evaluation's metrics; those
+            of the run until then where this call made no step.
         history: one record for each training step that this call made, in order.
         evaluations: (steps taken by then, metrics) for each evaluation.
-        checkpoint: the newest checkpoint, or ``None`` where none was written.
+        checkpoint: the newest checkpoint: the one that the run went on from where it wrote none
+            after it, or ``None``.
         items_per_second: items trained on over the time that the training steps took, without
             evaluation and checkpoints.
         peak_memory: the most bytes each rank has held, by rank.

@@ -37,6 +37,13 @@ class Saver:
         self._last_step: int | None = None
         self._newest: Path | None = None
 
+    def take_over(self, manifest: checkpoint.Manifest) -> bool:
+        """Count a checkpoint that the run goes on from as its own, if it lies among them."""
+        if manifest.path.parent != self.directory:
+            return False
+        self._newest, self._last_step = manifest.path, manifest.step
+        return True
+
     def after_step(
         self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> Path | None:

@@ -87,7 +87,7 @@ class Session:
     ) -> None:
         device_type = resolve_device_type(device)
         self._placement = placement or find_placement(device_type, timeout)
-        models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
+        models = tuple(model) if isinstance(model, Sequence) else (model,)
         self.strategy = resolve_for(strategy, self._placement, models)
         self.engines: dict[str, Engine] = {}
         self._undo: list[Undo] = []
@@ -307,7 +307,8 @@ class Session:
         """Take over a checkpoint of any strategy and world size. Collective.
 
         Args:
-            path: a checkpoint, or a directory of them, of which the newest is taken.
+            path: a checkpoint, or a directory of them, of which the newest is taken that is not
+                damaged.
             loader: what to set to the saved position.
             optimizer: whether to restore more than the weights.
 
@@ -316,6 +317,9 @@ class Session:
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model.
+            ConfigError: it was saved with another optimizer or scheduler, or within an epoch of
+                another order or other batches.
+            DataError: it was saved within an epoch over another number of samples.
         """
         from unipar import checkpoint
 

@@ -194,8 +194,8 @@ class Engine(ABC):
     """
 
     module: nn.Module
-    optimizer: Optimizer | None
-    lr_scheduler: LRScheduler | None
+    optimizer: Optimizer | None = None
+    lr_scheduler: LRScheduler | None = None
     spec: EngineSpec
     num_steps: int = 0
 

@@ -10,9 +10,9 @@ from unipar.checkpoint.decode import read_manifest
 from unipar.checkpoint.describe import Description, describe, verify
 from unipar.checkpoint.directory import checkpoints, find, newest
 from unipar.checkpoint.inference import load_model
-from unipar.checkpoint.load import load
 from unipar.checkpoint.manifest import Manifest
 from unipar.checkpoint.names import step_of
+from unipar.checkpoint.restore import load, load_newest
 from unipar.checkpoint.retention import Retention
 from unipar.checkpoint.save import PendingSave, save, save_async, save_weights, wait_for_pending
 
@@ -28,6 +28,7 @@ __all__ = [
     "from_safetensors",
     "load",
     "load_model",
+    "load_newest",
     "newest",
     "read_manifest",
     "save",

@@ -30,6 +30,12 @@ def newest(directory: str | Path) -> Path | None:
     return next((manifest.path for manifest in complete(directory)), None)
 
 
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether ``path`` is a checkpoint itself, complete or not, rather than a directory of them."""
+    path = Path(path)
+    return (path / MANIFEST).exists() or (path.is_dir() and named_step(path.name) is not None)
+
+
 def find(path: str | Path) -> Path:
     """The checkpoint at ``path``: itself, or the newest in it if it is a directory of checkpoints.
 
@@ -37,7 +43,7 @@ def find(path: str | Path) -> Path:
         CheckpointError: there is none.
     """
     path = Path(path)
-    if (path / MANIFEST).exists() or (path.is_dir() and named_step(path.name) is not None):
+    if is_checkpoint(path):
         return path
     found = newest(path)
     if found is None:
@@ -51,7 +57,7 @@ def find(path: str | Path) -> Path:
 
 def complete(directory: str | Path) -> Iterator[Manifest]:
     """The manifests of the complete checkpoints in a directory, the newest first."""
-    for path in _candidates(Path(directory)):
+    for path in candidates(Path(directory)):
         try:
             manifest = open_checkpoint(path)
         except CheckpointError as error:
@@ -60,7 +66,7 @@ def complete(directory: str | Path) -> Iterator[Manifest]:
             yield manifest
 
 
-def _candidates(directory: Path) -> list[Path]:
+def candidates(directory: Path) -> list[Path]:
     """Directories named like checkpoints, the newest first."""
     found: dict[int, Path] = {}
     if directory.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,18 @@ import torch
 from unipar.checkpoint import rng
 from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.differences import describe_differences
-from unipar.checkpoint.directory import find
 from unipar.checkpoint.files import FileReader
 from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex
 from unipar.checkpoint.names import rng_path
 from unipar.checkpoint.paths import inside
 from unipar.checkpoint.read import ChunkReader
-from unipar.errors import CheckpointError
+from unipar.checkpoint.training import other_training, overridden_values, training_values
+from unipar.errors import CheckpointError, ConfigError
 from unipar.state import GroupState, TensorInfo, TensorState
 from unipar.strategy import Engine
 from unipar.world import World
+
+logger = logging.getLogger(__name__)
 
 
 def agree(world: World, error: str | None) -> None:
@@ -36,10 +39,20 @@ def agree(world: World, error: str | None) -> None:
 
 
 class Source:
-    """A stored engine as :class:`unipar.state.StateSource`; its ``fill_…`` are collective."""
+    """A stored engine as :class:`unipar.state.StateSource`; its ``fill_…`` are collective.
 
-    def __init__(self, manifest: Manifest, engine: EngineIndex, world: World) -> None:
+    Args:
+        manifest: of the checkpoint.
+        engine: which of its engines.
+        world: the run's processes.
+        refusal: why it must not be loaded even if it is of the same model.
+    """
+
+    def __init__(
+        self, manifest: Manifest, engine: EngineIndex, world: World, refusal: str | None = None
+    ) -> None:
         self._manifest, self._engine, self._world = manifest, engine, world
+        self._refusal = refusal
         self.weights: Mapping[str, TensorInfo] = _infos(engine.weights)
         moments: dict[str, dict[str, TensorInfo]] = {}
         for name, info in _infos(engine.optimizer).items():
@@ -55,6 +68,7 @@ class Source:
         Raises:
             CheckpointError: names or shapes differ, or a file is missing, short or corrupt. Raised
                 on every rank; some weights may have been filled by then.
+            ConfigError: the training state must not be loaded; raised before anything is filled.
         """
         self._fill("weights", list(states), self._engine.weights, exact=True)
 
@@ -81,6 +95,8 @@ class Source:
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         error = describe_differences(what, self._manifest.path, wanted, shapes, exact=exact)
         agree(self._world, error)
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
         with ChunkReader(self._manifest) as reader:
             for state in states:
                 # After an error the rest are still taken through read and write, which may be
@@ -115,48 +131,34 @@ def _infos(tensors: Mapping[str, TensorIndex]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
-def load(
-    path: str | Path, engines: Mapping[str, Engine], world: World, *, optimizer: bool = True
+def load_one(
+    path: Path, engines: Mapping[str, Engine], world: World, *, optimizer: bool
 ) -> Manifest:
-    """Restore engines from a checkpoint, written under any strategy by any number of ranks.
-
-    Collective. Random number generators are restored too if as many ranks wrote the checkpoint;
-    else each rank is reseeded from (``progress["seed"]``, rank, step).
-
-    Args:
-        path: a checkpoint, or a directory of them, of which the newest is taken.
-        engines: by the names that they were saved under.
-        world: the run's processes.
-        optimizer: whether to restore training state (optimizer, scheduler, scaler, generators), or
-            the weights alone. A checkpoint made from bare weights has nothing else.
-
-    Returns:
-        the manifest: step, progress, metrics.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, or does not fit the engines. Raised on
-            every rank. Engines may be filled in part by then.
-    """
+    """Restore engines from one checkpoint, as :func:`unipar.checkpoint.load`. Collective."""
     manifest: Manifest | None = None
     error = None
     try:
-        manifest = open_checkpoint(find(path))
+        manifest = open_checkpoint(path)
     except CheckpointError as failure:
         error = str(failure)
     agree(world, error)
     assert manifest is not None
-    found = sorted(set(world.gather(manifest.path.name)))
+    optimizer = optimizer and not manifest.weights_only
+    refusals = other_training(manifest, engines) if optimizer else []
+    seen = world.gather((manifest.path.name, refusals))
+    found = sorted({name for name, _ in seen})
     if len(found) > 1:
         raise CheckpointError(
             f"Ranks see different checkpoints in {path}: {', '.join(found)}. The directory must be "
             "on a filesystem that all ranks share."
         )
-    optimizer = optimizer and not manifest.weights_only
+    refusals = next((own for _, own in seen if own), [])
+    given = training_values(engines)
     try:
         _check_engines(manifest, engines, exact=optimizer)
         for name, engine in engines.items():
-            source = Source(manifest, manifest.engines[name], world)
-            engine.import_state(source, optimizer=optimizer)
+            stored, refusal = manifest.engines[name], "\n".join(refusals) or None
+            engine.import_state(Source(manifest, stored, world, refusal), optimizer=optimizer)
         if optimizer:
             _restore_generators(manifest, world)
     except CheckpointError as failure:
@@ -167,6 +169,14 @@ def load(
         if str(manifest.path) not in error:
             error = f"{manifest.path}: {error}"
     agree(world, error)
+    overridden = overridden_values(given, training_values(engines))
+    if overridden and world.is_main:
+        logger.warning(
+            "%s goes on with its own values, not those given now: %s. To train with others, begin "
+            "a new run from its weights (unipar.load_model)",
+            manifest.path,
+            "; ".join(overridden),
+        )
     return manifest
 
 

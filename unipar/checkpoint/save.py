@@ -26,6 +26,7 @@ from unipar.checkpoint.commit import (
 )
 from unipar.checkpoint.manifest import Manifest
 from unipar.checkpoint.plan import Item, plan_part
+from unipar.checkpoint.training import class_names
 from unipar.errors import CheckpointError, ConfigError
 from unipar.state import EngineState, TensorState
 from unipar.strategy import Engine
@@ -199,7 +200,10 @@ def save_states(
 
 
 def _export(engines: Mapping[str, Engine]) -> dict[str, EngineState]:
-    return {name: engine.export_state() for name, engine in engines.items()}
+    states = {name: engine.export_state() for name, engine in engines.items()}
+    for name, engine in engines.items():
+        states[name].extra |= class_names(engine)
+    return states
 
 
 def _manifest(

@@ -82,22 +82,39 @@ def saved_position(state: Mapping[str, Any]) -> Position:
     return Position(state["epoch"], state["index"])
 
 
-def check_same_epoch(
-    state: dict[str, Any], *, num_samples: int | None, global_batch_size: int
-) -> None:
-    """Refuse a position within an epoch that was cut into other batches, or of other data."""
-    index, size, samples = (state.get(k) for k in ("index", "global_batch_size", "num_samples"))
-    if size not in (None, global_batch_size):
-        raise ConfigError(
-            f"the saved position is batch {index} of an epoch in global batches of {size}, and now "
-            f"global_batch_size={global_batch_size}: that would be other samples. "
-            f"Set global_batch_size={size}."
+def order_differences(
+    stored: Mapping[str, Any], own: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """What would make the order of data another: (name, as it was stored, as it is now).
+
+    Args:
+        stored: as :attr:`unipar.data.Loader.order` was; what it lacks, or does not know (the length
+            of a stream), differs in nothing.
+        own: as it is now.
+    """
+    return [
+        (name, stored[name], value)
+        for name, value in own.items()
+        if value is not None and stored.get(name) is not None and stored[name] != value
+    ]
+
+
+def check_same_epoch(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse a position within an epoch that had another order, other batches or other data."""
+    index = state["index"]
+    for name, was, now in order_differences(state, own):
+        if name == "num_samples":
+            raise DataError(
+                f"the saved position is batch {index} of an epoch over {was} samples, and this "
+                f"data has {now}: that would be other samples. Give the same data, or "
+                "start a new run from the saved weights (unipar.load_model)."
+            )
+        epoch = (
+            f"in global batches of {was}" if name == "global_batch_size" else f"with {name}={was}"
         )
-    if None not in (samples, num_samples) and samples != num_samples:
-        raise DataError(
-            f"the saved position is batch {index} of an epoch over {samples} samples, and this "
-            f"data has {num_samples}: that would be other samples. Give the same data, or "
-            "start a new run from the saved weights (unipar.load_model)."
+        raise ConfigError(
+            f"the saved position is batch {index} of an epoch {epoch}, and now {name}={now}: "
+            f"that would be other samples. Set {name}={was}."
         )
 
 

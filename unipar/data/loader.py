@@ -116,6 +116,17 @@ class Loader:
         batches = self.num_samples / self.global_batch_size
         return math.floor(batches) if self._source.drop_last else math.ceil(batches)
 
+    @property
+    def order(self) -> dict[str, Any]:
+        """What decides which samples a step sees, in JSON types; the same on every rank."""
+        return {
+            "num_samples": self.num_samples,
+            "global_batch_size": self.global_batch_size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "drop_last": self._source.drop_last,
+        }
+
     def with_micro_batch_size(self, micro_batch_size: int) -> Loader:
         """The same loader at the same position, with other micro-batches."""
         other = copy.copy(self)
@@ -166,8 +177,7 @@ class Loader:
         return {
             **dataclasses.asdict(self._position),
             "stream": self._stream_state,
-            "num_samples": self.num_samples,
-            "global_batch_size": self.global_batch_size,
+            **self.order,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,13 +186,11 @@ class Loader:
         Raises:
             CheckpointError: it is no position, or one behind the end of the epoch.
             DataError: it lies within an epoch over a different number of samples.
-            ConfigError: it lies within an epoch of a different global batch size.
+            ConfigError: it lies within an epoch with another seed, shuffling or global batch size.
         """
         position = saved_position(state)
         if position.index:
-            check_same_epoch(
-                state, num_samples=self.num_samples, global_batch_size=self.global_batch_size
-            )
+            check_same_epoch(state, self.order)
         # One beyond the last is where a ragged batch was to come that is left out now.
         if self.num_batches is not None and position.index > self.num_batches:
             raise CheckpointError(

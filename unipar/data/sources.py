@@ -124,6 +124,15 @@ def num_samples_of(data: Any) -> int | None:
     return open_source(data).num_samples
 
 
+def in_words(data: Any) -> str:
+    """What kind of data it is, how much, and in which order it comes."""
+    source = open_source(data)
+    kind = "a stream" if source.is_stream else "a dataset"
+    length = "" if source.num_samples is None else f" of {source.num_samples} samples"
+    order = {None: "", True: ", shuffled", False: ", in order"}[source.shuffle]
+    return f"{kind}{length}{order}{', drop_last' if source.drop_last else ''}"
+
+
 def _from_loader(loader: DataLoader) -> Source:
     stream = isinstance(loader.dataset, IterableDataset)
     if not stream:

@@ -188,6 +188,8 @@ def _allocate_moments(
         for key, info in stored.items():
             values[key] = _allocate(f"{name}.{key}", key, info, parameter, group)
             states.append(LocalState.of(f"{name}.{key}", values[key]))
+        # What the optimizer holds may be of a newer checkpoint, which turned out to be damaged.
+        local.state.pop(parameter, None)
         if values:
             local.state[parameter] = values
     return states

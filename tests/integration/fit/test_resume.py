@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from small_run import build, data, loss_fn, make_scheduler, reference
+from torch.utils.data import DataLoader
 
 from unipar import Callback, RunResult
 from unipar.checkpoint import read_manifest
+from unipar.checkpoint.manifest import MANIFEST, encode
 from unipar.errors import CheckpointError, ConfigError, NonFiniteLossError
 
 Run = Callable[..., RunResult]
@@ -84,12 +87,21 @@ def test_resume_auto_begins_anew_where_there_is_nothing(run: Run):
     assert len(result.losses) == 6
 
 
-def test_resuming_a_finished_run_changes_nothing(run: Run, tmp_path: Path):
-    first = run(checkpoint={})
+@pytest.mark.parametrize("save_final", [True, False])
+def test_resuming_a_finished_run_changes_nothing(run: Run, save_final: bool):
+    checkpoint = {"every_steps": 6, "save_final": save_final}
+    settings: dict[str, Any] = {"checkpoint": checkpoint, "eval_data": data(8), "eval_every": 4}
+    first = run(**settings)
+    assert first.checkpoint is not None
+    written = (first.checkpoint / MANIFEST).stat()
     model = build()
-    again = run(model, checkpoint={}, resume="auto")
-    assert again.losses == []
+    announced = Announced()
+    again = run(model, resume="auto", callbacks=[announced], **settings)
+    assert again.losses == again.evaluations == announced.seen == []
     assert again.checkpoint == first.checkpoint
+    assert (first.checkpoint / MANIFEST).stat() == written
+    assert again.metrics == first.metrics
+    assert again.metrics.keys() == {"loss", "train_loss"}
     torch.testing.assert_close(model.state_dict(), reference()[1].state_dict())
 
 
@@ -115,14 +127,106 @@ def test_a_path_that_is_no_checkpoint_is_refused_before_any_process_starts(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"global_batch_size": 4}, r"made with global_batch_size=8, and this run has 4"),
+        ({"global_batch_size": 4}, r"made with global_batch_size=8, and this run has .*=4"),
         ({"seed": 5}, r"made with seed=0, and this run has seed=5.*Set seed=0"),
+        ({"shuffle": False}, r"made with shuffle=True, .* shuffle=False.*Set shuffle=True"),
+        (
+            {"samples": data(20)},
+            r"made with 28 samples of data, and this run has 20.*Give the same.*load_model",
+        ),
+        (
+            {"samples": DataLoader(data(), batch_size=8, shuffle=True, drop_last=True)},
+            r"made with drop_last=False, .* drop_last=True.*DataLoader with drop_last=False",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_order_is_refused(run: Run, change: dict[str, Any], message: str):
-    run(steps=2, checkpoint={})
+@pytest.mark.parametrize("steps", [2, 4], ids=["within an epoch", "between epochs"])
+def test_a_checkpoint_of_another_order_is_refused(
+    run: Run, steps: int, change: dict[str, Any], message: str
+):
+    run(steps=steps, checkpoint={})
     with pytest.raises(ConfigError, match=message):
         run(checkpoint={}, resume="auto", **change)
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.02, momentum=0.9)
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (
+            {"lr_scheduler": make_scheduler},
+            {},
+            r"made with a learning-rate scheduler \(StepLR\), and this run has none.*Pass the same",
+        ),
+        (
+            {},
+            {"lr_scheduler": make_scheduler},
+            r"made without a learning-rate scheduler, and this run has one \(StepLR\), which would "
+            r"begin at its first step. Leave lr_scheduler out",
+        ),
+        (
+            {"lr_scheduler": make_scheduler},
+            {"lr_scheduler": cosine},
+            r"with the lr_scheduler StepLR, and this run has CosineAnnealingLR",
+        ),
+        ({}, {"optimizer": sgd}, r"with the optimizer AdamW, and this run has SGD"),
+    ],
+)
+def test_another_optimizer_or_scheduler_is_refused(
+    run: Run, first: dict[str, Any], then: dict[str, Any], message: str
+):
+    run(steps=2, checkpoint={}, **first)
+    with pytest.raises(ConfigError, match=message):
+        run(checkpoint={}, resume="auto", **then)
+
+
+def test_what_the_checkpoint_puts_in_place_of_what_is_given_is_said(
+    run: Run, caplog: pytest.LogCaptureFixture
+):
+    def step_lr(gamma: float) -> Any:
+        return {"name": "steplr", "step_size": 2, "gamma": gamma}
+
+    before = {"name": "adamw", "lr": 0.02}
+    run(steps=2, checkpoint={}, optimizer=before, lr_scheduler=step_lr(0.5))
+    run(steps=3, checkpoint={}, optimizer=before, lr_scheduler=step_lr(0.5), resume="auto")
+    assert "not those given" not in caplog.text
+    run(
+        steps=4,
+        checkpoint={},
+        optimizer={"name": "adamw", "lr": 0.03, "betas": [0.8, 0.9]},
+        lr_scheduler=step_lr(0.1),
+        resume="auto",
+    )
+    for said in (
+        "step-00000003 goes on with its own values, not those given now: ",
+        "betas is (0.9, 0.999) (given: (0.8, 0.9))",
+        "gamma of lr_scheduler is 0.5 (given: 0.1)",
+        "initial_lr is 0.02 (given: 0.03)",
+    ):
+        assert said in caplog.text
+
+
+def test_a_checkpoint_that_does_not_say_its_order_is_taken(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """As those that unipar wrote before it did."""
+    run(steps=3, checkpoint={})
+    [path] = (tmp_path / "run" / "checkpoints").iterdir()
+    manifest = read_manifest(path)
+    loader = {"epoch": 0, "index": 3, "stream": None}
+    older = {"loader": loader, "seed": 0, "global_batch_size": 8}
+    (path / MANIFEST).write_bytes(encode(dataclasses.replace(manifest, progress=older)))
+    caplog.set_level("INFO")
+    result = run(checkpoint={}, resume="auto")
+    assert result.losses == pytest.approx(reference()[0][3:], rel=1e-6)
+    assert "does not say its num_samples, shuffle, drop_last, which is not checked" in caplog.text
 
 
 def test_micro_batches_may_change_at_a_resume(run: Run):

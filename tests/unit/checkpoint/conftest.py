@@ -18,6 +18,8 @@ T = TypeVar("T")
 class TensorEngine:
     """Holds whole tensors, or parts of them where ``divide`` says which."""
 
+    optimizer = lr_scheduler = None
+
     def __init__(
         self,
         weights: Mapping[str, torch.Tensor],

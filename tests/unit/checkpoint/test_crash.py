@@ -30,6 +30,8 @@ PROGRAM = """
     from unipar.world import Placement, World
 
     class Engine:
+        optimizer = lr_scheduler = None
+
         def __init__(self, value):
             self.weights = {f"w{i}": torch.full((250_000,), float(value)) for i in range(8)}
 

@@ -241,6 +241,10 @@ def test_a_place_within_an_epoch_belongs_to_its_data_and_batches():
         Loader(list(range(20)), global_batch_size=5).load_state_dict(state)
     with pytest.raises(DataError, match=r"over 20 samples, and this data has 21.*load_model"):
         Loader(list(range(21)), global_batch_size=4).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"epoch with seed=0, and now seed=1.*Set seed=0"):
+        Loader(list(range(20)), global_batch_size=4, seed=1).load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"epoch with shuffle=True, and now shuffle=False"):
+        Loader(list(range(20)), global_batch_size=4, shuffle=False).load_state_dict(state)
 
     list(loader)
     other = Loader(list(range(21)), global_batch_size=5)

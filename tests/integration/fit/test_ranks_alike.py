@@ -1,0 +1,81 @@
+"""Ranks that a launcher has started differently: told at the start, not waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_run import accuracy, build, data, fit_in_world, make_scheduler
+from torch.utils.data import DataLoader, IterableDataset
+
+from unipar.agreement import differences
+from unipar.errors import ConfigError
+from unipar.testing.pool import WorldPools
+from unipar.world import Placement
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        samples = data()
+        yield from (samples[index] for index in range(len(samples)))
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "length": (
+        {"samples": data(20)},
+        "data: a dataset of 28 samples on rank 0; a dataset of 20 samples on rank 1",
+    ),
+    "kind": ({"samples": Stream()}, "data: a dataset of 28 samples on rank 0; a stream on rank 1"),
+    "loader": (
+        {"samples": DataLoader(data(), batch_size=8)},
+        "data: a dataset of 28 samples on rank 0; a dataset of 28 samples, in order on rank 1",
+    ),
+    "shuffle": ({"shuffle": False}, "shuffle: None on rank 0; False on rank 1"),
+    "eval_data": (
+        {"eval_data": data(8), "metrics": {"accuracy": accuracy}},
+        "eval_data: None on rank 0; a dataset of 8 samples on rank 1",
+    ),
+    "steps": ({"steps": 5}, "steps: 6 on rank 0; 5 on rank 1"),
+    "lr_scheduler": (
+        {"lr_scheduler": make_scheduler},
+        "lr_scheduler: None on rank 0; given on rank 1",
+    ),
+    "every_steps": ({"checkpoint": {"every_steps": 2}}, "checkpoint: "),
+}
+
+
+def test_what_differs_is_told_to_every_rank(world_pool: WorldPools, tmp_path: Path):
+    def task(placement: Placement) -> list[str]:
+        told: list[str] = []
+        for changes, _ in CASES.values():
+            own = changes if placement.rank == 1 else {}
+            values: dict[str, Any] = {"strategy": "ddp", "checkpoint": {}, **own}
+            with pytest.raises(ConfigError) as caught:
+                fit_in_world(placement, tmp_path, build(), **values)
+            told.append(str(caught.value))
+        return told
+
+    first, second = world_pool(2).run(task)
+    assert first == second
+    for message, (_, line) in zip(first, CASES.values(), strict=True):
+        assert "the ranks of this run were not all started with the same" in message
+        assert line in message
+        assert "give each all of the data" in message
+
+
+def test_what_belongs_to_one_machine_may_differ(world_pool: WorldPools, tmp_path: Path):
+    def task(placement: Placement) -> int:
+        changes = {"num_workers": placement.rank, "log_every": 1 + placement.rank, "steps": 1}
+        return len(fit_in_world(placement, tmp_path, strategy="ddp", **changes).losses)
+
+    assert world_pool(2).run(task) == [1, 1]
+
+
+def test_many_ranks_are_told_in_ranges():
+    started = [{"steps": 4 if rank in (3, 7, 8, 9) else 5} for rank in range(64)]
+    message = differences(started)
+    assert message is not None
+    assert "steps: 5 on ranks 0-2, 4-6, 10-63; 4 on ranks 3, 7-9" in message
+    assert differences(started[:3]) is None

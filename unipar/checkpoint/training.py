@@ -1,0 +1,123 @@
+"""The optimizer and scheduler of a run beside those that a checkpoint was made with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from unipar.checkpoint.manifest import Manifest
+from unipar.strategy import Engine
+
+OPTIMIZER, SCHEDULER = "optimizer_class", "lr_scheduler_class"
+"""Where the names of the classes stand in the ``extra`` of a stored engine."""
+
+
+def class_names(engine: Engine) -> dict[str, str]:
+    """The classes that an engine trains with, by name.
+
+    Frameworks put optimizers of their own in place of torch's; of those none is told, because under
+    another framework the same optimizer has another class.
+    """
+    names: dict[str, str] = {}
+    optimizer = _innermost(engine.optimizer)
+    if type(optimizer).__module__.startswith("torch.optim."):
+        names[OPTIMIZER] = type(optimizer).__name__
+    if engine.lr_scheduler is not None:
+        names[SCHEDULER] = type(engine.lr_scheduler).__name__
+    return names
+
+
+def other_training(manifest: Manifest, engines: Mapping[str, Engine]) -> list[str]:
+    """Why the engines would train on otherwise than the run that made the checkpoint.
+
+    An engine without an optimizer trains nothing, so nothing is asked of it.
+    """
+    refusals: list[str] = []
+    for name, engine in engines.items():
+        stored = manifest.engines.get(name)
+        if stored is None or engine.optimizer is None:
+            continue
+        where = f"the checkpoint {manifest.path} was made"
+        whose = "this run" if len(manifest.engines) == 1 else f"the engine '{name}'"
+        instead = "or begin a new run from the checkpoint's weights (unipar.load_model)."
+        saved = "lr_scheduler" in stored.extra
+        own = class_names(engine)
+        if saved and engine.lr_scheduler is None:
+            kind = stored.extra.get(SCHEDULER, "one")
+            refusals.append(
+                f"{where} with a learning-rate scheduler ({kind}), and {whose} has none: its "
+                f"learning rate would stay as it is. Pass the same lr_scheduler, {instead}"
+            )
+        elif engine.lr_scheduler is not None and not saved:
+            refusals.append(
+                f"{where} without a learning-rate scheduler, and {whose} has one "
+                f"({own[SCHEDULER]}), which would begin at its first step. Leave lr_scheduler out, "
+                f"{instead}"
+            )
+        for key, argument in ((OPTIMIZER, "optimizer"), (SCHEDULER, "lr_scheduler")):
+            was, now = stored.extra.get(key), own.get(key)
+            if was and now and was != now:
+                refusals.append(
+                    f"{where} with the {argument} {was}, and {whose} has {now}, which cannot go "
+                    f"on from its state. Pass the same {argument}, {instead}"
+                )
+    return refusals
+
+
+def training_values(engines: Mapping[str, Engine]) -> dict[str, Any]:
+    """What optimizers and schedulers were built with, without what training itself moves."""
+    values: dict[str, Any] = {}
+    for name, engine in engines.items():
+        prefix = "" if len(engines) == 1 else f"{name}: "
+        optimizer = engine.optimizer
+        groups = [] if optimizer is None else optimizer.param_groups
+        for number, group in enumerate(groups):
+            known = _arguments(_innermost(optimizer)) | {"initial_lr"}
+            suffix = "" if len(groups) == 1 else f" of group {number}"
+            moved: set[str] = set()
+            if "initial_lr" in group:
+                moved.add("lr")
+            if "max_momentum" in group:
+                moved |= {"momentum", "betas"}
+            for key in known & group.keys() - moved:
+                values[f"{prefix}{key}{suffix}"] = _plain(group[key])
+        if engine.lr_scheduler is not None:
+            held = vars(engine.lr_scheduler)
+            for key in _arguments(engine.lr_scheduler) & held.keys() - {"last_epoch"}:
+                values[f"{prefix}{key} of lr_scheduler"] = _plain(held[key])
+    return values
+
+
+def overridden_values(given: Mapping[str, Any], restored: Mapping[str, Any]) -> list[str]:
+    """What a checkpoint has put in place of what was given, one text for each value."""
+    return [
+        f"{name} is {restored[name]} (given: {value})"
+        for name, value in sorted(given.items())
+        if None not in (value, restored.get(name)) and restored[name] != value
+    ]
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer that does the arithmetic, within those of frameworks that divide its state."""
+    for name in ("optim", "optimizer"):
+        inner = getattr(optimizer, name, None)
+        if hasattr(inner, "param_groups"):
+            return _innermost(inner)
+    return optimizer
+
+
+def _arguments(built: Any) -> set[str]:
+    return set(inspect.signature(type(built)).parameters)
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared and shown; ``None`` for any other."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        items = tuple(_plain(item) for item in value)
+        return None if None in items else items
+    return value if isinstance(value, (bool, int, float, str)) else None
