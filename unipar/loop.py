@@ -168,6 +168,10 @@ class TrainingRun:
         check_same_order(manifest, self.loader)
         if "loader" in manifest.progress:
             self.loader.load_state_dict(manifest.progress["loader"])
+        elif not manifest.weights_only:
+            log.warning(
+                "%s holds no place in the data: it begins with the first epoch", manifest.path
+            )
         self.step = manifest.step
         self.signals.newest = manifest.path
         self.metrics = dict(manifest.progress.get("metrics", {}))

@@ -113,6 +113,9 @@ class _Position(BaseModel):
     index: _Count
     num_samples: _Count | None = None
     global_batch_size: Annotated[int, Field(ge=1, le=_MAX_COUNT)] | None = None
+    seed: int | None = None
+    shuffle: bool | None = None
+    drop_last: bool | None = None
 
 
 class _Progress(BaseModel):
@@ -122,6 +125,7 @@ class _Progress(BaseModel):
     seed: int | None = None
     global_batch_size: Annotated[int, Field(ge=1, le=_MAX_COUNT)] | None = None
     loader: _Position | None = None
+    metrics: dict[str, float] = {}
 
 
 class _Body(BaseModel):
@@ -356,14 +360,15 @@ def _check_training_state(manifest: Manifest) -> None:
     if manifest.weights_only and (generators or held is not None):
         raise CheckpointError("weights_only is true, and there is training state.")
     progress = manifest.progress
-    if "global_batch_size" in progress:
+    # Either is written by ``fit`` alone; the former in older checkpoints.
+    if "global_batch_size" in progress or "metrics" in progress:
         for key in ("seed", "loader"):
             if progress.get(key) is None:
                 raise CheckpointError(
                     f"progress.{key} is missing, and the place in the data with it."
                 )
-        size, own = progress["global_batch_size"], progress["loader"].get("global_batch_size")
-        if own not in (None, size):
+        size, own = progress.get("global_batch_size"), progress["loader"].get("global_batch_size")
+        if None not in (size, own) and own != size:
             raise CheckpointError(
                 f"progress.global_batch_size is {size}, and that of progress.loader {own}."
             )
