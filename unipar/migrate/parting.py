@@ -250,7 +250,7 @@ def _around(source: Source, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
 
 
 def _writes(source: Source) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
-    """Targets that are no names or tuples of them, each with what it is given."""
+    """What is assigned to, each with what it is given."""
     for one in source.all(cst.Assign):
         yield from ((target.target, one.value) for target in one.targets)
     for one in (*source.all(cst.AugAssign), *source.all(cst.AnnAssign)):
