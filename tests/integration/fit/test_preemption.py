@@ -19,7 +19,7 @@ from small_run import build, data, reference, settings
 
 from unipar import fit
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 HERE = Path(__file__).parent
 STEPS = 60
@@ -64,6 +64,7 @@ class Run:
         self.directory = directory
         self.script = directory / "run.py"
         self.script.write_text(textwrap.dedent(RUN))
+        self.started: list[subprocess.Popen[str]] = []
 
     def start(
         self,
@@ -73,7 +74,7 @@ class Run:
         **changes: Any,
     ) -> subprocess.Popen[str]:
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*(launcher or (sys.executable, "-W", "ignore")), str(self.script),
              str(self.directory), repr(changes)],
             text=True,
@@ -82,9 +83,11 @@ class Run:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(environ or {})},
             preexec_fn=before,
         )  # fmt: skip
+        self.started.append(process)
+        return process
 
     def wait_for(self, condition: Callable[[], Any], *processes: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 150
         while not condition():
             assert all(process.poll() is None for process in processes), processes[0].communicate()
             assert time.monotonic() < deadline
@@ -117,7 +120,10 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    yield Run(tmp_path)
+    run = Run(tmp_path)
+    yield run
+    for process in run.started:
+        process.kill()
     deadline = time.monotonic() + 30
     while left := _left(str(scratch)):
         assert time.monotonic() < deadline, f"left behind: {left}"
