@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from unipar import Callback, fit
+from unipar import Callback, Session, fit
 from unipar.errors import ConfigError, DataError
 
 
@@ -61,3 +61,24 @@ def test_what_an_argument_does_not_take_is_refused(
     with pytest.raises((ConfigError, DataError), match=says):
         fit(**values)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"seed": -1}, r"seed: -1 was given. Allowed: a whole number of at least 0"),
+        ({"seed": "a"}, r"seed: 'a' was given"),
+        ({"seed": 1 << 70}, r"seed: a whole number of at most 9223372036854775807"),
+        (
+            {"on_nan": "explode"},
+            r"on_nan: 'explode' was given. Allowed: 'raise', 'skip' or 'ignore'",
+        ),
+        ({"precision": "fp8"}, r"precision: 'fp8' was given"),
+        ({"timeout": -1}, r"timeout: -1 was given. Allowed: a number above 0"),
+        ({"device": "tpu"}, r"device: 'tpu' was given. Allowed: 'auto', 'cpu' or 'cuda'"),
+    ],
+    ids=str,
+)
+def test_a_session_refuses_what_fit_does(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Session("single", **{"device": "cpu", **given})
