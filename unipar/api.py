@@ -24,6 +24,7 @@ from unipar.job import Job
 from unipar.loaders import evaluation_loader
 from unipar.loop import train
 from unipar.loss import LossFn, model_output_loss
+from unipar.objects import check_objects
 from unipar.optim import NamedScheduler
 from unipar.result import RunResult
 from unipar.scratch import scratch, tmpdir_remedy
@@ -153,6 +154,12 @@ def fit(
     }
     _refuse_built(given)
     loggers_given = given.pop("loggers")
+    if isinstance(loggers_given, (str, Logger)):
+        loggers_given = [loggers_given]
+    if not isinstance(loggers_given, (list, tuple, Unset)):
+        raise ConfigError(
+            f"loggers is a {type(loggers_given).__name__}. Pass a list of names or loggers."
+        )
     if not isinstance(loggers_given, Unset):
         given["loggers"] = [item for item in loggers_given if isinstance(item, str)]
     settings = RunConfig.build(config, **given)
@@ -248,6 +255,7 @@ class _Launch:
         return result
 
     def _check(self, job: Job, planned: preflight.Plan) -> None:
+        check_objects(job)
         _check_metrics(job)
         resolve_loggers(job.loggers)
         if isinstance(job.config.resume, Path):

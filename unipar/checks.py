@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +56,25 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
 
 
 def check_model(model: Any) -> None:
-    """Raise :class:`ConfigError` for what is no model, or has parameters without a shape yet."""
+    """Raise :class:`ConfigError` for what is no model, or has parameters without values yet."""
     if not isinstance(model, nn.Module):
         if callable(model):
+            _check_builds(model)
             return
         raise ConfigError(
             f"the model is a {type(model).__name__}. Pass a torch.nn.Module, or a function "
             "without arguments that builds one."
         )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            f"the model ({type(model).__name__}) is on the meta device, where parameters have no "
+            "values. Pass the function that builds it, and leave the device to the strategy."
+        )
+    check_shapes(model)
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Raise :class:`ConfigError` if a parameter takes its shape in the first forward pass."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in tensors if is_lazy(tensor)]
     if lazy:
@@ -70,6 +83,21 @@ def check_model(model: Any) -> None:
             f"forward pass: {', '.join(lazy[:4])}{', …' if len(lazy) > 4 else ''}. Run one on a "
             "sample before, or use modules that are told their sizes (nn.Linear for nn.LazyLinear)."
         )
+
+
+def _check_builds(function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some built-in functions have none.
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise ConfigError(
+            f"the model function {name}{signature} is called without arguments: {error}. Give "
+            f"them beforehand: lambda: {name}(…), or functools.partial({name}, …)."
+        ) from error
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -102,7 +130,7 @@ class CheckedModel:
                 f"the model function returned a {type(model).__name__}. "
                 "It must build and return a torch.nn.Module."
             )
-        check_model(model)
+        check_shapes(model)
         if self.train:
             check_trainable(model)
         return model

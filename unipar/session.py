@@ -15,6 +15,7 @@ from torch import nn
 
 from unipar.batch import Batch
 from unipar.checks import CheckedModel, check_capabilities, check_model, check_trainable
+from unipar.config import RunFields, validate
 from unipar.data import Loader
 from unipar.devices import DeviceChoice, resolve_device_type
 from unipar.engine import Undo, refuse_copies
@@ -85,6 +86,14 @@ class Session:
         on_nan: OnNaN = "raise",
         placement: Placement | None = None,
     ) -> None:
+        asked = {
+            "precision": precision,
+            "device": device,
+            "seed": seed,
+            "timeout": timeout,
+            "on_nan": on_nan,
+        }
+        validate(RunFields, asked)
         device_type = resolve_device_type(device)
         self._placement = placement or find_placement(device_type, timeout)
         models = tuple(model) if isinstance(model, Sequence) else (model,)

@@ -56,6 +56,8 @@ class Source:
             if self.is_stream:
                 return None
             raise
+        except ValueError as error:
+            raise DataError(f"len() of {type(self.dataset).__name__} fails: {error}.") from error
 
 
 def open_source(data: Any) -> Source:
@@ -71,6 +73,11 @@ def open_source(data: Any) -> Source:
     if isinstance(data, DataLoader):
         return _from_loader(data)
     if isinstance(data, torch.Tensor):
+        if not data.dim():
+            raise DataError(
+                "the data is a tensor without dims, a single number. A tensor holds samples along "
+                "its first dim."
+            )
         return Source(data)
     if isinstance(data, tuple):
         others = sorted({type(t).__name__ for t in data if not isinstance(t, torch.Tensor)})
