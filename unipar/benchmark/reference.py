@@ -82,7 +82,8 @@ def find_references(
 
 def reference_cells(cells: Sequence[Cell], global_batch_size: int | None) -> list[Cell]:
     """The cells that references take, where one process without a framework can run."""
-    singles = [Cell(strategy=REFERENCE, precision=one) for one in {c.precision for c in cells}]
+    precisions: dict[Precision, None] = {cell.precision: None for cell in cells}
+    singles = [Cell(strategy=REFERENCE, precision=precision) for precision in precisions]
     return [one for single in singles for one in (single, *divided(single, global_batch_size))]
 
 
