@@ -12,6 +12,7 @@ import torch
 from unipar.checkpoint import rng
 from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.differences import describe_differences
+from unipar.checkpoint.directory import find
 from unipar.checkpoint.files import FileReader
 from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex
 from unipar.checkpoint.names import rng_path
@@ -138,7 +139,7 @@ def load_one(
     manifest: Manifest | None = None
     error = None
     try:
-        manifest = open_checkpoint(path)
+        manifest = open_checkpoint(find(path))
     except CheckpointError as failure:
         error = str(failure)
     agree(world, error)
