@@ -207,7 +207,7 @@ def _end(started: list[subprocess.Popen]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
     parser.add_argument("--launchers", nargs="+", default=("unipar", "torchrun", "namespaces"))
     parser.add_argument("--lanes", type=int, default=1, help="hangs at the same time")

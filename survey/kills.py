@@ -106,7 +106,7 @@ def kill_once(run: Run, chance: random.Random) -> dict[str, Any] | None:
     """Start the run and kill it; what was found then, or ``None`` if it came to its end before."""
     when = chance.choice(("at any time", "in training", "in training", "at a checkpoint"))
     whom = chance.choice(([0], [1], [0, 1]))
-    marker, before = run.here / "saving.json", len(run.entries())
+    marker, before = run.here / "saving", len(run.entries())
     for old in (marker, *run.here.glob("error-*.json")):
         old.unlink(missing_ok=True)
     ranks = run.start()
@@ -177,7 +177,7 @@ def live(strategy: str, background: bool, kills: int, seed: int) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--number", type=int, default=200, help="kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "reliability" / "kills.json")

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,14 @@ class Diary(unipar.Callback):
 
 def say(path: Path, what: Any) -> None:
     """Write a file that is either whole or absent; several ranks may write the same one."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(what))
-    partial.rename(path)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(what))
+    unfinished.rename(path)
 
 
 def before_writing(then: Callable[[], None]) -> None:
     """Call ``then`` on each rank whenever its files of a checkpoint are about to be written."""
-    module = sys.modules["unipar.checkpoint.save"]
+    module: Any = sys.modules["unipar.checkpoint.save"]
     write = module.write
 
     def wrapped(*args: Any) -> Any:
@@ -114,7 +115,8 @@ def run(question: dict[str, Any], here: Path) -> None:
         if not patched:
             # In the workers, which this function is sent to.
             patched = True
-            before_writing(lambda: hang.at("checkpoint") if hang else _saving(here))
+            at = hang.at if hang else None
+            before_writing(partial(at, "checkpoint") if at else partial(_saving, here))
         if hang:
             hang.now += 1
             hang.at("step")
@@ -143,7 +145,7 @@ def run(question: dict[str, Any], here: Path) -> None:
 
 
 def _saving(here: Path) -> None:
-    say(here / "saving.json", time.time())
+    (here / "saving").touch()
 
 
 def main(path: Path) -> int:

@@ -17,7 +17,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from unipar.errors import WorkerError
 from unipar.launch import progress
@@ -83,20 +86,20 @@ class Peers:
 
     Args:
         world: the joined processes.
-        store: where they meet; a connection of its own is made to it.
+        store: where they meet, one of torch's; a connection of its own is made to it.
     """
 
-    def __init__(self, world: World, store: Store) -> None:
+    def __init__(self, world: World, store: Any) -> None:
         self._size, self._timeout = world.size, world.placement.timeout
         self._key = f"unipar/peers/{world.placement.restart}"
-        self._store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._store = store.clone()
         # Nor does the process end before a call that waits for the store has given up.
         self._store.set_timeout(timedelta(seconds=_PATIENCE))
-        base: Any = store
-        while isinstance(base, PrefixStore):
-            base = base.underlying_store
-        tcp = isinstance(base, TCPStore)
-        self._meeting: tuple[str, int] | None = (base.host, base.port) if tcp else None
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self._meeting: tuple[str, int] | None = None
+        if isinstance(store, TCPStore):
+            self._meeting = store.host, store.port
         # Torchrun keeps the store itself; with other launchers it ends with rank 0.
         own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._keeper = 0 if self._meeting and own else None

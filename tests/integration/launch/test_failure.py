@@ -194,10 +194,11 @@ def test_a_stopped_rank_is_named_where_an_asynchronous_collective_waits():
             if world.rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
             # Of two at once, gloo says of the second only that the first has timed out.
-            first, second = (dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2))
+            works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2)]
             time.sleep(8)
-            second.wait()
-            first.wait()
+            for work in reversed(works):
+                assert work is not None
+                work.wait()
 
     error = caught(fn, timeout=6)
     assert (error.rank, error.step) == (1, 3)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -174,12 +174,12 @@ def test_under_torchrun_too(script: Path, ended: list[subprocess.Popen[str]]) ->
 
 
 @pytest.fixture
-def hosts() -> Iterator[tuple[Mapping[str, str], Sequence[str]]]:
+def hosts() -> Iterator[tuple[dict[str, str], list[str]]]:
     """Two network namespaces by address, and the command that cuts the link between them."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("network namespaces take root, and the command ip (Debian's iproute2)")
     names = [f"unipar-{uuid.uuid4().hex[:8]}" for _ in range(2)]
-    found = dict(zip(("10.77.1.1", "10.77.1.2"), names, strict=True))
+    found: dict[str, str] = dict(zip(("10.77.1.1", "10.77.1.2"), names, strict=True))
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
