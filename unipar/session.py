@@ -95,7 +95,7 @@ class Session:
         validate(RunFields, asked)
         device_type = resolve_device_type(device)
         self._placement = placement or find_placement(device_type, timeout)
-        models = tuple(model) if isinstance(model, (list, tuple)) else (model,)
+        models = tuple(model) if isinstance(model, Sequence) and not callable(model) else (model,)
         self.strategy = resolve_for(strategy, self._placement, models)
         self.engines: dict[str, Engine] = {}
         self._undo: list[Undo] = []
