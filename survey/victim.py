@@ -122,7 +122,7 @@ def run(question: dict[str, Any], here: Path) -> None:
             hang.at("step")
         logits = model(batch[0])
         if hang:
-            logits = _Backward.apply(logits, lambda: hang.at("backward"))
+            logits = _Backward.apply(logits, partial(hang.at, "backward"))
         return nn.functional.cross_entropy(logits, batch[1])
 
     result = unipar.fit(

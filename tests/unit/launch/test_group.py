@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 
@@ -22,7 +23,7 @@ def group(tmp_path):
         processes = {n: subprocess.Popen(["sh", "-c", line]) for n, line in enumerate(commands)}
         for process in processes.values():
             process.wait(20)
-        return WorkerGroup(processes, Attempt(tmp_path), timeout)
+        return WorkerGroup(processes, Attempt(tmp_path), timeout, signal.SIGUSR2)
 
     return make
 
