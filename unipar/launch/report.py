@@ -15,6 +15,8 @@ from unipar.launch.wording import ADVICE, SAME, behind, in_step, name_ranks, see
 _LOG_LINES = 10
 # Numpy, torch on the CPU and torch on a GPU each say it in a way of their own.
 _MEMORY = re.compile(r"MemoryError|out of memory|can't allocate memory|SIGKILL")
+# How gloo of torch 2.13 ends a process that has met another one in a different collective.
+_APART = re.compile(r"gloo::EnforceNotMet.*op\.preamble\.length", re.DOTALL)
 
 
 def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
@@ -33,7 +35,13 @@ def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
     if failure.traceback:
         lines += ["", f"Traceback of rank {failure.rank} (most recent call last):"]
         lines.append(failure.traceback)
-    lines += _log_tail(group, failure.rank)
+    last_output = _log_tail(group, failure.rank)
+    if _APART.search("\n".join(last_output)):
+        lines.append(
+            f"The ranks were in different collectives. {SAME}: where gradients are divided, every "
+            "rank has to use the same parameters of the model in a step."
+        )
+    lines += last_output
     return WorkerError(
         "\n".join(lines),
         rank=failure.rank,

@@ -11,7 +11,7 @@ from torch import nn
 
 import unipar
 from unipar.batch import Batch, MicroBatch
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, WorkerError
 from unipar.strategy import Engine
 from unipar.world import Placement
 
@@ -204,18 +204,35 @@ def test_what_is_not_averaged_is_refused_before_the_optimizer_steps(
         assert "DistributedDataParallel" not in message
 
 
-def test_parameters_that_one_rank_alone_leaves_out_are_named_by_fit(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "error", "said"),
+    [
+        ("ddp", ConfigError, r"'part\.weight'.*find_unused_parameters=true"),
+        ("fsdp", WorkerError, r"every rank has to use the same parameters of the model in a step"),
+    ],
+)
+def test_what_ranks_use_differently_ends_the_run_with_the_reason(
+    tmp_path: Any, strategy: str, error: type[Exception], said: str
+) -> None:
     def loss(model: Any, batch: Any) -> torch.Tensor:
         import torch.distributed as dist
 
+        # Rank 0 prints to the terminal, and the others are told by what they printed last.
         return model(batch[0], part=dist.get_rank() == 0).square().mean()
 
-    data = torch.arange(8) % 9
-    with pytest.raises(ConfigError, match=r"'part\.weight'.*find_unused_parameters=true"):
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all, self.part = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, part: bool) -> torch.Tensor:
+            return self.all(x) + self.part(x) if part else self.all(x)
+
+    with pytest.raises(error, match=said):
         unipar.fit(
-            Model(),
-            (data,),
-            strategy="ddp",
+            Small(),
+            (torch.ones(8, 4),),
+            strategy=strategy,
             devices=2,
             device="cpu",
             global_batch_size=8,
