@@ -36,7 +36,8 @@ def held(
         text = torch.zeros(BATCH, LENGTH, dtype=torch.long)
         batch = unipar.Batch((unipar.MicroBatch((text, text), BATCH),), BATCH * placement.size)
         engine.train_step(batch, loss)
-        engine.backward(loss(engine, (text, text)), num_items=BATCH)
+        with engine.microbatch(last=True):
+            engine.backward(loss(engine, (text, text)), num_items=BATCH)
         gc.collect()
         own = sum(size for place, size in storages().items() if place not in before)
         engine.step()

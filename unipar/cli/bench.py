@@ -185,7 +185,7 @@ def _print(shown: object) -> None:
     from rich.console import Console
 
     if isinstance(shown, str):
-        print(shown)
+        print(shown.rstrip("\n"))
     else:
         Console().print(shown)
 

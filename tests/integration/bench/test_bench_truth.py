@@ -158,8 +158,8 @@ def test_a_death_is_a_row_with_its_reason(result: BenchResult) -> None:
 
 
 def test_ddp_reduces_all_gradients_once(result: BenchResult) -> None:
-    # Besides, the loss, its count and two flags, in 8 bytes each.
-    assert traffic(result, "ddp") == {"all-reduce": (2, parameter_bytes() + 4 * 8)}
+    # Besides, the loss, its count and three flags, in 8 bytes each.
+    assert traffic(result, "ddp") == {"all-reduce": (2, parameter_bytes() + 5 * 8)}
 
 
 def test_fsdp_gathers_all_parameters_twice_and_scatters_gradients_once(
@@ -168,7 +168,7 @@ def test_fsdp_gathers_all_parameters_twice_and_scatters_gradients_once(
     seen = traffic(result, "fsdp")
     assert seen["all-gather"][1] == 2 * parameter_bytes()
     assert seen["reduce-scatter"][1] == parameter_bytes()
-    assert seen["all-reduce"] == (1, 4 * 8)
+    assert seen["all-reduce"] == (1, 5 * 8)
 
 
 def test_communication_is_a_part_of_the_step(result: BenchResult) -> None:
