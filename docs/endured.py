@@ -102,9 +102,11 @@ def kills_summary() -> str:
     found = [kill for run in _runs() for kill in run["kills"]]
     whole = sum(kill["whole"] and not kill["lost"] for kill in found)
     equal = sum(run["apart"] == 0 for run in _runs())
+    early = sum(kill["step"] == 0 for kill in found)
     return (
         f"After {whole} of {len(found)} kills the newest checkpoint was whole, and none that the "
-        f"run had announced was missing; {equal} of {len(list(_runs()))} runs ended with the "
+        f"run had announced was missing ({early} came before the first); "
+        f"{equal} of {len(list(_runs()))} runs ended with the "
         "losses of a run that nobody disturbed, bit for bit."
     )
 
