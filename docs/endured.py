@@ -24,15 +24,14 @@ def load(name: str) -> dict[str, Any]:
 
 def hangs() -> tuple[list[str], list[list[str]]]:
     """A row for each kind of hang, over its strategies."""
-    record = load("hangs.json")
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for one in record["hangs"]:
+    for one in _hangs():
         groups.setdefault((one["place"], one["how"], one["launcher"]), []).append(one)
     rows = []
     for (place, how, launcher), found in groups.items():
         named = sum(one["named"] for one in found)
         strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(f["strategy"] for f in found))
-        longest = max(one["seconds"] for one in found) / record["timeout"]
+        longest = max(one["timeouts"] for one in found)
         rows.append(
             [
                 f"{HOWS[how]} {PLACES[place]}",
@@ -46,18 +45,34 @@ def hangs() -> tuple[list[str], list[list[str]]]:
 
 
 def hangs_summary() -> str:
-    record = load("hangs.json")
-    found, timeout = record["hangs"], record["timeout"]
+    found = list(_hangs())
     named = sum(one["named"] for one in found)
-    ended = sum(one["seconds"] <= 2 * timeout for one in found)
+    ended = sum(one["timeouts"] <= 2 for one in found)
+    lengths = ", ".join(f"{length:g}" for length in sorted({one["timeout"] for one in found}))
     return (
         f"Of {len(found)} hangs {named} were named rightly, and {ended} ended within twice the "
-        f"`timeout`, which was {timeout:g} s."
+        f"`timeout`, which was {lengths} s."
     )
 
 
 def about_hangs() -> str:
-    return load("hangs.json")["about"]
+    parts = load("hangs.json")["parts"]
+    return "\n\n".join(
+        f"{', '.join(f'`{s}`' for s in dict.fromkeys(h['strategy'] for h in part['hangs']))}: "
+        f"{part['about']}"
+        for part in parts
+    )
+
+
+def _hangs() -> Iterator[dict[str, Any]]:
+    """Each hang, with its time in timeouts."""
+    for part in load("hangs.json")["parts"]:
+        for one in part["hangs"]:
+            yield {
+                **one,
+                "timeout": part["timeout"],
+                "timeouts": one["seconds"] / part["timeout"],
+            }
 
 
 def kills() -> tuple[list[str], list[list[str]]]:
@@ -87,9 +102,11 @@ def kills_summary() -> str:
     found = [kill for run in _runs() for kill in run["kills"]]
     whole = sum(kill["whole"] and not kill["lost"] for kill in found)
     equal = sum(run["apart"] == 0 for run in _runs())
+    early = sum(kill["step"] == 0 for kill in found)
     return (
         f"After {whole} of {len(found)} kills the newest checkpoint was whole, and none that the "
-        f"run had announced was missing; {equal} of {len(list(_runs()))} runs ended with the "
+        f"run had announced was missing ({early} came before the first); "
+        f"{equal} of {len(list(_runs()))} runs ended with the "
         "losses of a run that nobody disturbed, bit for bit."
     )
 

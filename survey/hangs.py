@@ -4,7 +4,9 @@ Under each strategy a rank is stopped or sleeps in a step, in backward and at a 
 this library started the ranks and where torchrun did; and the link between two hosts, which are
 network namespaces, is cut (root, with iproute2; else these are left out).
 
-python survey/hangs.py    what is found goes to docs/reliability/hangs.json; about 20 minutes
+python survey/hangs.py                         docs/reliability/hangs.json; about 40 minutes
+python survey/hangs.py --lanes 4               the same, several at the same time
+python survey/hangs.py --strategies horovod    in the place of what was there of this strategy
 """
 
 from __future__ import annotations
@@ -206,6 +208,16 @@ def _end(started: list[subprocess.Popen]) -> None:
         one.wait()
 
 
+def add(path: Path, part: dict[str, Any]) -> None:
+    """Put ``part`` in the place of what was measured before under its strategies."""
+    parts = json.loads(path.read_text())["parts"] if path.exists() else []
+    measured = {one["strategy"] for one in part["hangs"]}
+    for old in parts:
+        old["hangs"] = [one for one in old["hangs"] if one["strategy"] not in measured]
+    parts = [*(old for old in parts if old["hangs"]), part]
+    path.write_text(json.dumps({"parts": parts}, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES)
@@ -239,10 +251,9 @@ def main() -> None:
         ends = [lanes.submit(one, *each) for each in zip(chosen, itertools.count(), steps)]
     found.sort(key=lambda one: chosen.index(Case(**{f: one[f] for f in Case.__dataclass_fields__})))
     spent = time.perf_counter() - began
-    command = f"python survey/hangs.py --lanes {arguments.lanes}"
+    command = "python " + " ".join(("survey/hangs.py", *sys.argv[1:]))
     about = circumstances(command, spent, ("deepspeed", "horovod"))
-    record = {"about": about, "timeout": TIMEOUT, "hangs": found}
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    add(arguments.out, {"about": about, "timeout": TIMEOUT, "hangs": found})
     for end in ends:
         # One that did not come to hang at all is no measurement, and ends the survey here.
         end.result()

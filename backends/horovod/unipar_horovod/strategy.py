@@ -232,7 +232,10 @@ class HorovodStrategy(Strategy):
         fixed = {
             # Only what is one group is fused, so that sums do not depend on when it was ready.
             "HOROVOD_DISABLE_GROUP_FUSION": "1",
-            "HOROVOD_STALL_CHECK_TIME_SECONDS": str(min(60, patience)),
+            # It looks for stalls as often as it may warn of them, and gives up only when it looks.
+            # Horovod 0.28.1 counts a cached tensor from the first look that finds it stalled
+            # (horovod/common/stall_inspector.cc): with few looks that takes several timeouts.
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": str(min(60, max(1, patience // 10))),
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(patience),
         }
         return {**settings, **fixed, **options.native}

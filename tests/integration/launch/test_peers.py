@@ -159,6 +159,7 @@ def test_the_rank_that_is_left_says_who_is_to_blame(
 @pytest.mark.thorough
 def test_under_torchrun_too(script: Path, ended: list[subprocess.Popen[str]]) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--log-dir", str(script.parent / "logs")]
     run = subprocess.Popen(
         [*command, str(script), "0", "stop", "ddp"],
         env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(script.parent / "compiled")},
