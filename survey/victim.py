@@ -115,8 +115,7 @@ def run(question: dict[str, Any], here: Path) -> None:
         if not patched:
             # In the workers, which this function is sent to.
             patched = True
-            at = hang.at if hang else None
-            before_writing(partial(at, "checkpoint") if at else partial(_saving, here))
+            before_writing(partial(hang.at, "checkpoint") if hang else partial(_saving, here))
         if hang:
             hang.now += 1
             hang.at("step")
