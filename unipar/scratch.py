@@ -13,7 +13,8 @@ from pathlib import Path
 
 from unipar.errors import ConfigError
 
-PREFIX = "unipar-run-"
+PREFIX = "unipar."
+"""Short, for processes make sockets in such directories, and their paths may have 107 bytes."""
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from unipar.engine import Undo, refuse_copies
 from unipar.errors import ConfigError
 from unipar.evaluate import Metric, Predict, evaluate
 from unipar.garbage import no_collection
+from unipar.launch import peers
 from unipar.loss import LossFn
 from unipar.sizing import resolve_for
 from unipar.strategy import (
@@ -112,6 +113,7 @@ class Session:
         check_capabilities(self.strategy, self._spec(nn.Identity()), self._placement)
         with no_collection():
             self.world = self.strategy.setup(self._placement)
+        self._peers = peers.watch(self.world)
         torch.manual_seed(self._seed)
         return self
 
@@ -121,6 +123,12 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:
+            from unipar.launch.failure import note
+
+            note(error)
+        # Before this rank's connections close, and others fail by that.
+        told = self._peers.leave(error) if self._peers else None
         if "unipar.checkpoint.save" in sys.modules:
             # A save in the background still needs the process group.
             sys.modules["unipar.checkpoint.save"].wait_for_pending()
@@ -130,6 +138,8 @@ class Session:
             undo()
         self.strategy.teardown()
         self.world.leave()
+        if told is not None:
+            raise told from error
 
     def _spec(self, model: nn.Module | ModelFactory, **asked: Any) -> EngineSpec:
         return EngineSpec(
@@ -306,7 +316,8 @@ class Session:
         """Take over a checkpoint of any strategy and world size. Collective.
 
         Args:
-            path: a checkpoint, or a directory of them, of which the newest is taken.
+            path: a checkpoint, or a directory of them, of which the newest is taken that is not
+                damaged.
             loader: what to set to the saved position.
             optimizer: whether to restore more than the weights.
 
@@ -315,6 +326,9 @@ class Session:
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model.
+            ConfigError: it was saved with another optimizer or scheduler, or within an epoch of
+                another order or other batches.
+            DataError: it was saved within an epoch over another number of samples.
         """
         from unipar import checkpoint
 

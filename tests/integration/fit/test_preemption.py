@@ -288,6 +288,6 @@ def test_the_next_run_removes_what_a_killed_launcher_has_left(slow: Run, tmp_pat
             os.kill(pid, number)
     process.communicate(timeout=60)
     scratch = Path(tempfile.gettempdir())
-    assert len([*scratch.glob("unipar-run-*")]) == 1
+    assert len([*scratch.glob("unipar.*")]) == 1
     fit(build(), data(), **settings(tmp_path / "next", strategy="ddp", devices=2, steps=1))
-    assert [*scratch.glob("unipar-run-*")] == []
+    assert [*scratch.glob("unipar.*")] == []
