@@ -231,8 +231,14 @@ def set_up_and_tear_down(placement: Placement, plugin: str) -> tuple[Any, Any, A
     [
         ("cpu", "ddp", ["keep-batchnorm"]),
         ("cpu", "zero1", ["zero-on-cpu"]),
-        ("cpu", "gemini", ["chunks-on-cpu", "auto-placement-on-cpu", "gemini-optimizers"]),
-        ("cuda", "gemini", ["gemini-optimizers"]),
+        (
+            *("cpu", "gemini"),
+            [
+                *("chunks-on-cpu", "attributes-that-compute"),
+                *("auto-placement-on-cpu", "gemini-optimizers"),
+            ],
+        ),
+        ("cuda", "gemini", ["attributes-that-compute", "gemini-optimizers"]),
         ("cpu", "fsdp", ["fsdp-on-cpu"]),
         ("cuda", "fsdp", []),
         ("cuda", "zero2", []),
