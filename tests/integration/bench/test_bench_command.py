@@ -105,7 +105,8 @@ def test_beside_busy_processes_no_winner_is_named_and_less_does_not_replace_more
     directory: Path,
 ) -> None:
     (directory / "run.yaml").write_text(RUN.replace("16", "1"))
-    flags = ("--devices", "1", "--steps", "20", "--warmup", "1")
+    # As many steps as last for longer than the system's clock is coarse.
+    flags = ("--devices", "1", "--steps", "600", "--warmup", "1")
     equals = ["ddp", "ddp:bucket_cap_mb=20"]
     process = start(directory, *flags, "--strategies", ",".join(equals), "--repeats", "3")
     with busy():
