@@ -286,7 +286,7 @@ class ModuleEngine(Engine):
         self._count: torch.Tensor | float = 0
         self._normalizer = 0.0
         self._reduction: LossReduction | None = None
-        self._by_hand = self._begun = False
+        self._by_hand = self._begun = self._told = False
         self._forwards = 0
 
     # -- the user's own loop ---------------------------------------------------------------------
@@ -306,7 +306,7 @@ class ModuleEngine(Engine):
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         with self._microbatch(last):
-            self._last = last
+            self._told, self._last = True, last
             try:
                 yield
             finally:
@@ -344,6 +344,13 @@ class ModuleEngine(Engine):
         if self._total is None:
             raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
         if self._reduction is None:
+            if self._told:
+                self._clear()
+                raise ConfigError(
+                    "engine.step() came before a backward pass in engine.microbatch(last=True), "
+                    "which is where gradients are reduced. Pass last=True for the last backward "
+                    "pass of each step, or leave microbatch out: step() then reduces what there is."
+                )
             self._start_reduction()
         try:
             return self._update()

@@ -172,6 +172,12 @@ def go_on_after_the_last(engine: Engine, rank: int) -> None:
             engine.backward(engine(tokens(0, rank, 0)).square().mean(), num_items=SAMPLES)
 
 
+def never_come_to_the_last(engine: Engine, rank: int) -> None:
+    with engine.microbatch(last=False):
+        engine.backward(engine(tokens(0, rank, 0)).square().mean(), num_items=SAMPLES)
+    engine.step()
+
+
 def do_not_tell_the_last(engine: Engine, rank: int) -> None:
     engine.backward(engine(tokens(0, rank, 0)).square().mean(), num_items=SAMPLES)
     engine.step()
@@ -188,6 +194,7 @@ def do_not_tell_the_last(engine: Engine, rank: int) -> None:
         ("ddp", leave_a_part_out_of_the_last, ["'part.weight', 'part.bias'"]),
         ("ddp", go_around_the_model, ["Call model(…) in loss(model, batch)"]),
         ("ddp", go_on_after_the_last, ["engine.microbatch(last=True)", "reduced already"]),
+        ("ddp", never_come_to_the_last, ["came before", "Pass last=True"]),
         (
             "ddp:compression=powersgd",
             do_not_tell_the_last,
