@@ -135,7 +135,7 @@ class DDPReducer:
         return ConfigError(
             f"the backward pass of this step gave no gradient to some {what}; {why}. Nothing was "
             f"updated. {remedy}, which finds unused parameters in every step, or freeze what is "
-            "never used (parameter.requires_grad_(False))."
+            "never used before the model is prepared (parameter.requires_grad_(False))."
         )
 
     def _reduce(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from unipar.batch import MicroBatch
+from unipar.errors import ConfigError
 from unipar.loss import LossFn, LossSum
 from unipar.state import EngineState, StateSource
 from unipar.strategy import StepResult
@@ -37,6 +38,8 @@ class ZeROEngine(DeepSpeedEngine):
     def __init__(self, *args: Any, refuse_unused: bool, **kwargs: Any) -> None:
         self._refuse_unused = refuse_unused
         super().__init__(*args, **kwargs)
+        named = self.module.named_parameters()
+        self._frozen = {name: p for name, p in named if not p.requires_grad}
 
     @property
     def num_parameters(self) -> int:
@@ -79,6 +82,7 @@ class ZeROEngine(DeepSpeedEngine):
         assert self._reduction is not None
         loss, count = self._reduction.wait()
         normalizer = self._normalizer
+        self._check_frozen()
         self._check_used()
         self._clear()
         self.num_steps += 1
@@ -102,6 +106,17 @@ class ZeROEngine(DeepSpeedEngine):
         if not overflow:
             self._step_scheduler()
         return StepResult(loss, count, norm, skipped=overflow)
+
+    def _check_frozen(self) -> None:
+        """Refuse parameters that were thawed: ZeRO has no partitions for them."""
+        thawed = [name for name, p in self._frozen.items() if p.requires_grad]
+        if thawed:
+            self._discard()
+            raise ConfigError(
+                f"deepspeed: {', '.join(thawed[:4])}{', …' if len(thawed) > 4 else ''} was frozen "
+                "when the model was prepared, and is not now: ZeRO would leave it as it is. "
+                "Prepare the model again from a checkpoint, or use strategy='ddp' or 'horovod'."
+            )
 
     def _check_used(self) -> None:
         if not self._refuse_unused:
