@@ -26,7 +26,7 @@ from unipar.errors import ConfigError
 
 _BUCKET_BYTES = 25 * 2**20
 _IN_FLIGHT = 2
-_NAMED_BY_TORCH = 8
+_MAX_NAMES = 8
 
 
 class DDPReducer:
@@ -123,8 +123,8 @@ class DDPReducer:
         # ensure_prior_reduction_finished).
         found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", said)
         names = [self._names[int(index)] for index in found[1].split()] if found else []
-        more = len(names) - _NAMED_BY_TORCH
-        listed = ", ".join(f"'{name}'" for name in names[:_NAMED_BY_TORCH])
+        more = len(names) - _MAX_NAMES
+        listed = ", ".join(f"'{name}'" for name in names[:_MAX_NAMES])
         what = f"parameters that it trains: {listed}{f' and {more} more' if more > 0 else ''}"
         if self.ddp.static_graph:
             why = "under static_graph=true, which expects the graph of the first step in each"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from leftovers import processes_of
 from small_run import build, data, reference, settings
 
 from unipar import fit
@@ -125,21 +125,10 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     for process in run.started:
         process.kill()
     deadline = time.monotonic() + 30
-    while left := _left(str(scratch)):
+    while left := processes_of(str(scratch)):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.1)
     assert [path.name for path in scratch.glob("unipar*")] == []
-
-
-def _left(scratch: str) -> list[str]:
-    left = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get("TMPDIR") == scratch:
-                left.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return left
 
 
 def stopped(process: subprocess.Popen[str], number: signal.Signals) -> str:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from leftovers import processes_of
 
 PREAMBLE = """
 import os, signal, sys, time
@@ -48,14 +48,7 @@ def _listening() -> set[int]:
 
 def _left(scratch: str, ports: set[int]) -> list[str]:
     """Processes that hold this test's directory in their environment, and new ports of this one."""
-    left = []
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get("TMPDIR") == scratch:
-                left.append(" ".join(process.cmdline()))
-        except psutil.Error:
-            continue
-    return left + [f"port {port}" for port in _listening() - ports]
+    return processes_of(scratch) + [f"port {port}" for port in _listening() - ports]
 
 
 class Script:
