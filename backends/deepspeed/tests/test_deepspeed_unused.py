@@ -104,3 +104,23 @@ def test_zeros_are_refused_where_they_would_be_something_else(
             device="cpu",
             output_dir=tmp_path,
         )
+
+
+def thaw(placement: Placement, strategy: str) -> str:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1))
+        engine = session.prepare(
+            model, optimizer=lambda named: adamw((n, p) for n, p in named if p.requires_grad)
+        )
+        batches = iter(session.loader(data(), global_batch_size=8))
+        engine.train_step(next(batches), loss_fn)
+        engine.module.requires_grad_(True)
+        with pytest.raises(ConfigError) as refused:
+            engine.train_step(next(batches), loss_fn)
+        return str(refused.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_parameter_thawed_after_prepare_is_named(world_pool: WorldPools, strategy: str) -> None:
+    for said in world_pool(2).run(thaw, strategy):
+        assert "0.weight, 0.bias was frozen when the model was prepared" in said
