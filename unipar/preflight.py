@@ -70,8 +70,8 @@ def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: A
     """
     if isinstance(model, nn.Module):
         check_trainable(model)
-    data_size = planned.strategy.data_size(planned.placement)
-    loader = training_loader(config, data, data_size=data_size)
+    layout = planned.strategy.layout(planned.placement)
+    loader = training_loader(config, data, data_size=layout.batch)
     spec = EngineSpec(
         model,
         precision=config.precision,
