@@ -160,20 +160,20 @@ class Layout:
         places = itertools.product(*(range(getattr(self, axis)) for axis in AXES))
         return [sum(map(operator.mul, place, strides)) for place in places]
 
-    def mesh(self, *names: str) -> tuple[str, ...]:
+    def grid(self, *names: str) -> tuple[str, ...]:
         """The axes of the grid that has all of ``names``, without others of size 1.
 
         Raises:
             ConfigError: no grid has them together, or one of them is of size 1.
         """
-        grid = next((axes for axes in MESHES if set(names) <= set(axes)), None)
-        if grid is None:
+        found = next((axes for axes in MESHES if set(names) <= set(axes)), None)
+        if found is None:
             grids = "; ".join(", ".join(axes) for axes in MESHES)
             raise ConfigError(
                 f"no mesh has the axes {', '.join(names)}. Ask for axes of one of these: {grids}."
             )
         # What is reduced over may be one rank alone.
-        kept = tuple(a for a in grid if a in _REDUCED or getattr(self, a) > 1)
+        kept = tuple(a for a in found if a in _REDUCED or getattr(self, a) > 1)
         for name in names:
             if name not in kept:
                 raise ConfigError(

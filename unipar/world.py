@@ -153,7 +153,7 @@ class World:
         Raises:
             ConfigError: no grid has these axes together.
         """
-        grid = self.layout.mesh(*axes)
+        grid = self.layout.grid(*axes)
         if grid not in self._meshes:
             self._meshes[grid] = self._make_mesh(grid)
         return self._meshes[grid][axes]

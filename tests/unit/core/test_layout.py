@@ -108,11 +108,11 @@ def test_another_number_of_processes_is_refused(layout: Layout, size: int, says:
 
 
 def test_meshes_leave_out_axes_that_divide_nothing() -> None:
-    assert Layout(dp_shard=4).mesh("fsdp") == ("fsdp",)
-    assert Layout(dp_replicate=4).mesh("fsdp") == ("dp_replicate", "fsdp")
-    assert Layout(dp_shard=2, tp=2).mesh("fsdp") == ("fsdp", "tp")
-    assert MIXED.mesh("ep") == ("pp", "dp_replicate", "efsdp", "ep", "tp")
-    assert MIXED.mesh("cp") == ("pp", "batch", "cp", "tp")
+    assert Layout(dp_shard=4).grid("fsdp") == ("fsdp",)
+    assert Layout(dp_replicate=4).grid("fsdp") == ("dp_replicate", "fsdp")
+    assert Layout(dp_shard=2, tp=2).grid("fsdp") == ("fsdp", "tp")
+    assert MIXED.grid("ep") == ("pp", "dp_replicate", "efsdp", "ep", "tp")
+    assert MIXED.grid("cp") == ("pp", "batch", "cp", "tp")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_meshes_that_are_not_there_are_refused(
     layout: Layout, names: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        layout.mesh(*names)
+        layout.grid(*names)
 
 
 def test_the_axes_multiply_to_the_processes() -> None:
