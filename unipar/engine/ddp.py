@@ -63,6 +63,7 @@ class DDPReducer:
         named = list(ddp.module.named_parameters())
         # In the order in which the reducer counts them.
         self._names = [name for name, p in named if p.requires_grad]
+        self._known = [p for _, p in named if p.requires_grad]
         self._unknown = [p for _, p in named if not p.requires_grad]
         self._sparse = sparse_parameters(ddp.module)
         self._armed = False
@@ -103,25 +104,18 @@ class DDPReducer:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             raise self._unused(str(error)) from None
-        thawed = [p for p in self._unknown if p.requires_grad]
         if self._averages:
-            others = set(thawed)
-            _scale((p for p in self.ddp.module.parameters() if p not in others), self.num_ranks)
-        # Frozen when the wrapper was made.
-        self._reduce(thawed)
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks the gradients are reduced over."""
-        return dist.get_world_size(self.ddp.process_group)
+            _scale(self._known, dist.get_world_size(self.ddp.process_group))
+        # Frozen when the wrapper was made, and thawed since.
+        self._reduce([p for p in self._unknown if p.requires_grad])
 
     @contextlib.contextmanager
     def reducing_again(self) -> Iterator[None]:
         """Around a backward pass that reduces, before another that reduces what it leaves."""
         yield
         if self._armed and not self._averages:
-            # Each rank keeps an equal part, so that the sum of all is that of the ranks.
-            _scale(self.ddp.module.parameters(), 1 / self.num_ranks)
+            # Each rank keeps an equal part of what is summed, so that summing it changes nothing.
+            _scale(self._known, 1 / dist.get_world_size(self.ddp.process_group))
 
     def must_be_armed(self) -> None:
         """Check that the whole step's loss has come through the wrapper.
@@ -231,10 +225,11 @@ def _sum(state, bucket):
 
 def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
     grads = [p.grad for p in parameters if p.grad is not None]
-    for grad in [grad for grad in grads if grad.is_sparse]:
-        grad.mul_(factor)
+    for grad in grads:
+        if grad.is_sparse:
+            grad.mul_(factor)
     dense = [grad for grad in grads if not grad.is_sparse]
-    if dense and factor != 1:
+    if dense:
         torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
