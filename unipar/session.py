@@ -19,7 +19,7 @@ from unipar.config import RunFields, validate
 from unipar.data import Loader
 from unipar.devices import DeviceChoice, resolve_device_type
 from unipar.engine import Undo, refuse_copies
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, UniparError
 from unipar.evaluate import Metric, Predict, evaluate
 from unipar.garbage import no_collection
 from unipar.launch import peers
@@ -123,9 +123,12 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        explained = None
         if error is not None:
             from unipar.launch.failure import note
 
+            explained = self._explained(error)
+            error = explained or error
             note(error)
         # Before this rank's connections close, and others fail by that.
         told = self._peers.leave(error) if self._peers else None
@@ -140,6 +143,17 @@ class Session:
         self.world.leave()
         if told is not None:
             raise told from error
+        if explained is not None:
+            raise explained
+
+    def _explained(self, error: BaseException) -> ConfigError | None:
+        """A framework's error in words of the strategy's, if it knows it."""
+        words = "" if isinstance(error, UniparError) else self.strategy.explain(error)
+        if not words:
+            return None
+        explained = ConfigError(words)
+        explained.__cause__ = error
+        return explained
 
     def _spec(self, model: nn.Module | ModelFactory, **asked: Any) -> EngineSpec:
         return EngineSpec(

@@ -377,6 +377,13 @@ class Strategy(ABC):
     def prepare(self, spec: EngineSpec, world: World) -> Engine:
         """Wrap a model, then build its optimizer and scheduler. Collective."""
 
+    def explain(self, error: BaseException) -> str:
+        """What an error of the framework's own means, and what to do; empty if it is not known.
+
+        A session that ends with the error raises a :class:`ConfigError` of these words from it.
+        """
+        return ""
+
     def teardown(self) -> None:
         """Release what :meth:`setup` took, apart from the world."""
         return

@@ -111,6 +111,13 @@ class AccelerateStrategy(Strategy):
         engine.accelerator = prepared.accelerator  # pyright: ignore[reportAttributeAccessIssue]
         return engine
 
+    def explain(self, error: BaseException) -> str:
+        if self.options.plugin != "fsdp":
+            return ""
+        from unipar.engine.sharded import explain_mixed
+
+        return explain_mixed(error, self.name)
+
     def teardown(self) -> None:
         self._framework.stop()
         if self.options.plugin == "deepspeed":

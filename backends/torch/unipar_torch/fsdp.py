@@ -99,6 +99,11 @@ class FSDPStrategy(Strategy):
         shard_size = self._shard_size(world.placement) if hybrid else None
         return prepare(spec, world, self.options, shard_size)
 
+    def explain(self, error: BaseException) -> str:
+        from unipar.engine.sharded import explain_mixed
+
+        return explain_mixed(error, self.name)
+
     def _shard_size(self, placement: Placement) -> int:
         default = placement.local_size if placement.num_nodes > 1 else max(1, placement.size // 2)
         shard = self.options.shard_size or default

@@ -34,6 +34,7 @@ from unipar.engine import (
     repeated_blocks,
     with_divisible_optimizer,
 )
+from unipar.engine.sharded import refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.strategy import EngineSpec, seeded_model
@@ -71,6 +72,7 @@ def prepare(
         _materialize(module, weights, world, offloaded=options.cpu_offload)
     _prefetch(units, options.prefetch)
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
+    undo += refuse_gradients_outside(module, options.strategy)
     return FSDPEngine(spec, world, module, undo=undo)
 
 
