@@ -20,10 +20,10 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 _REMEDIES = (
     "For a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
-    "Adam (but not of AdamW); any other is computed in the model's forward, where they are whole, "
-    "and returned with the output. For a moving average or a target network: read a shard's own "
-    "values by parameter.detach().to_local(), and average shards with shards; or the whole by "
-    "parameter.detach().full_tensor(), which every rank has to call."
+    "Adam (but not of AdamW); any other is computed in the forward of the module that holds them, "
+    "where they are whole, and returned with its output. For a moving average or a target network: "
+    "read a shard's own values by parameter.detach().to_local(), and average shards with shards; "
+    "or the whole by parameter.detach().full_tensor(), which every rank has to call."
 )
 
 

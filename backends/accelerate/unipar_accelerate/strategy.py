@@ -60,6 +60,7 @@ class AccelerateStrategy(Strategy):
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset({"parameters", "optimizer"}),
             splits_tensors=True,
+            sparse_gradients=False,
             # The plugin, with the classes that it wraps, is one for all Accelerators of a process.
             several_engines=False,
         )

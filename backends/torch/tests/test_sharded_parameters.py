@@ -157,3 +157,35 @@ def test_what_is_advised_makes_the_run_of_a_plain_loop(world_pool: Any) -> None:
     plain = world_pool(1).run(remedies, "single")[0]
     for found in world_pool(2).run(remedies, "fsdp"):
         torch.testing.assert_close(found, plain)
+
+
+def prepared_twice(placement: Placement, make: Callable[[nn.Linear], Any]) -> str:
+    encoder = nn.Linear(4, 4)
+    second = make(encoder)
+    with unipar.Session("fsdp", placement=placement) as session:
+        session.prepare(encoder, optimizer=sgd, name="first")
+        with pytest.raises(ConfigError) as refused:
+            session.prepare(second, optimizer=sgd, name="second")
+        session.prepare(nn.Linear(4, 4), optimizer=sgd, name="third")
+    return str(refused.value)
+
+
+def tied(encoder: nn.Linear) -> nn.Module:
+    decoder = nn.Linear(4, 4)
+    decoder.weight = encoder.weight
+    return decoder
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda encoder: encoder,
+        lambda encoder: nn.Sequential(encoder, nn.Linear(4, 2)),
+        tied,
+        lambda encoder: lambda: encoder,
+    ],
+    ids=["itself", "a part of another", "one tensor", "by a function"],
+)
+def test_a_parameter_of_two_engines_is_refused(world_pool: Any, make: Any) -> None:
+    for said in world_pool(2).run(prepared_twice, make):
+        assert "for engine 'second' is engine 'first's already" in said
