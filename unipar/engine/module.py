@@ -192,6 +192,7 @@ class ModuleEngine(Engine):
         """
         first = self._total is None
         if self._total is None:
+            self._refuse_between()
             # Another engine's loss may have gone through this model (a GAN's generator's).
             self._drop_gradients()
             self._total, self._scale = loss.detach(), weight
@@ -211,6 +212,17 @@ class ModuleEngine(Engine):
         mark(self.num_steps + 1, "backward")
         with backward_pass():
             self._backward(loss if factor == 1.0 else loss * factor)
+
+    def _refuse_between(self) -> None:
+        """Refuse a step that begins within one of an engine with parameters in common."""
+        for other in self.sharing:
+            if isinstance(other, ModuleEngine) and other._total is not None:
+                raise ConfigError(
+                    f"engine '{self.spec.name}' begins a step while engine '{other.spec.name}' has "
+                    "gradients that it has not stepped by, and they have parameters in common, so "
+                    "these would be lost. Call step() of each engine before backward() of the "
+                    "next, or prepare one module that holds both."
+                )
 
     def _start_reduction(self) -> None:
         assert self._total is not None

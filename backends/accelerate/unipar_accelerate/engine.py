@@ -21,6 +21,7 @@ from unipar.engine import (
     Undo,
     check_divisible,
 )
+from unipar.engine.sharded import refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.state import is_dtensor
@@ -131,6 +132,7 @@ class ShardedEngine(AccelerateEngine):
         check_divisible(optimizer, "accelerate", self.world, AsDTensors(comes_first=False))
         self._all_parameters = list(self.module.parameters())
         self._parameters = self._all_parameters
+        self._undo += refuse_gradients_outside(self.module, "accelerate")
 
     def _microbatch(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self._model)

@@ -84,6 +84,7 @@ class FSDPStrategy(Strategy):
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset({"parameters", "optimizer"}),
             splits_tensors=True,
+            sparse_gradients=False,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
@@ -98,6 +99,11 @@ class FSDPStrategy(Strategy):
         hybrid = self.options.sharding == "hybrid"
         shard_size = self._shard_size(world.placement) if hybrid else None
         return prepare(spec, world, self.options, shard_size)
+
+    def explain(self, error: BaseException) -> str:
+        from unipar.engine.sharded import explain_mixed
+
+        return explain_mixed(error, self.name)
 
     def _shard_size(self, placement: Placement) -> int:
         default = placement.local_size if placement.num_nodes > 1 else max(1, placement.size // 2)
