@@ -91,6 +91,16 @@ class Network(nn.Module):
         return self.outward(x)
 
 
+class Clamped(Network):
+    """Changes weights of its own before it computes with them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.outward.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 class PartlyUsed(Network):
     """Has a layer that a batch may leave out."""
 
@@ -163,6 +173,18 @@ class Tied(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Sparse(nn.Module):
+    """A language model whose embedding has sparse gradients."""
+
+    def __init__(self, width: int = 9) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width, sparse=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
 
 
 class TakesDict(Network):

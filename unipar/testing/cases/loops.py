@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,12 +45,14 @@ from unipar.testing.kit import (
 )
 from unipar.testing.models import Samples
 from unipar.testing.reference import Trace
-from unipar.testing.scenarios import HALF_DTYPES, NUM_SAMPLES, Scenario, adamw
+from unipar.testing.scenarios import HALF_DTYPES, NUM_SAMPLES, Scenario, adamw, classify
 from unipar.world import World
 
 GAN = Scenario(
     data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None, num_steps=7, accumulation=2
 )
+
+SHARED = Scenario(max_grad_norm=None, num_steps=5, accumulation=2)
 
 
 @case
@@ -116,6 +118,95 @@ def assert_refusals(kit: Kit, ranks: list[Any], refusals: list[str], named: str)
     for said in refusals:
         if named not in said:
             raise AssertionError(f"{kit.target.name}: the refusal does not name {named!r}: {said}")
+
+
+def _resist(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Classify points that were moved to where the model gives more."""
+    x = batch["x"].detach().requires_grad_(True)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x)
+    return classify(model, {**batch, "x": (x + 0.1 * grad).detach()})
+
+
+def _weigh(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Classify, each point weighed by how much the model's output depends on it."""
+    x = batch["x"].detach().requires_grad_(True)
+    logits = model(x)
+    (grad,) = torch.autograd.grad(logits.square().sum(), x, retain_graph=True)
+    terms = cross_entropy(logits, batch["y"], reduction="none") * grad.square().mean(dim=1)
+    return terms.sum(), len(batch["y"])
+
+
+def _smooth(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Classify, with a penalty on the gradient of the model."""
+    x = batch["x"].detach().requires_grad_(True)
+    logits = model(x)
+    (grad,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
+    total = cross_entropy(logits, batch["y"], reduction="sum") + grad.square().sum()
+    return total, len(batch["y"])
+
+
+@case
+def lets_losses_differentiate(kit: Kit) -> None:
+    """Losses that take a gradient of the model before the engine does.
+
+    A framework that cannot do this refuses it.
+    """
+    for terms in (_resist, _weigh, _smooth):
+        scenario = kit.fit(replace(PLAIN, terms=terms, num_steps=7))
+        ranks = kit.run(_or_refusal, train, scenario)
+        if refusals := [said for said in ranks if isinstance(said, str)]:
+            assert_refusals(kit, ranks, refusals, "gradient")
+        else:
+            kit.check(merge(ranks), scenario, subject=f"{kit.target.name}, {terms.__doc__}")
+
+
+@case
+def loses_no_change_of_weights(kit: Kit) -> None:
+    """A model that changes weights in its forward pass trains on what it has changed.
+
+    Where frameworks compute with copies, that is an error.
+    """
+    scenario = kit.fit(replace(PLAIN, model=models.Clamped, num_steps=7))
+    ranks = kit.run(_or_error, train, scenario)
+    if errors := [said for said in ranks if isinstance(said, str)]:
+        assert_refusals(kit, ranks, errors, "")
+    else:
+        kit.check(merge(ranks), scenario, subject=f"{kit.target.name}, weights clamped")
+
+
+def _or_error(strategy: Strategy, world: World, fn: Any, *args: Any) -> Any:
+    try:
+        return fn(strategy, world, *args)
+    except (ConfigError, RuntimeError) as error:
+        return str(error)
+
+
+@case
+def guards_gradients(kit: Kit) -> None:
+    """Gradients that are clipped by hand before ``step`` are refused.
+
+    They are neither reduced nor divided yet, or not there at all.
+    """
+    if not kit.capabilities.custom_loop:
+        return
+    scenario = kit.fit(replace(PLAIN, max_grad_norm=None, num_steps=1))
+    for rank, said in enumerate(kit.run(_or_refusal, train, scenario, _step_clipping_by_hand)):
+        if not isinstance(said, str):
+            raise AssertionError(
+                f"{kit.target.name}: rank {rank} clips between backward and step, and trains on"
+            )
+        if "max_grad_norm" not in said:
+            raise AssertionError(f"{kit.target.name}: the refusal names no remedy: {said}")
+
+
+def _step_clipping_by_hand(
+    engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
+) -> StepResult:
+    for number, microbatch in enumerate(batch, start=1):
+        with engine.microbatch(last=number == len(batch)):
+            backward(engine, loss_fn(engine, move_to(microbatch.data, world.device)), microbatch)
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
+    return engine.step()
 
 
 UNUSED_IN_STEP = 3
@@ -248,6 +339,56 @@ def _step_held(g: Engine, d: Engine, world: World, batch: Batch) -> tuple[StepRe
     for fake, microbatch in zip(fakes, batch, strict=True):
         backward(g, _believed(d.module(fake)), microbatch)
     return of_d, g.step()
+
+
+@case
+def shares_parameters(kit: Kit) -> None:
+    """Two engines with parameters in common take steps in turn, each with its own optimizer."""
+    able = kit.capabilities
+    if not able.several_engines or able.splits_tensors:
+        # It is for the session to refuse, which knows of both.
+        return
+    data = SHARED.data()
+    expected = reference.train_in_turn(
+        _two_heads(), [data.batch(indices) for indices in SHARED.order()], classify, adamw
+    )
+    runs = zip(*kit.run(_train_two_heads), strict=True)
+    for number, (ranks, trace) in enumerate(zip(runs, expected, strict=True), start=1):
+        subject = f"{kit.target.name}, engine {number} of two that share parameters"
+        assert_equal_runs(merge(list(ranks)).trace, trace, TOLERANCE, subject=subject)
+
+
+def _two_heads() -> list[nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        trunk = nn.Linear(models.FEATURES, 9)
+        return [_Headed(trunk), _Headed(trunk)]
+
+
+class _Headed(nn.Module):
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(9, models.CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.trunk(x)))
+
+
+def _train_two_heads(strategy: Strategy, world: World) -> list[RankRun]:
+    engines = [
+        strategy.prepare(EngineSpec(model, adamw, name=str(number)), world)
+        for number, model in enumerate(_two_heads())
+    ]
+    traces = [Trace() for _ in engines]
+    for batch in batches(SHARED, world):
+        for engine, trace in zip(engines, traces, strict=True):
+            record(trace, engine.train_step(batch, SHARED.loss))
+    results = [
+        RankRun(trace, Exported.of(engine)) for trace, engine in zip(traces, engines, strict=True)
+    ]
+    for engine in engines:
+        engine.close()
+    return results
 
 
 @case_also_at(4)
