@@ -264,7 +264,7 @@ class _Launch:
             job.config,
             job.eval_data,
             loader.micro_batch_size,
-            data_size=planned.strategy.data_size(self.placement),
+            data_size=planned.strategy.layout(self.placement).batch,
         )
 
     def _output_dir(self, strategy: Strategy) -> Path:

@@ -68,8 +68,8 @@ def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: A
         ConfigError: the run cannot be done.
         DataError: the data cannot be trained on.
     """
-    data_size = planned.strategy.data_size(planned.placement)
-    loader = training_loader(config, data, data_size=data_size)
+    layout = planned.strategy.layout(planned.placement)
+    loader = training_loader(config, data, data_size=layout.batch)
     spec = EngineSpec(
         model,
         precision=config.precision,

@@ -118,9 +118,22 @@ class Session:
         check_capabilities(self.strategy, self._spec(nn.Identity()), self._placement)
         with no_collection():
             self.world = self.strategy.setup(self._placement)
+        self._check_layout()
         self._peers = peers.watch(self.world)
         torch.manual_seed(self._seed)
         return self
+
+    def _check_layout(self) -> None:
+        """Refuse a world whose shares of a batch are not those that were counted on."""
+        said, made = self.strategy.layout(self._placement), self.world.layout
+        if said == made:
+            return
+        self.strategy.teardown()
+        self.world.leave()
+        raise ConfigError(
+            f"strategy '{self.strategy.name}' says by layout() that the run is {said}, and its "
+            f"setup() has made {made}. Let it return join(placement, self.layout(placement))."
+        )
 
     def __exit__(
         self,

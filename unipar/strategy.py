@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
+from unipar.layout import Layout
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.optim import takes_metric
 from unipar.state import EngineState, StateSource
@@ -370,13 +371,20 @@ class Strategy(ABC):
         """
         return
 
-    def data_size(self, placement: Placement) -> int:
-        """How many shares a global batch falls into: as many as there will be model replicas."""
-        return placement.size
+    def layout(self, placement: Placement) -> Layout:
+        """How the processes of the run are arranged: unless overridden as replicas, one each.
+
+        Known before any process starts; ``placement.size`` is the number there will be. It says how
+        many shares a global batch falls into, and which ranks hold parts of one replica.
+
+        Raises:
+            ConfigError: that number of processes cannot be arranged as the options ask.
+        """
+        return Layout(dp_replicate=placement.size)
 
     def setup(self, placement: Placement) -> World:
-        """Join the run's processes. Collective."""
-        return join(placement)
+        """Join the run's processes, arranged as :meth:`layout` says. Collective."""
+        return join(placement, self.layout(placement))
 
     @abstractmethod
     def prepare(self, spec: EngineSpec, world: World) -> Engine:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from unipar.layout import Layout
 from unipar.meeting import meet
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Flag(IntEnum):
@@ -64,27 +68,30 @@ class Placement:
         return torch.device(self.device_type, self.local_rank)
 
 
-@dataclass
 class World:
     """The joined processes. At size 1 every method is a no-op that returns its argument.
 
-    ``data_rank`` and ``data_size`` say which share of a global batch this process trains on. They
-    equal ``rank`` and ``size`` under data parallelism; processes that hold parts of one model
-    replica (tensor or pipeline parallelism) share one ``data_rank``, and exactly one of them
-    ``leads``: its loss and metrics are those of the replica.
+    Args:
+        placement: where this process stands.
+        layout: how the processes are arranged; left out: as replicas, one each.
+
+    Raises:
+        ConfigError: the layout is one of another number of processes.
     """
 
-    placement: Placement
-    data_rank: int = -1
-    data_size: int = -1
-    leads: bool = True
-    _flags: list[float] = field(default_factory=lambda: [0.0] * len(Flag))
-    _agreed: list[float] = field(default_factory=lambda: [0.0] * len(Flag))
-    _owns_group: bool = False
-
-    def __post_init__(self) -> None:
-        if self.data_rank < 0:
-            self.data_rank, self.data_size = self.placement.rank, self.placement.size
+    def __init__(
+        self, placement: Placement, layout: Layout | None = None, *, owns_group: bool = False
+    ) -> None:
+        self.placement = placement
+        self.layout = Layout(dp_replicate=placement.size) if layout is None else layout
+        self.layout.check(placement.size)
+        self._data_rank = self.layout.coordinate("batch", placement.rank)
+        self._leads = self.layout.leads(placement.rank)
+        self._owns_group = owns_group
+        self._flags = [0.0] * len(Flag)
+        self._agreed = [0.0] * len(Flag)
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     @property
     def rank(self) -> int:
@@ -107,6 +114,73 @@ class World:
         """Whether this process is rank 0: the one that prints and writes."""
         return self.placement.rank == 0
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this process trains on.
+
+        Processes that hold parts of one model replica have the same.
+        """
+        return self._data_rank
+
+    @property
+    def data_size(self) -> int:
+        """How many shares a global batch falls into."""
+        return self.layout.batch
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process has a loss and metrics that count.
+
+        One process of those that hold parts of a model replica does; or, where each holds a part of
+        the sequence, one for each part.
+        """
+        return self._leads
+
+    # -- groups of processes ---------------------------------------------------------------------
+
+    def mesh(self, *axes: str) -> DeviceMesh:
+        """The processes along some axes of the layout, in the layout's order. Collective at first.
+
+        Meshes of one grid (see :data:`unipar.layout.MESHES`) are slices of one another, so a
+        module may be sharded over several of them. A process group is made when a grid with its
+        axis is first asked for; all ranks ask for the same grids in the same order.
+
+        Args:
+            axes: ``batch``, ``loss``, ``fsdp``, ``dp_replicate``, ``cp``, ``tp``, ``pp``, ``ep``,
+                ``efsdp``. Those of size 1 are not there, but for ``batch``, ``loss``, ``fsdp`` and
+                ``efsdp``.
+
+        Raises:
+            ConfigError: no grid has these axes together.
+        """
+        grid = self.layout.grid(*axes)
+        if grid not in self._meshes:
+            self._meshes[grid] = self._make_mesh(grid)
+        return self._meshes[grid][axes]
+
+    def _make_mesh(self, grid: tuple[str, ...]) -> DeviceMesh:
+        # Takes as long to import as torch itself, and only some strategies ask for it.
+        from torch.distributed.device_mesh import DeviceMesh
+
+        ranks = torch.tensor(self.layout.ranks())
+        ranks = ranks.view([getattr(self.layout, axis) for axis in grid])
+        for at, axis in enumerate(grid):
+            if axis not in self._groups:
+                lines = ranks.movedim(at, -1).reshape(-1, ranks.shape[at])
+                self._groups[axis] = self._make_group(lines.tolist())
+        # Not by DeviceMesh itself, whose groups do not have the run's timeout.
+        groups = [self._groups[axis] for axis in grid]
+        return DeviceMesh.from_group(groups, self.placement.device_type, ranks, mesh_dim_names=grid)
+
+    def _make_group(self, lines: list[list[int]]) -> dist.ProcessGroup:
+        if len(lines) == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        timeout = timedelta(seconds=self.placement.timeout)
+        own, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
     # -- agreement at a step boundary ------------------------------------------------------------
 
     def raise_flag(self, flag: Flag) -> None:
@@ -128,10 +202,11 @@ class World:
     def start_reduce_loss(
         self, total: torch.Tensor, count: torch.Tensor | float, scale: float = 1.0
     ) -> LossReduction:
-        """Begin summing a step's loss total and item count over the data-parallel ranks.
+        """Begin summing a step's loss total and item count over the ranks that have a part of it.
 
         Every engine reduces its loss with this once a step, for the flags travel with it. What
-        a process gives that does not lead is left out.
+        a process gives that does not lead is left out, so the sum is over ``loss``, the ranks along
+        ``batch`` and ``cp``.
 
         Args:
             total: scalar tensor without gradient, this rank's loss.
@@ -213,11 +288,14 @@ class LossReduction:
         return (total / count if count else float("nan")), count
 
 
-def join(placement: Placement, *, process_group: bool = True) -> World:
+def join(
+    placement: Placement, layout: Layout | None = None, *, process_group: bool = True
+) -> World:
     """Join the run's processes, making the ``torch.distributed`` group unless one exists.
 
     Args:
         placement: where this process stands.
+        layout: how the processes are arranged; left out: as replicas, one each.
         process_group: also make a group when the run has one process (what DDP and FSDP need).
     """
     if placement.device_type == "cuda":
@@ -240,13 +318,13 @@ def join(placement: Placement, *, process_group: bool = True) -> World:
                 timeout=timeout,
             )
         owns = True
-    return World(placement, _owns_group=owns)
+    return World(placement, layout, owns_group=owns)
 
 
 @contextlib.contextmanager
-def joined(placement: Placement, *, process_group: bool = True):
+def joined(placement: Placement, layout: Layout | None = None, *, process_group: bool = True):
     """:func:`join` for the length of a ``with`` block."""
-    world = join(placement, process_group=process_group)
+    world = join(placement, layout, process_group=process_group)
     try:
         yield world
     finally:

@@ -26,6 +26,7 @@ from unipar.engine.state import (
     import_state,
     restore_groups,
 )
+from unipar.engine.summing import sum_shards
 from unipar.engine.transforms import (
     Undo,
     checkpoint_activations,
@@ -68,5 +69,6 @@ __all__ = [
     "repeated_blocks",
     "restore_groups",
     "sparse_parameters",
+    "sum_shards",
     "with_divisible_optimizer",
 ]

@@ -1,6 +1,10 @@
-"""Engines whose gradients PyTorch's DistributedDataParallel averages, whichever framework made it.
+"""Engines whose gradients PyTorch's DistributedDataParallel sums, whichever framework made it.
 
-Its reducer is armed by a forward pass, and averages in the first backward pass after it; one that
+Left to itself it averages. A communication hook, for which it leaves the division out, makes it
+sum: bucket by bucket, while the backward pass runs, and without the kernel that divides each
+gradient. Hooks that average for themselves have their division taken back before the step.
+
+Its reducer is armed by a forward pass, and reduces in the first backward pass after it; one that
 was armed and saw no gradient of some parameter says so only in the next forward pass, when the
 optimizer has stepped. So whole steps are checked before the optimizer steps, and a user's own loop,
 where several forward passes may come before their backward passes, goes around that forward pass:
@@ -37,8 +41,9 @@ class DDPReducer:
         ddp: the wrapper.
         allow_unused: the strategy and option that let parameters go unused, as a user writes them.
         wire_dtype: the dtype in which gradients travel; ``None``: their own.
-        only_overlapped: an option under which gradients can only be averaged while the last
+        only_overlapped: an option under which gradients can only be reduced while the last
             backward pass runs, as a user writes it; empty: none is set.
+        averages: whether the wrapper has a communication hook, which averages.
     """
 
     def __init__(
@@ -48,13 +53,18 @@ class DDPReducer:
         allow_unused: str,
         wire_dtype: torch.dtype | None = None,
         only_overlapped: str = "",
+        averages: bool = False,
     ) -> None:
         self.ddp = ddp
+        self._averages = averages
+        if not averages:
+            ddp.register_comm_hook((ddp.process_group, wire_dtype), _sum)
         self._allow_unused = allow_unused
         self._wire_dtype, self._only_overlapped = wire_dtype, only_overlapped
         named = list(ddp.module.named_parameters())
         # In the order in which the reducer counts them.
         self._names = [name for name, p in named if p.requires_grad]
+        self._known = [p for _, p in named if p.requires_grad]
         self._unknown = [p for _, p in named if not p.requires_grad]
         self._sparse = sparse_parameters(ddp.module)
         self._armed = False
@@ -68,7 +78,7 @@ class DDPReducer:
             self._armed = True
 
     def arm(self, loss: torch.Tensor) -> None:
-        """Let the next backward pass average all gradients, accumulated ones too. Collective.
+        """Let the next backward pass sum all gradients, accumulated ones too. Collective.
 
         Args:
             loss: what it will start from.
@@ -85,7 +95,7 @@ class DDPReducer:
         self._armed = True
 
     def finish(self) -> None:
-        """See to it that every gradient is averaged, once. Collective where none was.
+        """See to it that every gradient is summed, once. Collective where none was.
 
         Raises:
             ConfigError: some gradient was not, and cannot be now; it names the parameter.
@@ -98,8 +108,18 @@ class DDPReducer:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             raise self._unused(str(error)) from None
+        if self._averages:
+            _scale(self._known, dist.get_world_size(self.ddp.process_group))
         # Frozen when the wrapper was made, and thawed since.
         self._reduce([p for p in self._unknown if p.requires_grad])
+
+    @contextlib.contextmanager
+    def reducing_again(self) -> Iterator[None]:
+        """Around a backward pass that reduces, before another that reduces what it leaves."""
+        yield
+        if self._armed and not self._averages:
+            # Each rank keeps an equal part of what is summed, so that summing it changes nothing.
+            _scale(self._known, 1 / dist.get_world_size(self.ddp.process_group))
 
     def must_be_armed(self) -> None:
         """Check that the whole step's loss has come through the wrapper.
@@ -110,7 +130,7 @@ class DDPReducer:
         if not self._armed:
             raise ConfigError(
                 "the loss of this step did not come from the model that the loss function was "
-                "given, so the gradients of this rank would not be averaged with the others'. "
+                "given, so the gradients of this rank would not be added to the others'. "
                 "Call model(…) in loss(model, batch), not the module that you built or "
                 "engine.module."
             )
@@ -135,7 +155,7 @@ class DDPReducer:
             why = "under static_graph=true, which expects the graph of the first step in each"
             remedy = f"Leave static_graph out, and use strategy='{self._allow_unused}'"
         else:
-            why = "and gradients are averaged in an order that waits for each"
+            why = "and gradients are reduced in an order that waits for each"
             remedy = f"Use strategy='{self._allow_unused}'"
         return ConfigError(
             f"the backward pass of this step gave no gradient to some {what}; {why}. Nothing was "
@@ -144,7 +164,7 @@ class DDPReducer:
         )
 
     def _reduce(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Average gradients that only this rank has, leaving out what no rank has used."""
+        """Sum gradients that only this rank has, leaving out what no rank has used."""
         parameters = [p for p in parameters if p.requires_grad]
         group: Any = self.ddp.process_group
         if not parameters or dist.get_world_size(group) == 1:
@@ -188,14 +208,38 @@ class DDPReducer:
             values = torch.cat([grad.reshape(-1) for grad in grads])
             if self._wire_dtype is not None:
                 values = values.to(self._wire_dtype)
-        values = values / dist.get_world_size(group)
         work = dist.all_reduce(values, group=group, async_op=True)
         assert work is not None
         return _Flight(bucket, values, work)
 
 
+def _sum(state, bucket):
+    """The communication hook. DDP reads annotations, and a string is no type to it."""
+    group, wire_dtype = state
+    gradients = bucket.buffer()
+    sent = gradients if wire_dtype is None else gradients.to(wire_dtype)
+    summing = dist.all_reduce(sent, group=group, async_op=True)
+
+    def land(summed):
+        (values,) = summed.value()
+        return values if wire_dtype is None else gradients.copy_(values)
+
+    assert summing is not None
+    return summing.get_future().then(land)
+
+
+def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    for grad in grads:
+        if grad.is_sparse:
+            grad.mul_(factor)
+    dense = [grad for grad in grads if not grad.is_sparse]
+    if dense:
+        torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
 class _Flight(NamedTuple):
-    """Gradients on their way to being averages."""
+    """Gradients on their way to being sums."""
 
     bucket: list[nn.Parameter]
     values: torch.Tensor
@@ -245,7 +289,7 @@ def sparse_parameters(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 class DDPModuleEngine(ModuleEngine):
-    """Whole replicas, whose gradients a DistributedDataParallel averages.
+    """Whole replicas, whose gradients a DistributedDataParallel sums.
 
     A subclass sets :attr:`_reducer` once the wrapper is there; without one, the engine is alone.
     """
@@ -253,10 +297,12 @@ class DDPModuleEngine(ModuleEngine):
     _reducer: DDPReducer | None = None
 
     def _microbatch(self, last: bool) -> AbstractContextManager[None]:
-        # A static graph is recorded in the first backward pass, which asserts if it is not reduced.
         reducer = self._reducer
-        if reducer is None or last or (reducer.ddp.static_graph and self.num_steps == 0):
+        if reducer is None or last:
             return contextlib.nullcontext()
+        if reducer.ddp.static_graph and self.num_steps == 0:
+            # It is recorded in the first backward pass, which asserts if it is not reduced.
+            return reducer.reducing_again()
         return reducer.ddp.no_sync()
 
     def _finish_gradients(self) -> None:

@@ -90,7 +90,11 @@ class ModuleEngine(Engine):
         return self._microbatch(last=False)
 
     def _finish_gradients(self) -> None:
-        """See to it that every gradient is averaged over ranks, once.
+        """See to it that every gradient is summed over ranks, once.
+
+        Over whichever ranks hold the parameter: the number of items of the global batch, and no
+        number of ranks, has divided what the loss adds. Where a framework can only average, this
+        takes its division back.
 
         Raises:
             ConfigError: some gradient is not, and cannot be.
@@ -207,8 +211,8 @@ class ModuleEngine(Engine):
         elif first:
             estimate = self.world.start_reduce_loss(self._total, count).wait()[1]
             self._normalizer = max(estimate * microbatches, 1.0)
-        # Gradients are averaged over data-parallel ranks, and should be summed.
-        factor = weight * self.world.data_size / self._normalizer
+        # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
+        factor = weight / self._normalizer
         mark(self.num_steps + 1, "backward")
         with backward_pass():
             self._backward(loss if factor == 1.0 else loss * factor)
@@ -263,7 +267,7 @@ class ModuleEngine(Engine):
     def _scale_gradients(self, factor: float) -> None:
         grads = [p.grad for p in self._parameters if p.grad is not None]
         # A rank may hold none, where a small model is divided among many.
-        if grads:
+        if grads and factor != 1:
             torch._foreach_mul_(grads, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     def _drop_gradients(self) -> None:
@@ -467,15 +471,24 @@ class ModuleEngine(Engine):
             data = move_to(data, self._device)
         if not self._mixed:
             loss = loss_fn(model, data)
-            check_loss(loss, training=training)
+            self._check_loss(loss, training=training)
             return loss
         with torch.autocast(self._device.type, self._dtype):
             loss = loss_fn(model, data)
-        check_loss(loss, training=training)
+        self._check_loss(loss, training=training)
         # Weighting in half precision would round loss and gradient once more on each rank.
         if isinstance(loss, LossSum):
             return LossSum(loss.total.float(), loss.count)
         return loss.float()
+
+    def _check_loss(self, loss: Loss, *, training: bool) -> None:
+        check_loss(loss, training=training)
+        if self.world.layout.cp > 1 and not isinstance(loss, LossSum):
+            raise ConfigError(
+                "the loss function returned a mean over samples, and each rank holds a part of "
+                "every sequence, so each sample would count once for each part. Return "
+                "unipar.LossSum(total, count) over the tokens of this rank's part."
+            )
 
     def _enter_training(self) -> None:
         if self._modes:

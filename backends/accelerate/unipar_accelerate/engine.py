@@ -20,6 +20,7 @@ from unipar.engine import (
     ModuleEngine,
     Undo,
     check_divisible,
+    sum_shards,
 )
 from unipar.engine.sharded import refuse_gradients_outside
 from unipar.errors import ConfigError
@@ -109,7 +110,7 @@ class AccelerateEngine(ModuleEngine):
 
 
 class ReplicatedEngine(DDPModuleEngine, AccelerateEngine):
-    """Under DDP, unless the process is alone: gradients are averaged in the last backward pass."""
+    """Under DDP, unless the process is alone: gradients are summed in the last backward pass."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -119,6 +120,7 @@ class ReplicatedEngine(DDPModuleEngine, AccelerateEngine):
                 self._model,
                 allow_unused="accelerate:find_unused_parameters=true",
                 only_overlapped="" if hook == "none" else f"accelerate:compression={hook}",
+                averages=hook != "none",
             )
 
 
@@ -129,6 +131,7 @@ class ShardedEngine(AccelerateEngine):
         # FSDP2 is prepared with an optimizer, or not at all.
         optimizer = self.optimizer or torch.optim.SGD(self.module.parameters(), lr=0.0)
         self._model, self._prepared = self.accelerator.prepare(self.module, optimizer)
+        sum_shards(self.module)
         check_divisible(optimizer, "accelerate", self.world, AsDTensors(comes_first=False))
         self._all_parameters = list(self.module.parameters())
         self._parameters = self._all_parameters

@@ -11,6 +11,7 @@ from torch import nn
 
 from unipar.engine import checkpoint_activations, compile_modules
 from unipar.errors import ConfigError
+from unipar.layout import Layout
 from unipar.strategy import (
     Availability,
     Capabilities,
@@ -83,9 +84,17 @@ class AccelerateStrategy(Strategy):
                 "Use 'fp16', or 'none'."
             )
 
+    def layout(self, placement: Placement) -> Layout:
+        if self.options.plugin == "deepspeed":
+            return self._deepspeed.layout(placement)
+        if self.options.plugin == "fsdp":
+            return Layout(dp_shard=placement.size)
+        return super().layout(placement)
+
     def setup(self, placement: Placement) -> World:
         own = self.options.plugin != "deepspeed"
-        world = join(placement) if own else self._deepspeed.setup(placement)
+        layout = self.layout(placement)
+        world = join(placement, layout) if own else self._deepspeed.setup(placement)
         self._framework = framework.Framework(world, self.options.plugin)
         return world
 

@@ -34,7 +34,7 @@ class Boosted(nn.Module):
         if callable(value):
             raise ConfigError(
                 f"the loss function uses model.{name}, which goes around what Colossal-AI has "
-                "wrapped around the model: its gradients would not be averaged over ranks. Call "
+                "wrapped around the model: its gradients would not be summed over ranks. Call "
                 f"model(...) and let the module's forward use self.{name}."
             )
         return value

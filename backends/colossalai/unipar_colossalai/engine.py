@@ -45,7 +45,7 @@ class Start:
 
 
 class BoosterEngine(ModuleEngine):
-    """A module under Colossal-AI's Booster; gradients are averaged by its plugin.
+    """A module under Colossal-AI's Booster; gradients are reduced by its plugin.
 
     Attributes:
         booster: Colossal-AI's Booster.
@@ -82,7 +82,7 @@ class BoosterEngine(ModuleEngine):
 
 
 class DDPEngine(DDPModuleEngine, BoosterEngine):
-    """Gradients are averaged during the backward pass of the last micro-batch."""
+    """Gradients are summed during the backward pass of the last micro-batch."""
 
     def __init__(self, start: Start) -> None:
         super().__init__(start)

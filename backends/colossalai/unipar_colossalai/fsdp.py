@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import clean_tensor_name
@@ -110,6 +111,8 @@ class FSDPEngine(BoosterEngine):
         plugin.fsdp_kwargs["use_orig_params"] = True
         with quiet():
             self.wrapper, *_ = self.booster.boost(self.module)
+        # Without a hook FSDP1 averages.
+        self.wrapper.module.register_comm_hook(None, _sum)
         if optimizer is not None:
             from colossalai.booster.plugin.torch_fsdp_plugin import (  # pyright: ignore
                 FSDPOptimizerWrapper,
@@ -232,6 +235,14 @@ class FSDPEngine(BoosterEngine):
                 source, held, trained, self.optimizer, self._groups, self.lr_scheduler
             )
             self._restore_counters(source)
+
+
+def _sum(state: None, gradient: torch.Tensor, own: torch.Tensor | None = None) -> None:
+    """The communication hook; ``own`` is this rank's part, which one rank alone has not."""
+    if own is None:
+        dist.all_reduce(gradient)
+    else:
+        dist.reduce_scatter_tensor(own, gradient)
 
 
 def policy(chosen: list[nn.Module]) -> CustomPolicy:

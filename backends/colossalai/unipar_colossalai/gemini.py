@@ -140,6 +140,8 @@ class GeminiEngine(BoosterEngine):
         for part, where in self._parts.items():
             part.data = where.held
             part.grad = self._sums[where.chunk][where.span]
+        # Colossal-AI can only average.
+        self._scale_gradients(self.world.size)
 
     def _drop_gradients(self) -> None:
         super()._drop_gradients()

@@ -65,6 +65,10 @@ class HybridEngine(BoosterEngine):
             return contextlib.nullcontext()
         return self.booster.no_sync(self.wrapper, self.framework_optimizer)
 
+    def _finish_gradients(self) -> None:
+        # Colossal-AI averages, once or, in a user's own loop, what it has averaged already.
+        self._scale_gradients(self._plugin.dp_size)
+
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
         raise ConfigError(
             "colossalai: micro_batch_size='auto' tries what fits, and with plugin='hybrid' a rank "

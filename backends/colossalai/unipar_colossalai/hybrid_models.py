@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from unipar.errors import ConfigError
-from unipar.world import Placement, World
+from unipar.layout import Layout
+from unipar.world import Placement
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,18 @@ def check_sizes(tp_size: int, pp_size: int, placement: Placement) -> None:
         )
 
 
-def share_replicas(world: World, tp_size: int, pp_size: int) -> None:
-    """Say which ranks hold parts of one replica.
+def make_layout(tp_size: int, pp_size: int, placement: Placement) -> Layout:
+    """Which ranks hold parts of one replica.
 
-    Colossal-AI's mesh is (data, pipeline, tensor), the last one varying fastest. The first rank of
-    the last stage leads: there the loss is.
+    Colossal-AI's mesh is (data, pipeline, tensor), the last one varying fastest.
+
+    Raises:
+        ConfigError: the processes do not fall into whole replicas.
     """
-    parts = tp_size * pp_size
-    world.data_rank, world.data_size = world.rank // parts, world.size // parts
-    world.leads = world.rank % parts == parts - tp_size
+    check_sizes(tp_size, pp_size, placement)
+    replicas = placement.size // (tp_size * pp_size)
+    order = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
+    return Layout(dp_replicate=replicas, tp=tp_size, pp=pp_size, order=order)
 
 
 def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:

@@ -124,8 +124,7 @@ class PipelineEngine(HybridEngine):
                 self._count = self._count + (loss.count if isinstance(loss, LossSum) else samples)
             if not training:
                 return total
-            # Gradients are averaged over data-parallel ranks, and should be summed.
-            total = total * (self.world.data_size / self._normalizer if samples else 0.0)
+            total = total * (1 / self._normalizer if samples else 0.0)
             return total if self._scaler is None else self._scaler.scale(total)
 
         return run

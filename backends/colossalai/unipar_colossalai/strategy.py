@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from unipar.engine import with_divisible_optimizer
 from unipar.errors import ConfigError
+from unipar.layout import Layout
 from unipar.strategy import Availability, Capabilities, EngineSpec, Strategy, seeded_model
 from unipar.world import Placement, World, join
 from unipar_colossalai import installed
@@ -48,16 +49,15 @@ class ColossalAIStrategy(Strategy):
         self._plugin.check_native()
         self._plugin.check(spec, placement)
 
-    def data_size(self, placement: Placement) -> int:
-        return placement.size // (self.options.tp_size * self.options.pp_size)
+    def layout(self, placement: Placement) -> Layout:
+        return self._plugin.layout(placement)
 
     def setup(self, placement: Placement) -> World:
         from unipar_colossalai.framework import Framework, load
 
         load()  # Should it fail, there is no process group yet to leave.
-        world = join(placement)
+        world = join(placement, self.layout(placement))
         self._framework: Framework = Framework(world, self.options.plugin)
-        self._plugin.share(world)
         return world
 
     def prepare(self, spec: EngineSpec, world: World) -> BoosterEngine:

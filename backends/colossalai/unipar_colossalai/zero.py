@@ -126,6 +126,8 @@ class ZeROEngine(BoosterEngine):
             working = zero.master_to_working_param[id(master)]
             # The tensor that `zero.step()` will take: what is done to it here, is done there.
             master.grad = zero.get_working_grad_by_param_id(id(working))
+        # Colossal-AI can only average.
+        self._scale_gradients(self.world.size)
 
     def _drop_gradients(self) -> None:
         super()._drop_gradients()

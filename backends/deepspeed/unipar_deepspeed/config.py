@@ -15,6 +15,7 @@ _OWNED_BY = {
     "train_micro_batch_size_per_gpu": "micro_batch_size",
     "gradient_accumulation_steps": "micro_batch_size",
     "gradient_clipping": "max_grad_norm",
+    "gradient_allreduce_op": "the training step, which sums",
     "fp16": "precision",
     "bf16": "precision",
     "torch_autocast": "precision",
@@ -84,6 +85,8 @@ def deepspeed_config(
         "managed_gradient_accumulation": False,
         # Its default is 1.0.
         "gradient_clipping": 0.0 if clip is None or clip == float("inf") else clip,
+        # Stage 3 can only average.
+        "gradient_allreduce_op": "mean" if options.stage == 3 else "sum",
         "steps_per_print": None,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -75,6 +75,11 @@ class DeepSpeedEngine(ModuleEngine):
         self._model = self._deepspeed
         return optimizer
 
+    @property
+    def _averaged_over(self) -> int:
+        """How many ranks DeepSpeed has divided gradients by: 1 where it sums, as it is asked to."""
+        return self.world.size if self._deepspeed.gradient_average else 1
+
     def _clear(self) -> None:
         super()._clear()
         if self._unused is not None:
@@ -96,13 +101,15 @@ class DeepSpeedEngine(ModuleEngine):
 
 
 class ReplicaEngine(DeepSpeedEngine):
-    """Stage 0: DeepSpeed averages the gradients, and the optimizer is the user's own."""
+    """Stage 0: DeepSpeed sums the gradients, and the optimizer is the user's own."""
 
     def _finish_gradients(self) -> None:
         size = self._config["zero_optimization"]["reduce_bucket_size"]
         assert self._unused is not None
         unused = self._unused.take()
         self._deepspeed.buffered_allreduce_fallback(elements_per_buffer=size)
+        if self._averaged_over != 1:
+            self._scale_gradients(self._averaged_over)
         for name in unused:
             # DeepSpeed has made them a gradient of zero, which the optimizer would decay them by.
             self.module.get_parameter(name).grad = None

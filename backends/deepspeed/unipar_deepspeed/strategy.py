@@ -16,6 +16,7 @@ from unipar.engine import (
     with_divisible_optimizer,
 )
 from unipar.errors import ConfigError
+from unipar.layout import Layout
 from unipar.state import EngineState
 from unipar.strategy import (
     Availability,
@@ -100,8 +101,13 @@ class DeepSpeedStrategy(Strategy):
         if isinstance(spec.model, nn.Module):
             _check_parameters(spec.model, self.name)
 
+    def layout(self, placement: Placement) -> Layout:
+        if self.options.stage == 0:
+            return super().layout(placement)
+        return Layout(dp_shard=placement.size)
+
     def setup(self, placement: Placement) -> World:
-        world = join(placement)
+        world = join(placement, self.layout(placement))
         self._environment = framework.start(world)
         return world
 

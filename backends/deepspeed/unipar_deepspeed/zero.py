@@ -29,8 +29,8 @@ class ZeROEngine(DeepSpeedEngine):
     """Gradients and the optimizer live in DeepSpeed's flat partitions.
 
     DeepSpeed divides gradients by its loss scale when it steps. That is 1 while gradients are
-    made; for the step it carries the fp16 loss scale, and the correction that is known only when
-    all items of the batch have been counted.
+    made; for the step it carries the fp16 loss scale, the correction that is known only when all
+    items of the batch have been counted, and what takes back an average over ranks.
 
     Args:
         refuse_unused: whether to stop where no rank has used some parameter; further arguments are
@@ -102,7 +102,7 @@ class ZeROEngine(DeepSpeedEngine):
             return self._not_finite("loss", loss, count)
         self._take_over_weights()
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        self._zero.loss_scale = scale * count / normalizer
+        self._zero.loss_scale = scale * count / (normalizer * self._averaged_over)
         try:
             self._deepspeed.step()
         finally:

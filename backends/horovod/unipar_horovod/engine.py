@@ -1,4 +1,4 @@
-"""The training step whose gradients Horovod averages."""
+"""The training step whose gradients Horovod sums."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
 
 
 class HorovodEngine(ModuleEngine):
-    """A replica on each rank; gradients are averaged while the last backward pass goes on.
+    """A replica on each rank; gradients are summed while the last backward pass goes on.
 
     Attributes:
-        reducer: Horovod's DistributedOptimizer, which averages the gradients. The update itself is
+        reducer: Horovod's DistributedOptimizer, which sums the gradients. The update itself is
             done by the user's own optimizer: Horovod would make a new one of its class, whose
             arguments other than hyperparameters are lost.
     """
@@ -66,21 +66,22 @@ class HorovodEngine(ModuleEngine):
                 f"horovod: num_groups={options.num_groups} was given, and '{sparse[0]}' has sparse "
                 "gradients, which Horovod does not reduce in groups. Leave num_groups out."
             )
+        compression = getattr(self._hvd.Compression, options.compression)
+        if options.gradient_predivide_factor != 1.0:
+            # Horovod 0.28.1 refuses the factor beside a sum, and leaves it out of groups.
+            compression = Predivided(compression, options.gradient_predivide_factor)
         reducer = self._hvd.DistributedOptimizer(
             torch.optim.SGD(self._all_parameters, lr=0.0),
             # Reductions meet by name, and engines of one session must not meet.
             named_parameters=[
                 (f"{self.spec.name}.{name}", p) for name, p in self.module.named_parameters()
             ],
-            compression=getattr(self._hvd.Compression, options.compression),
+            compression=compression,
             backward_passes_per_step=_NEVER,
-            gradient_predivide_factor=options.gradient_predivide_factor,
+            op=self._hvd.Sum,
             groups=None if sparse else self._groups(),
             sparse_as_dense=options.sparse_as_dense,
         )
-        if options.gradient_predivide_factor != 1.0:
-            # Horovod 0.28.1 leaves the factor out where it reduces a group.
-            reducer._grouped_allreduce_grad_async = self._reduce_group
         self._used = torch.ones(len(self._all_parameters), device=self._device)
         return reducer
 
@@ -107,18 +108,6 @@ class HorovodEngine(ModuleEngine):
                 filled = size
         return groups
 
-    def _reduce_group(self, group: tuple[nn.Parameter, ...]) -> tuple[Any, Any]:
-        reducer, factor = self.reducer, self._options.gradient_predivide_factor
-        compressed = [reducer._compression.compress(p.grad) for p in group]
-        handle = self._hvd.grouped_allreduce_async_(
-            [tensor for tensor, _ in compressed],
-            name=reducer._parameter_names[group[0]],
-            op=self._hvd.Average,
-            prescale_factor=1.0 / factor,
-            postscale_factor=factor,
-        )
-        return handle, [context for _, context in compressed]
-
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         self._share_buffers()
         return super().train_step(batch, loss_fn)
@@ -135,7 +124,7 @@ class HorovodEngine(ModuleEngine):
 
     def _add(self, loss: torch.Tensor, weight: float, count: Any, *, last: bool, **known) -> None:
         if last and self.reducer is not None:
-            # Each gradient is averaged as soon as this backward pass has added to it.
+            # Each gradient is summed as soon as this backward pass has added to it.
             self.reducer.set_backward_passes_per_step(1)
         super()._add(loss, weight, count, last=last, **known)
 
@@ -206,6 +195,25 @@ class HorovodEngine(ModuleEngine):
                 if parameter.grad is None and name in sparse:
                     # Horovod would give dense zeros, and wait for the ranks that send indices.
                     parameter.grad = torch.zeros_like(parameter).to_sparse(1)
+
+
+class Predivided:
+    """A compression of Horovod's over gradients that are divided before it.
+
+    Sparse gradients that Horovod gathers instead of reducing go past it both ways.
+    """
+
+    def __init__(self, inner: Any, factor: float) -> None:
+        self._inner, self._factor = inner, factor
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        compressed, context = self._inner.compress(tensor / self._factor)
+        return compressed, (context,)
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        if context is None:
+            return tensor
+        return self._inner.decompress(tensor, context[0]) * self._factor
 
 
 def check_dtypes(module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Horovod: a whole replica on each process, gradients averaged by ring all-reduce."""
+"""Horovod: a whole replica on each process, gradients summed by ring all-reduce."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HorovodOptions(StrategyOptions):
     gradient_predivide_factor: float = Field(
         default=1.0,
         gt=0,
-        description="Divide by this before the sum, and by the rest of the ranks after it.",
+        description="Divide gradients by this before the sum, and multiply the sum by it.",
     )
     sparse_as_dense: bool = Field(
         default=False, description="Reduce sparse gradients (of embeddings) as dense ones."
@@ -170,7 +170,7 @@ class HorovodStrategy(Strategy):
 
     def setup(self, placement: Placement) -> World:
         settings = self._settings(placement)
-        world = join(placement)
+        world = join(placement, self.layout(placement))
         processes.start(world, settings, self.options.process_sets, self.options.transport)
         return world
 

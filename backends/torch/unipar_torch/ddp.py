@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a whole replica on each device, gradients averaged while they form."""
+"""DistributedDataParallel: a whole replica on each device, gradients summed while they form."""
 
 from __future__ import annotations
 
@@ -116,14 +116,15 @@ class DDPStrategy(Strategy):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             forward_sync_buffers=options.broadcast_buffers,
         )
-        _compress(model, options)
+        if options.compression == "powersgd":
+            _compress(model, options)
         if options.shard_optimizer:
             spec = with_divisible_optimizer(spec, self.name, world, ByTensor(rebuilt=True))
         return DDPEngine(spec, world, module, model, undo, options)
 
 
 class DDPEngine(DDPModuleEngine):
-    """Gradients are averaged during the backward pass of the last micro-batch."""
+    """Gradients are summed during the backward pass of the last micro-batch."""
 
     def __init__(
         self,
@@ -141,6 +142,7 @@ class DDPEngine(DDPModuleEngine):
             allow_unused="ddp:find_unused_parameters=true",
             wire_dtype=_WIRE_DTYPES.get(options.compression),
             only_overlapped="ddp:compression=powersgd" * (options.compression == "powersgd"),
+            averages=options.compression == "powersgd",
         )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -159,7 +161,7 @@ class ReplicatedModule(DistributedDataParallel):
         if callable(value):
             raise ConfigError(
                 f"the loss function uses model.{name}, which goes around DDP's forward: its "
-                "gradients would not be averaged over ranks. Call model(...) and let the module's "
+                "gradients would not be summed over ranks. Call model(...) and let the module's "
                 f"forward use self.{name}."
             )
         return value
@@ -175,23 +177,11 @@ def shard_optimizer(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer
 
 
 def _compress(model: DistributedDataParallel, options: DDPOptions) -> None:
-    if options.compression == "none":
-        return
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    if options.compression == "fp16":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif options.compression == "bf16":
-        # torch 2.13 wants NCCL for its own bf16 hook, which it knows by name; gloo can do it too.
-        # It reads annotations, and a string is no type to it, so there are none here.
-        def bf16_hook(state, bucket):
-            return default_hooks.bf16_compress_hook(state, bucket)
-
-        model.register_comm_hook(None, bf16_hook)
-    elif options.compression == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            process_group=None,
-            matrix_approximation_rank=options.powersgd_rank,
-            start_powerSGD_iter=options.powersgd_start,
-        )
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=options.powersgd_rank,
+        start_powerSGD_iter=options.powersgd_start,
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

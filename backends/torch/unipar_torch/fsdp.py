@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from unipar.errors import ConfigError
 from unipar.garbage import no_collection
+from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec, Needs, Strategy, StrategyOptions
 from unipar.world import Placement, World
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
@@ -87,25 +88,9 @@ class FSDPStrategy(Strategy):
             sparse_gradients=False,
         )
 
-    def check(self, spec: EngineSpec, placement: Placement) -> None:
-        if self.options.sharding == "hybrid":
-            self._shard_size(placement)
-
-    def prepare(self, spec: EngineSpec, world: World) -> FSDPEngine:
-        # FSDP and DTensor take longer to import than torch, and only the workers need them.
-        with no_collection():
-            from unipar_torch.sharding import prepare
-
-        hybrid = self.options.sharding == "hybrid"
-        shard_size = self._shard_size(world.placement) if hybrid else None
-        return prepare(spec, world, self.options, shard_size)
-
-    def explain(self, error: BaseException) -> str:
-        from unipar.engine.sharded import explain_mixed
-
-        return explain_mixed(error, self.name)
-
-    def _shard_size(self, placement: Placement) -> int:
+    def layout(self, placement: Placement) -> Layout:
+        if self.options.sharding != "hybrid":
+            return Layout(dp_shard=placement.size)
         default = placement.local_size if placement.num_nodes > 1 else max(1, placement.size // 2)
         shard = self.options.shard_size or default
         if placement.size % shard:
@@ -113,4 +98,19 @@ class FSDPStrategy(Strategy):
                 f"fsdp: sharding='hybrid' with shard_size={shard} does not divide "
                 f"{placement.size} processes. Use a divisor of {placement.size}, or 'full'."
             )
-        return shard
+        return Layout(dp_replicate=placement.size // shard, dp_shard=shard)
+
+    def check(self, spec: EngineSpec, placement: Placement) -> None:
+        self.layout(placement)
+
+    def prepare(self, spec: EngineSpec, world: World) -> FSDPEngine:
+        # FSDP and DTensor take longer to import than torch, and only the workers need them.
+        with no_collection():
+            from unipar_torch.sharding import prepare
+
+        return prepare(spec, world, self.options)
+
+    def explain(self, error: BaseException) -> str:
+        from unipar.engine.sharded import explain_mixed
+
+        return explain_mixed(error, self.name)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -34,30 +33,29 @@ from unipar.engine import (
     refuse_changed_weights,
     refuse_inner_gradients,
     repeated_blocks,
+    sum_shards,
     with_divisible_optimizer,
 )
 from unipar.engine.sharded import refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.strategy import EngineSpec, seeded_model
-from unipar.world import Placement, World
+from unipar.world import World
 
 if TYPE_CHECKING:
     from unipar_torch.fsdp import FSDPOptions
 
 
-def prepare(
-    spec: EngineSpec, world: World, options: FSDPOptions, shard_size: int | None
-) -> FSDPEngine:
+def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> FSDPEngine:
     """Shard a model, then build its optimizer. Collective.
 
     Args:
         spec: what the user asked for.
         world: the joined processes.
         options: of the strategy.
-        shard_size: ranks that share one replica; ``None``: all.
     """
-    mesh = _mesh(world.placement, shard_size)
+    hybrid = world.layout.dp_replicate > 1
+    mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
     module, weights = _unsharded(spec, world)
     undo = [
         checkpoint_activations(module, spec.activation_checkpointing),
@@ -74,6 +72,7 @@ def prepare(
             mp_policy=_mixed_precision(spec, options, root=unit is module),
             offload_policy=_offload(world.device, options),
         )
+    sum_shards(module)
     if weights is not None:
         _materialize(module, weights, world, offloaded=options.cpu_offload)
     _prefetch(units, options.prefetch)
@@ -122,16 +121,6 @@ class FSDPEngine(ModuleEngine):
         if not math.isinf(max_norm):
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm.item()
-
-
-def _mesh(placement: Placement, shard_size: int | None) -> DeviceMesh:
-    if shard_size is None:
-        return init_device_mesh(placement.device_type, (placement.size,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        placement.device_type,
-        (placement.size // shard_size, shard_size),
-        mesh_dim_names=("replicate", "shard"),
-    )
 
 
 def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:

@@ -48,7 +48,7 @@ class SingleStrategy(Strategy):
             )
 
     def setup(self, placement: Placement) -> World:
-        return join(placement, process_group=False)
+        return join(placement, self.layout(placement), process_group=False)
 
     def prepare(self, spec: EngineSpec, world: World) -> ModuleEngine:
         module = seeded_model(spec).to(world.device)

@@ -12,12 +12,14 @@ from torchmetrics import MeanMetric
 
 from unipar.data import Loader
 from unipar.engine import ModuleEngine
+from unipar.errors import ConfigError
 from unipar.evaluate import evaluate
+from unipar.layout import Layout
 from unipar.loss import LossSum
 from unipar.session import Session
 from unipar.strategy import EngineSpec
 from unipar.testing.pool import WorldPools
-from unipar.world import Flag, Placement, World, joined
+from unipar.world import Flag, Placement, join, joined
 
 pytestmark = pytest.mark.slow
 
@@ -25,14 +27,17 @@ X = torch.arange(60.0).reshape(20, 3) / 30
 WEIGHTED = (X.sum(1, keepdim=True) > 2).float() + 0.5
 
 
-class Averaging(ModuleEngine):
-    """Both ranks of a replica have its whole gradient here, so the mean of all is of replicas."""
+LAYOUT = Layout(dp_replicate=2, pp=2)
+
+
+class Summing(ModuleEngine):
+    """Both ranks of a replica have its whole gradient here, so the sum is over replicas."""
 
     def _finish_gradients(self) -> None:
+        group = self.world.mesh("batch").get_group()
         for parameter in self._parameters:
             assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= self.world.size
+            dist.all_reduce(parameter.grad, group=group)
 
 
 def make_model() -> nn.Linear:
@@ -53,14 +58,9 @@ def mean(model: Any, batch: Any) -> torch.Tensor:
     return model(batch[0]).square().mean()
 
 
-def shared(placement: Placement) -> World:
-    return World(placement, placement.rank // 2, placement.size // 2, leads=placement.rank % 2 == 1)
-
-
 def train(placement: Placement, loss: Any) -> list[tuple[float, float]]:
-    with joined(placement):
-        world = shared(placement)
-        engine = Averaging(EngineSpec(make_model(), optimizer=sgd), world, make_model())
+    with joined(placement, LAYOUT) as world:
+        engine = Summing(EngineSpec(make_model(), optimizer=sgd), world, make_model())
         loader = Loader(
             (X, WEIGHTED),
             global_batch_size=8,
@@ -98,8 +98,7 @@ def measure(placement: Placement) -> dict[str, float]:
     def weighted(predictions: torch.Tensor, weight: torch.Tensor) -> LossSum:
         return LossSum((weight * predictions).sum(), weight.sum())
 
-    with joined(placement):
-        world = shared(placement)
+    with joined(placement, LAYOUT) as world:
         engine = ModuleEngine(EngineSpec(make_model()), world, make_model())
         loader = Loader(
             (X, WEIGHTED),
@@ -127,8 +126,7 @@ def test_an_evaluation_counts_each_replica_once(world_pool: WorldPools) -> None:
 
 
 def ask(placement: Placement) -> bool:
-    with joined(placement):
-        world = shared(placement)
+    with joined(placement, LAYOUT) as world:
         if placement.rank == 2:
             world.raise_flag(Flag.INTERRUPT)
         world.start_reduce_loss(torch.tensor(1.0), 1).wait()
@@ -140,13 +138,29 @@ def test_a_rank_that_does_not_lead_is_heard(world_pool: WorldPools) -> None:
 
 
 def draw(placement: Placement) -> float:
-    with Session("ddp", device="cpu", placement=placement) as session:
-        world = session.world
-        world.data_rank, world.data_size = placement.rank // 2, placement.size // 2
+    session = Session("ddp", device="cpu", placement=placement)
+    session.strategy.layout = lambda placement: LAYOUT
+    with session:
         session.prepare(make_model())
         return torch.rand(()).item()
 
 
 def test_ranks_of_a_replica_draw_alike(world_pool: WorldPools) -> None:
+    # Stages are apart: ranks 0 and 2 hold the first replica.
     first, second, third, fourth = world_pool(4).run(draw)
-    assert first == second != third == fourth
+    assert first == third != second == fourth
+
+
+def disagree(placement: Placement) -> str:
+    session = Session("ddp", device="cpu", placement=placement)
+    session.strategy.setup = join
+    session.strategy.layout = lambda placement: LAYOUT
+    with pytest.raises(ConfigError) as refused, session:
+        pass
+    return str(refused.value)
+
+
+def test_a_world_that_is_not_arranged_as_was_said_is_refused(world_pool: WorldPools) -> None:
+    for said in world_pool(4).run(disagree):
+        assert "strategy 'ddp'" in said
+        assert "join(placement, self.layout(placement))" in said

@@ -251,7 +251,7 @@ class _Rank(World):
 
 
 def dealt(loader: DataLoader, rank: int, size: int, **how: Any) -> DealtLoader:
-    world = _Rank(Placement(rank=rank, size=size), data_rank=rank, data_size=size)
+    world = _Rank(Placement(rank=rank, size=size))
     given: dict[str, Any] = {"split": False, "even": True, "place": True, **how}
     return DealtLoader(loader, world, enter=lambda loader: None, **given)
 

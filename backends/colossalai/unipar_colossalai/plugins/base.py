@@ -10,6 +10,7 @@ from torch import nn
 
 from unipar.engine import Division, Flat, checkpoint_activations, compile_modules
 from unipar.errors import ConfigError, did_you_mean
+from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec, Precision
 from unipar.world import Placement, World
 from unipar_colossalai.checks import check_parameters
@@ -99,8 +100,10 @@ class Plugin(ABC):
     def check(self, spec: EngineSpec, placement: Placement) -> None:  # noqa: B027
         """Refuse what it cannot do, before processes start."""
 
-    def share(self, world: World) -> None:  # noqa: B027
-        """Say which ranks get the same samples, if any do."""
+    def layout(self, placement: Placement) -> Layout:
+        """How the processes are arranged."""
+        replicas = Layout(dp_replicate=placement.size)
+        return Layout(dp_shard=placement.size) if self.stage else replicas
 
     def change(self, module: nn.Module, spec: EngineSpec) -> list[Callable[[], None]]:
         """Change the module before the plugin sees it; what takes that back."""

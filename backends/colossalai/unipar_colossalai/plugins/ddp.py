@@ -1,4 +1,4 @@
-"""``ddp``: replicas, whose gradients are averaged while they are computed."""
+"""``ddp``: replicas, whose gradients are summed while they are computed."""
 
 from __future__ import annotations
 

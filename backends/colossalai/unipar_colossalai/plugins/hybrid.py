@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from unipar.engine import ByTensor, Division, Sliced
+from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec
 from unipar.world import Placement, World
-from unipar_colossalai.hybrid_models import check_model, check_sizes, share_replicas
+from unipar_colossalai.hybrid_models import check_model, check_sizes, make_layout
 from unipar_colossalai.plugins.base import ALL, DEVICES, PRECISION, SHARDED, Plugin
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ class Hybrid(Plugin):
         if isinstance(spec.model, nn.Module) and not isinstance(spec.model, nn.Identity):
             check_model(spec.model, self.options.tp_size, self.options.pp_size)
 
-    def share(self, world: World) -> None:
-        share_replicas(world, self.options.tp_size, self.options.pp_size)
+    def layout(self, placement: Placement) -> Layout:
+        return make_layout(self.options.tp_size, self.options.pp_size, placement)
 
     def divisions(self, world: World) -> tuple[Division, ...]:
         by_tensor = (Sliced(0), Sliced(-1)) if self.options.tp_size > 1 else ()
