@@ -87,6 +87,7 @@ def test_adagrad_keeps_its_groups_and_follows_the_scheduler(
         ("zero2:offload_optimiser=true", r"offload_optimiser.*Did you mean 'offload_optimizer'"),
         ("zero1:overlap_comm=true", r"overlap_comm=true needs a GPU"),
         ('zero1:native={"bf16":{"enabled":true}}', r"native sets DeepSpeed's 'bf16'.* precision"),
+        ('zero2:native={"prescale_gradients":true}', r"'prescale_gradients', .* which sums"),
         (
             'zero3:native={"zero_optimization":{"stage3_max_live_parameters":9}}',
             r"'zero_optimization.stage3_max_live_parameters', which .* max_live_parameters",

@@ -16,6 +16,8 @@ _OWNED_BY = {
     "gradient_accumulation_steps": "micro_batch_size",
     "gradient_clipping": "max_grad_norm",
     "gradient_allreduce_op": "the training step, which sums",
+    "prescale_gradients": "the training step, which sums",
+    "gradient_predivide_factor": "the training step, which sums",
     "fp16": "precision",
     "bf16": "precision",
     "torch_autocast": "precision",
