@@ -85,7 +85,7 @@ class Callback:
     """Something that watches a run. Every method does nothing unless overridden.
 
     The methods are called on rank 0; with :attr:`every_rank` on all of them. A callback must not
-    make collectives unless it runs on every rank. What it raises ends the run.
+    make collectives, nor change weights, unless it runs on every rank. What it raises ends the run.
 
     Attributes:
         every_rank: whether the methods are called on every rank.

@@ -34,6 +34,7 @@ from unipar.engine.transforms import (
     has_forward,
     modules_of_classes,
     refuse_copies,
+    refuse_parameter_hooks,
     repeated_blocks,
 )
 from unipar.engine.weights import refuse_changed_weights
@@ -66,6 +67,7 @@ __all__ = [
     "refuse_changed_weights",
     "refuse_copies",
     "refuse_inner_gradients",
+    "refuse_parameter_hooks",
     "repeated_blocks",
     "restore_groups",
     "sparse_parameters",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -64,6 +65,7 @@ class ModuleEngine(Engine):
             self.optimizer = self._build_optimizer()
             if spec.lr_scheduler is not None:
                 self.lr_scheduler = spec.lr_scheduler(self.optimizer)
+        self._guard_optimizer()
         # Frozen ones too: they may be thawed between steps.
         self._all_parameters = list(module.parameters())
         self._parameters = self._all_parameters
@@ -113,6 +115,34 @@ class ModuleEngine(Engine):
     def _gradients_elsewhere(self) -> bool:
         """Whether a change of ``parameter.grad`` is no change of the step's gradient, or unseen."""
         return False
+
+    def _guard_optimizer(self) -> None:
+        """Refuse a user's own ``optimizer.step()`` in a step of the engine's."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return
+        engine = weakref.ref(self)
+
+        def refuse(*args: Any, **kwargs: Any) -> None:
+            if (own := engine()) is not None and own._total is not None:
+                own._clear()
+                raise ConfigError(
+                    "engine.optimizer was told to step or to clear gradients between "
+                    "engine.backward(loss) and engine.step(), where gradients are not yet those of "
+                    "the global batch, or not in the optimizer's hands. Call engine.step(), which "
+                    "reduces, clips, steps and clears."
+                )
+
+        self._undo.append(optimizer.register_step_pre_hook(refuse).remove)
+        if self._gradients_elsewhere:
+            clear = optimizer.zero_grad
+
+            def zero_grad(set_to_none: bool = True) -> None:
+                refuse()
+                clear(set_to_none)
+
+            optimizer.zero_grad = zero_grad  # pyright: ignore[reportAttributeAccessIssue]
+            self._undo.append(lambda: optimizer.__dict__.pop("zero_grad", None))
 
     def _begin_by_hand(self) -> None:
         """What comes before the first forward pass of a step in a user's own loop."""
@@ -165,7 +195,15 @@ class ModuleEngine(Engine):
         self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
     ) -> None:
         mark(self.num_steps + 1, "forward")
+        left = self._gradients()
         loss = self._loss(self._model, microbatch, loss_fn, training=True)
+        if left != (now := self._gradients()):
+            triples = zip(self._all_parameters, left, now, strict=True)
+            # What other engines have left before the first one is dropped, whatever became of it.
+            began = self._total is not None
+            self._refuse_touched(
+                [p for p, then, found in triples if found != then and (began or then == _NONE)]
+            )
         samples = microbatch.num_samples
         if not isinstance(loss, LossSum):
             self._add(loss, samples, samples, last=last, num_items=batch.global_num_samples)
@@ -321,9 +359,14 @@ class ModuleEngine(Engine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             self._enter_training()
+            # A gradient that the loss takes of its model may need those that were hidden.
+            self._check_left_alone()
             if not self._begun:
                 self._begun = True
                 self._begin_by_hand()
+                self._left = self._gradients()
+            elif self._total is not None:
+                self._left = self._gradients()
             self._forwards += 1
         if not self._mixed:
             return self._call_by_hand(*args, **kwargs)
@@ -392,26 +435,38 @@ class ModuleEngine(Engine):
 
     def _check_left_alone(self) -> None:
         """Refuse gradients that something else than :meth:`backward` has touched in this step."""
-        if self._total is None:
+        if not self._begun and self._total is None:
             return
         now = self._gradients()
         self._show_gradients()
         if self._left == now:
             return
-        changed = {
-            id(parameter)
-            for parameter, then, found in zip(self._all_parameters, self._left, now, strict=True)
-            if then != found
-        }
-        names = [name for name, p in self.module.named_parameters() if id(p) in changed]
+        # Before the first backward pass of a step a loop may clear what another engine has left.
+        cleared = [_NONE] * len(now) if self._total is None else self._left
+        self._refuse_touched(
+            [
+                parameter
+                for parameter, then, found, other in zip(
+                    self._all_parameters, self._left, now, cleared, strict=True
+                )
+                if found not in (then, other)
+            ]
+        )
+
+    def _refuse_touched(self, changed: Sequence[nn.Parameter]) -> None:
+        if not changed:
+            return
+        ids = {id(parameter) for parameter in changed}
+        names = [name for name, p in self.module.named_parameters() if id(p) in ids]
         self._clear()
         raise ConfigError(
-            f"gradients were changed between engine.backward(loss) and engine.step(): "
-            f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}. There they are not yet what "
-            "the optimizer gets: not divided by the number of items, and on most strategies not "
+            f"gradients were changed by something else than the engine's own backward pass: "
+            f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}. They are not yet what the "
+            "optimizer gets: not divided by the number of items, and on most strategies not "
             "reduced over the ranks. Clip with prepare(…, max_grad_norm=…), scale the loss instead "
-            "of its gradient, add losses before one engine.backward(loss), and let no other "
-            "engine's backward pass go through this model before engine.step()."
+            "of its gradient, add losses before one engine.backward(loss), let no other engine's "
+            "backward pass go through this model before engine.step(); and in a loss function take "
+            "gradients by torch.autograd.grad, not by backward() and zero_grad()."
         )
 
     def step(self) -> StepResult:
@@ -530,6 +585,9 @@ class ModuleEngine(Engine):
         self._enter_training()
         while self._undo:
             self._undo.pop()()
+
+
+_NONE = (id(None), 0)
 
 
 def _identity(grad: torch.Tensor | None) -> tuple[int, int]:

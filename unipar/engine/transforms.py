@@ -144,3 +144,19 @@ def _refuse_copy(strategy: str, memo: Any) -> NoReturn:
         "into a model of your own by unipar.load_model(path, model). A callback has the path in "
         "on_checkpoint."
     )
+
+
+def refuse_parameter_hooks(module: nn.Module, strategy: str) -> None:
+    """Refuse hooks on parameters that would be left behind when these are divided.
+
+    Raises:
+        ConfigError: a parameter has one.
+    """
+    for name, parameter in module.named_parameters():
+        # torch 2.13, _tensor.py, register_hook and register_post_accumulate_grad_hook.
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigError(
+                f"{strategy}: parameter '{name}' has a hook on its gradient, which would not be "
+                "called: the strategy puts parts of parameters in their place. Take the hook away, "
+                "or use strategy='ddp'."
+            )

@@ -27,7 +27,7 @@ def refuse_changed_weights(
     """Refuse a forward pass after which a gathered weight is another.
 
     What PyTorch counts as a change is seen in every pass, at no cost to the device. What goes past
-    its count, by ``parameter.data``, is seen in the first pass, by a sum over each weight.
+    its count, by ``parameter.data``, is seen by sums over weights, in some passes.
 
     Args:
         model: the whole model, when it has been divided.
@@ -41,7 +41,7 @@ def refuse_changed_weights(
         What takes the refusal back.
     """
     watches = [_EveryPass(model, strategy, is_copy, between_passes)]
-    watches += [_FirstPass(unit, model, strategy, is_copy) for unit in units]
+    watches += [_SomePasses(unit, model, strategy, is_copy) for unit in units]
 
     def stop() -> None:
         for watch in watches:
@@ -117,17 +117,24 @@ class _EveryPass(_Watch):
         self._refuse([parameter for parameter, count in counts if parameter._version != count])
 
 
-class _FirstPass(_Watch):
-    """By sums, once."""
+class _SomePasses(_Watch):
+    """By sums, in the passes whose number is a power of two: the first few, and ever more rarely.
 
-    _sums: dict[nn.Parameter, torch.Tensor]
+    A momentum encoder begins as a copy, which its first change leaves as it is.
+    """
+
+    _number = 0
+    _sums: dict[nn.Parameter, tuple[int, torch.Tensor]]
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        self._sums = {p: _sum(p) for p in self._copies()}
+        self._number += 1
+        looks = self._number & (self._number - 1) == 0
+        self._sums = {p: (p.numel(), _sum(p)) for p in self._copies()} if looks else {}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.stop()
-        before, self._sums = self._sums, {}
+        # What has grown is gathered for a module within this one.
+        before = {p: total for p, (size, total) in self._sums.items() if size == p.numel()}
+        self._sums = {}
         if before:
             old, new = torch.stack(list(before.values())), torch.stack([_sum(p) for p in before])
             # One look at the device for all of them.

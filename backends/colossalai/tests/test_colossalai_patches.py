@@ -235,10 +235,10 @@ def set_up_and_tear_down(placement: Placement, plugin: str) -> tuple[Any, Any, A
             *("cpu", "gemini"),
             [
                 *("chunks-on-cpu", "attributes-that-compute"),
-                *("auto-placement-on-cpu", "gemini-optimizers"),
+                *("auto-placement-on-cpu", "gemini-optimizers", "strided-gradients"),
             ],
         ),
-        ("cuda", "gemini", ["attributes-that-compute", "gemini-optimizers"]),
+        ("cuda", "gemini", ["attributes-that-compute", "gemini-optimizers", "strided-gradients"]),
         ("cpu", "fsdp", ["fsdp-on-cpu"]),
         ("cuda", "fsdp", []),
         ("cuda", "zero2", []),

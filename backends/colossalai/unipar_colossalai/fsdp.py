@@ -14,7 +14,12 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from unipar.batch import MicroBatch
-from unipar.engine import modules_of_classes, refuse_inner_gradients, repeated_blocks
+from unipar.engine import (
+    modules_of_classes,
+    refuse_inner_gradients,
+    refuse_parameter_hooks,
+    repeated_blocks,
+)
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn
 from unipar.state import EngineState, LocalState, StateSource, named_weights
@@ -77,6 +82,7 @@ class FSDPEngine(BoosterEngine):
         self._groups: list[tuple[str, ...]] = []
         check_parameters(module)
         check_no_scalar(module)
+        refuse_parameter_hooks(module, "colossalai")
         start.send_weights()
         self._shapes = {name: (p, tuple(p.shape)) for name, p in module.named_parameters()}
         named, self._aliases = named_weights(module)

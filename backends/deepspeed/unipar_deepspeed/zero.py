@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from unipar.batch import MicroBatch
 from unipar.engine import backward_pass, refuse_changed_weights
 from unipar.errors import ConfigError
-from unipar.loss import LossFn, LossSum
+from unipar.loss import Loss, LossFn, LossSum
 from unipar.state import EngineState, StateSource
 from unipar.strategy import StepResult
 from unipar_deepspeed import state
@@ -42,7 +43,12 @@ class ZeROEngine(DeepSpeedEngine):
         super().__init__(*args, **kwargs)
         named = self.module.named_parameters()
         self._frozen = {name: p for name, p in named if not p.requires_grad}
-        if self._deepspeed is not None and is_stage_3(self._zero):
+        self._places: dict[str, int] = {}
+        self._calls = 0
+        if self._deepspeed is not None and not is_stage_3(self._zero):
+            self._places = self._find_places()
+        elif self._deepspeed is not None:
+            self._deepspeed.register_forward_pre_hook(self._saw_call)
             gathered = [m for m in self.module.modules() if [*m.parameters(recurse=False)]]
             self._undo.append(
                 refuse_changed_weights(self.module, "zero3", gathered, between_passes=True)
@@ -119,6 +125,26 @@ class ZeROEngine(DeepSpeedEngine):
             self._step_scheduler()
         return StepResult(loss, count, norm, skipped=overflow)
 
+    def _find_places(self) -> dict[str, int]:
+        return {name: p.data_ptr() for name, p in self.module.named_parameters()}
+
+    def _saw_call(self, *_: Any) -> None:
+        self._calls += 1
+
+    def _loss(
+        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
+    ) -> Loss:
+        calls = self._calls
+        loss = super()._loss(model, microbatch, loss_fn, training=training)
+        if training and is_stage_3(self._zero) and self._calls == calls:
+            raise ConfigError(
+                "the loss did not come from a call of the model that the loss function was given, "
+                "model(…), but from its parts or from engine.module. Stage 3 of ZeRO loses "
+                "gradients of what goes around that call. Call model(…), whose forward may do "
+                "what its argument says."
+            )
+        return loss
+
     def _take_over_weights(self) -> None:
         """Have what was done to weights by hand since the last step, such as clamping them.
 
@@ -128,6 +154,15 @@ class ZeROEngine(DeepSpeedEngine):
         zero = self._zero
         if is_stage_3(zero):
             return
+        places = self._find_places()
+        if moved := [name for name, place in places.items() if place != self._places[name]]:
+            self._discard()
+            raise ConfigError(
+                f"deepspeed: parameter.data of {', '.join(moved[:4])}"
+                f"{', …' if len(moved) > 4 else ''} was given another tensor. ZeRO has parameters "
+                "in one buffer, which would not change. Change them in place: "
+                "parameter.data.copy_(new)."
+            )
         groups = zip(
             zero.single_partition_of_fp32_groups,
             zero.parallel_partitioned_bit16_groups,

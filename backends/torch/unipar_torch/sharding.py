@@ -32,6 +32,7 @@ from unipar.engine import (
     modules_of_classes,
     refuse_changed_weights,
     refuse_inner_gradients,
+    refuse_parameter_hooks,
     repeated_blocks,
     sum_shards,
     with_divisible_optimizer,
@@ -57,6 +58,7 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> FSDPEngine:
     hybrid = world.layout.dp_replicate > 1
     mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
     module, weights = _unsharded(spec, world)
+    refuse_parameter_hooks(module, options.strategy)
     undo = [
         checkpoint_activations(module, spec.activation_checkpointing),
         # The second backward pass needs weights that the first one lets go of.
