@@ -386,14 +386,21 @@ class TrainingRun:
         self.signals.pass_on()
 
     def _stop(self) -> None:
-        number = max(self.world.gather(self.signals.stopped_by))
+        numbers = self.world.gather(self.signals.stopped_by)
+        number = max(numbers)
+        asked = [str(rank) for rank, own in enumerate(numbers) if own]
+        what = (
+            "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: stopped"
+        )
+        if len(asked) < self.world.size:
+            what += f" by a signal to rank {', '.join(asked)} alone,"
         kept = None
         if self.saver is not None:
             kept = self.saver.finish(self.step, self._progress(), self._metrics())
         log.log(
             logging.WARNING if self.world.is_main else logging.INFO,
             "%s after step %d%s",
-            "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: stopped",
+            what,
             self.step,
             f"; saved to {kept}, continue with resume='auto'" if kept else "; nothing was saved",
         )

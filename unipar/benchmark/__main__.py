@@ -7,10 +7,18 @@ import sys
 from unipar.garbage import no_collection
 
 with no_collection():
-    import unipar.benchmark.trial  # noqa: F401
+    import torch
+    import torch._dynamo  # The first optimizer of a process imports it, in half of torch's time.
+
+    import unipar.benchmark.trial
+    import unipar.launch.agent
+    import unipar.launch.entry  # noqa: F401
     from unipar.benchmark.server import serve
 
     # A collection in a trial would copy the pages that it shares with the others.
     gc.freeze()
+
+# No process that is forked from here could use CUDA.
+assert not torch.cuda.is_initialized()
 
 serve(socket.socket(fileno=int(sys.argv[1])))

@@ -124,7 +124,11 @@ class Runner:
         with log.open("wb") as output:
             try:
                 trial = self._server(python).start(
-                    self.store.job, directory, threads, output.fileno()
+                    self.store.job,
+                    directory,
+                    processes=devices,
+                    threads=threads,
+                    log=output.fileno(),
                 )
             except RuntimeError as error:
                 self._servers.pop(python).close()

@@ -1,7 +1,8 @@
-"""A process that has imported what every trial needs, and forks a new one for each.
+"""A process that has imported what every trial needs, and forks the processes of each.
 
 To import torch takes longer than most trials. Processes are not used twice all the same: what a
-trial leaves in memory, and what a framework changes when it is imported, would be in the next.
+trial leaves in memory, and what a framework changes when it is imported, would be in the next. So
+frameworks are imported by the ranks themselves.
 
 ``python -m unipar.benchmark DESCRIPTOR`` is told over a socket what to run.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import select
@@ -36,20 +38,35 @@ class Server:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [python, "-m", "unipar.benchmark", str(theirs.fileno())],
+                # What a killed process has printed is to be read.
+                [python, "-u", "-m", "unipar.benchmark", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
 
-    def start(self, job: Path, directory: Path, threads: int, log: int) -> Forked:
-        """Run the trial that ``directory`` describes; its output goes to the descriptor ``log``.
+    def start(
+        self, job: Path, directory: Path, *, processes: int, threads: int, log: int
+    ) -> Forked:
+        """Run the trial that ``directory`` describes.
+
+        Args:
+            job: the job of all trials.
+            directory: of this one.
+            processes: the ranks that it has.
+            threads: that each of them has.
+            log: the descriptor that its output goes to.
 
         Raises:
             RuntimeError: the interpreter has ended, and what it said.
         """
-        request = {"job": str(job), "directory": str(directory), "threads": threads}
+        request = {
+            "job": str(job),
+            "directory": str(directory),
+            "processes": processes,
+            "threads": threads,
+        }
         try:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [log])
             pid = _number(self._socket)
@@ -116,24 +133,34 @@ def _become(request: dict[str, object], log: int) -> NoReturn:
     import torch
 
     from unipar.benchmark.trial import main
+    from unipar.launch.forked import workers_ahead
 
     os.setsid()
-    _hold_the_files_of(os.getppid())
+    prepare = functools.partial(_hold_the_files_of, os.getppid())
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
-    threads = request["threads"]
+    os.close(log)
+    processes, threads = request["processes"], request["threads"]
+    assert isinstance(processes, int)
     assert isinstance(threads, int)
     # For its own children; what torch has read before it was forked must be told it again.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
-    sys.exit(main(Path(str(request["job"])), Path(str(request["directory"]))))
+    with contextlib.ExitStack() as stack:
+        if processes > 1:
+            # Before it holds anything of the job: what it holds, they hold.
+            stack.enter_context(workers_ahead(processes, prepare))
+        else:
+            prepare()
+        code = main(Path(str(request["job"])), Path(str(request["directory"])))
+    sys.exit(code)
 
 
 def _hold_the_files_of(parent: int) -> None:
     """Have the same pages of libraries in memory as the process that this one was forked from.
 
     A forked process has none of them until it reads them, so its memory would be less than that
-    of one that has imported torch by itself, as every rank has that is not alone.
+    of one that has imported torch by itself, as in every other run.
     """
     maps = Path(f"/proc/{parent}/maps")
     if not maps.exists():

@@ -15,6 +15,7 @@ from unipar.engine.divisions import (
     constructor_arguments,
 )
 from unipar.engine.flat import flat_state
+from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
 from unipar.engine.state import (
     export_scheduler,
@@ -35,6 +36,7 @@ from unipar.engine.transforms import (
     refuse_copies,
     repeated_blocks,
 )
+from unipar.engine.weights import refuse_changed_weights
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -47,6 +49,7 @@ __all__ = [
     "ModuleEngine",
     "Sliced",
     "Undo",
+    "backward_pass",
     "check_divisible",
     "checkpoint_activations",
     "compile_modules",
@@ -60,7 +63,9 @@ __all__ = [
     "import_scheduler",
     "import_state",
     "modules_of_classes",
+    "refuse_changed_weights",
     "refuse_copies",
+    "refuse_inner_gradients",
     "repeated_blocks",
     "restore_groups",
     "sparse_parameters",

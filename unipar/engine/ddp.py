@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unipar.engine.inner import refuse_inner_gradients
 from unipar.engine.module import ModuleEngine
 from unipar.errors import ConfigError
 
@@ -67,7 +68,10 @@ class DDPReducer:
         self._unknown = [p for _, p in named if not p.requires_grad]
         self._sparse = sparse_parameters(ddp.module)
         self._armed = False
-        self._hook = ddp.register_forward_hook(self._saw_forward)
+        self._undo = [ddp.register_forward_hook(self._saw_forward).remove]
+        if ddp.static_graph:
+            # What is recorded of the first step is the first backward pass.
+            self._undo.append(refuse_inner_gradients(ddp.module, "static_graph=true"))
 
     def _saw_forward(self, module: nn.Module, *_: Any) -> None:
         if self.ddp.require_backward_grad_sync and torch.is_grad_enabled():
@@ -136,7 +140,8 @@ class DDPReducer:
         self._armed = False
 
     def close(self) -> None:
-        self._hook.remove()
+        while self._undo:
+            self._undo.pop()()
 
     def _unused(self, said: str) -> ConfigError:
         # The reducer tells their numbers, and nothing else does (torch 2.13, reducer.cpp,

@@ -14,6 +14,8 @@ from torch import nn
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data.move import move_to
+from unipar.engine.absent import AbsentGradient
+from unipar.engine.inner import backward_pass
 from unipar.engine.state import export_state, import_scaler, import_state
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.launch.progress import mark
@@ -70,6 +72,7 @@ class ModuleEngine(Engine):
         )
         self._modes: list[tuple[nn.Module, bool]] = []
         self._last = False
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._clear()
 
     # -- what a way of being distributed changes -------------------------------------------------
@@ -105,6 +108,11 @@ class ModuleEngine(Engine):
     def _holds_forwards(self) -> bool:
         """Whether the framework bears several forward passes before their backward passes."""
         return True
+
+    @property
+    def _gradients_elsewhere(self) -> bool:
+        """Whether a change of ``parameter.grad`` is no change of the step's gradient, or unseen."""
+        return False
 
     def _begin_by_hand(self) -> None:
         """What comes before the first forward pass of a step in a user's own loop."""
@@ -205,7 +213,8 @@ class ModuleEngine(Engine):
         # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
         factor = weight / self._normalizer
         mark(self.num_steps + 1, "backward")
-        self._backward(loss if factor == 1.0 else loss * factor)
+        with backward_pass():
+            self._backward(loss if factor == 1.0 else loss * factor)
 
     def _start_reduction(self) -> None:
         assert self._total is not None
@@ -292,6 +301,8 @@ class ModuleEngine(Engine):
         self._reduction: LossReduction | None = None
         self._by_hand = self._begun = self._told = False
         self._forwards = 0
+        self._left: list[tuple[int, int]] = []
+        self._show_gradients()
 
     # -- the user's own loop ---------------------------------------------------------------------
 
@@ -332,6 +343,7 @@ class ModuleEngine(Engine):
                 "backward pass, before the next one begins: put both into `with "
                 "engine.microbatch(last=…):`, or use strategy='fsdp' or 'ddp', which hold several."
             )
+        self._check_left_alone()
         self._by_hand, self._forwards = True, 0
         if isinstance(loss, LossSum):
             self._add(loss.total, 1, loss.count, last=self._last)
@@ -343,10 +355,57 @@ class ModuleEngine(Engine):
                 "micro-batches and ranks may hold different numbers: pass num_items=len(inputs), "
                 "or a unipar.LossSum(total, count)."
             )
+        self._hide_gradients()
+        self._left = self._gradients()
+
+    def _hide_gradients(self) -> None:
+        """Let nobody take for the step's gradients what is, or is not, in ``parameter.grad``."""
+        if not self._gradients_elsewhere:
+            return
+        for parameter in self._all_parameters:
+            if parameter.requires_grad:
+                grad, absent = parameter.grad, AbsentGradient.of(parameter)
+                parameter.grad = absent
+                self._hidden.append((parameter, grad, absent))
+
+    def _show_gradients(self) -> None:
+        while self._hidden:
+            parameter, grad, absent = self._hidden.pop()
+            if parameter.grad is absent:
+                parameter.grad = grad
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        """Which gradients there are, and how often each was changed; not their values."""
+        return [_identity(parameter.grad) for parameter in self._all_parameters]
+
+    def _check_left_alone(self) -> None:
+        """Refuse gradients that something else than :meth:`backward` has touched in this step."""
+        if self._total is None:
+            return
+        now = self._gradients()
+        self._show_gradients()
+        if self._left == now:
+            return
+        changed = {
+            id(parameter)
+            for parameter, then, found in zip(self._all_parameters, self._left, now, strict=True)
+            if then != found
+        }
+        names = [name for name, p in self.module.named_parameters() if id(p) in changed]
+        self._clear()
+        raise ConfigError(
+            f"gradients were changed between engine.backward(loss) and engine.step(): "
+            f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}. There they are not yet what "
+            "the optimizer gets: not divided by the number of items, and on most strategies not "
+            "reduced over the ranks. Clip with prepare(…, max_grad_norm=…), scale the loss instead "
+            "of its gradient, add losses before one engine.backward(loss), and let no other "
+            "engine's backward pass go through this model before engine.step()."
+        )
 
     def step(self) -> StepResult:
         if self._total is None:
             raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
+        self._check_left_alone()
         if self._reduction is None:
             if self._told:
                 self._clear()
@@ -384,7 +443,8 @@ class ModuleEngine(Engine):
         with torch.random.fork_rng(devices), self._probing():
             try:
                 loss = self._loss(self._model, microbatch, loss_fn, training=True)
-                (loss.total if isinstance(loss, LossSum) else loss).backward()
+                with backward_pass():
+                    (loss.total if isinstance(loss, LossSum) else loss).backward()
             finally:
                 self._drop_gradients()
                 with torch.no_grad():
@@ -458,3 +518,10 @@ class ModuleEngine(Engine):
         self._enter_training()
         while self._undo:
             self._undo.pop()()
+
+
+def _identity(grad: torch.Tensor | None) -> tuple[int, int]:
+    if grad is None or isinstance(grad, AbsentGradient):
+        return id(grad), 0
+    # Frameworks whose gradients are views of one buffer make such views anew.
+    return id(grad) if grad.is_sparse else grad.data_ptr(), grad._version

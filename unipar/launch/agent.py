@@ -17,6 +17,7 @@ from unipar.errors import Terminated, UniparError, WorkerError
 from unipar.launch import report
 from unipar.launch.echoes import Kind
 from unipar.launch.failure import Failure, cause
+from unipar.launch.forked import taken
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import RunDir
 from unipar.terminations import Request
@@ -117,7 +118,8 @@ class Agent(LocalElasticAgent):
         self, worker_group: api.WorkerGroup
     ) -> dict[int, Any]:
         restart = len(self._attempts)
-        pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        with taken():
+            pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}

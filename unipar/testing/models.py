@@ -91,6 +91,16 @@ class Network(nn.Module):
         return self.outward(x)
 
 
+class Clamped(Network):
+    """Changes weights of its own before it computes with them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.outward.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 class PartlyUsed(Network):
     """Has a layer that a batch may leave out."""
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from unipar.batch import MicroBatch
-from unipar.engine import modules_of_classes, repeated_blocks
+from unipar.engine import modules_of_classes, refuse_inner_gradients, repeated_blocks
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn
 from unipar.state import EngineState, LocalState, StateSource, named_weights
@@ -84,6 +84,7 @@ class FSDPEngine(BoosterEngine):
         super().__init__(start)
         self._model = Divided(module, self.wrapper)
         self._undo.append(self._guard())
+        self._undo.append(refuse_inner_gradients(module, "colossalai"))
         self._trained = {id(p): n for n, (p, _) in self._shapes.items() if p.requires_grad}
         self._without: set[int] = set()
         for unit, handle in self._handles():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unipar.batch import MicroBatch
-from unipar.engine import ModuleEngine, group_names
+from unipar.engine import ModuleEngine, backward_pass, group_names, refuse_changed_weights
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.state import EngineState, StateSource
@@ -37,6 +37,7 @@ class GeminiEngine(BoosterEngine):
         start.send_weights()
         super().__init__(start)
         self._undo.append(guard_forward(module))
+        self._undo.append(refuse_changed_weights(module, "colossalai:plugin=gemini", ()))
         self._undo.append(self._forget)
         # The weights compute in half precision themselves; autocast has nothing to add.
         self._mixed = False
@@ -111,12 +112,29 @@ class GeminiEngine(BoosterEngine):
         with torch.random.fork_rng([]):
             try:
                 loss = self._loss(self._model, microbatch, loss_fn, training=True)
-                self._reduce(loss.total if isinstance(loss, LossSum) else loss)
+                with backward_pass():
+                    self._reduce(loss.total if isinstance(loss, LossSum) else loss)
             finally:
                 self._drop_gradients()
                 with torch.no_grad():
                     for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
                         buffer.copy_(saved)
+
+    @property
+    def _gradients_elsewhere(self) -> bool:
+        return True
+
+    def _hide_gradients(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            super()._hide_gradients()
+
+    def _show_gradients(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            super()._show_gradients()
+
+    def _gradients(self) -> list[tuple[int, int]]:
+        # A forward pass clears what stands there, and there is no gradient to lose.
+        return []
 
     def _finish_gradients(self) -> None:
         for part, where in self._parts.items():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from unipar.batch import MicroBatch
-from unipar.engine import checkpoint_activations
+from unipar.engine import checkpoint_activations, refuse_inner_gradients
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.state import EngineState, StateSource
@@ -41,6 +41,9 @@ class HybridEngine(BoosterEngine):
             self._scaler = PartScaler(self._device.type, process_group=None)
             # A stage without the loss has none to scale, and unscales its gradients all the same.
             self._scaler.scale(torch.zeros((), device=self._device))
+        if plugin.pp_size == 1:
+            # In a pipeline no loss has the whole model's graph, and PyTorch says so.
+            self._undo.append(refuse_inner_gradients(module, "colossalai"))
         # Only now: Colossal-AI replaces the methods of the modules that it divides.
         self._undo.append(checkpoint_activations(module, start.spec.activation_checkpointing))
 

@@ -95,6 +95,10 @@ class ZeROEngine(BoosterEngine):
             self._check_all_have_gradients()
             zero._reduce_grad(self._partial)
 
+    @property
+    def _gradients_elsewhere(self) -> bool:
+        return True
+
     @contextlib.contextmanager
     def _synchronizing(self) -> Iterator[None]:
         zero = self.framework_optimizer
@@ -143,8 +147,25 @@ class ZeROEngine(BoosterEngine):
         return norm.item()
 
     def _step_optimizer(self, optimizer: Any) -> bool:
+        self._take_over_weights()
         with self._synchronizing():
             return super()._step_optimizer(optimizer)
+
+    def _take_over_weights(self) -> None:
+        """Have what was done to weights by hand since the last step, such as clamping them.
+
+        Else they would be what this rank's fp32 parts say, which are equal if nothing was done.
+        """
+        zero = self.framework_optimizer
+        own, given = [], []
+        for master in self._parameters:
+            working = zero.master_to_working_param[id(master)].detach().view(-1)
+            if master.device == working.device:
+                share = working[self.world.rank * master.numel() :][: master.numel()]
+                own.append(master.detach()[: share.numel()])
+                given.append(share)
+        if own:
+            torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.engine import ModuleEngine, Undo, group_names
+from unipar.engine import ModuleEngine, Undo, group_names, refuse_inner_gradients
 from unipar.logs import quiet_framework
 from unipar.strategy import EngineSpec
 from unipar.world import World
@@ -70,6 +70,7 @@ class DeepSpeedEngine(ModuleEngine):
         named = self.module.named_parameters()
         self._unused = Unused({name: p for name, p in named if p.requires_grad}, self.world)
         self._undo.append(self._unused.stop)
+        self._undo.append(refuse_inner_gradients(self.module, "deepspeed"))
         self._undo.append(release)
         self._model = self._deepspeed
         return optimizer

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from unipar.batch import MicroBatch
+from unipar.engine import backward_pass, refuse_changed_weights
 from unipar.errors import ConfigError
 from unipar.loss import LossFn, LossSum
 from unipar.state import EngineState, StateSource
@@ -40,6 +42,11 @@ class ZeROEngine(DeepSpeedEngine):
         super().__init__(*args, **kwargs)
         named = self.module.named_parameters()
         self._frozen = {name: p for name, p in named if not p.requires_grad}
+        if self._deepspeed is not None and is_stage_3(self._zero):
+            gathered = [m for m in self.module.modules() if [*m.parameters(recurse=False)]]
+            self._undo.append(
+                refuse_changed_weights(self.module, "zero3", gathered, between_passes=True)
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -69,6 +76,10 @@ class ZeROEngine(DeepSpeedEngine):
         # forward pass alone (runtime/zero/parameter_offload.py), and loses gradients of others.
         return self._deepspeed is None or not is_stage_3(self._zero)
 
+    @property
+    def _gradients_elsewhere(self) -> bool:
+        return True
+
     @functools.cached_property
     def _swapping(self) -> Swapping:
         align_gradients(self._zero)
@@ -89,6 +100,7 @@ class ZeROEngine(DeepSpeedEngine):
         if not math.isfinite(loss):
             self._discard()
             return self._not_finite("loss", loss, count)
+        self._take_over_weights()
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         self._zero.loss_scale = scale * count / (normalizer * self._averaged_over)
         try:
@@ -106,6 +118,26 @@ class ZeROEngine(DeepSpeedEngine):
         if not overflow:
             self._step_scheduler()
         return StepResult(loss, count, norm, skipped=overflow)
+
+    def _take_over_weights(self) -> None:
+        """Have what was done to weights by hand since the last step, such as clamping them.
+
+        Else they would be what this rank's fp32 share says, which is equal if nothing was done.
+        Where the share is in host memory it would have to travel for that, and is left.
+        """
+        zero = self._zero
+        if is_stage_3(zero):
+            return
+        groups = zip(
+            zero.single_partition_of_fp32_groups,
+            zero.parallel_partitioned_bit16_groups,
+            zero.real_dp_process_group,
+            strict=True,
+        )
+        for share, whole, group in groups:
+            weights = whole[dist.get_rank(group)]
+            if share.device == weights.device:
+                share.data.copy_(weights)
 
     def _check_frozen(self) -> None:
         """Refuse parameters that were thawed: ZeRO has no partitions for them."""
@@ -141,7 +173,8 @@ class ZeROEngine(DeepSpeedEngine):
             try:
                 loss = self._loss(self._model, microbatch, loss_fn, training=True)
                 total = loss.total if isinstance(loss, LossSum) else loss
-                self._deepspeed.backward(total, scale_wrt_gas=False)
+                with backward_pass():
+                    self._deepspeed.backward(total, scale_wrt_gas=False)
             finally:
                 self._discard()
                 if self._unused is not None:

@@ -30,6 +30,8 @@ from unipar.engine import (
     compile_modules,
     has_forward,
     modules_of_classes,
+    refuse_changed_weights,
+    refuse_inner_gradients,
     repeated_blocks,
     sum_shards,
     with_divisible_optimizer,
@@ -54,7 +56,11 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> FSDPEngine:
     hybrid = world.layout.dp_replicate > 1
     mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
     module, weights = _unsharded(spec, world)
-    undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+    undo = [
+        checkpoint_activations(module, spec.activation_checkpointing),
+        # The second backward pass needs weights that the first one lets go of.
+        refuse_inner_gradients(module, "fsdp", only_graphs=True),
+    ]
     units = _units(module, options)
     compile_modules(units or [module], spec.compile)
     for unit in [*units, module]:
@@ -69,6 +75,9 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> FSDPEngine:
     if weights is not None:
         _materialize(module, weights, world, offloaded=options.cpu_offload)
     _prefetch(units, options.prefetch)
+    # What is changed of a DTensor is changed for good.
+    parts = [*units, module]
+    undo.append(refuse_changed_weights(module, "fsdp", parts, lambda p: not isinstance(p, DTensor)))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     return FSDPEngine(spec, world, module, undo=undo)
 
@@ -96,6 +105,11 @@ class FSDPEngine(ModuleEngine):
     def _probing(self) -> AbstractContextManager[None]:
         # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.
         return contextlib.nullcontext()
+
+    @property
+    def _gradients_elsewhere(self) -> bool:
+        # Between micro-batches they are inside FSDP; and a DTensor does not tell of all changes.
+        return True
 
     def _gradient_norm(self, max_norm: float) -> float:
         grads = [p.grad for p in self._parameters if p.grad is not None]

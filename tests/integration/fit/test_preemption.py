@@ -173,7 +173,20 @@ def test_a_signal_to_a_rank_stops_all_at_the_same_step(
     process = slow.start(**changes)
     slow.wait_for(lambda: slow.step() > 1, process)
     os.kill(slow.rank(changes.get("devices", 1) - 1), number)
-    assert f"{number.name}: stopped after step" in stopped(process, number)
+    whose = " by a signal to rank 1 alone," if changes else ""
+    assert f"{number.name}: stopped{whose} after step" in stopped(process, number)
+    slow.goes_on()
+
+
+@pytest.mark.thorough
+def test_an_interrupt_of_one_rank_blames_no_other(slow: Run):
+    process = slow.start(strategy="ddp", devices=2)
+    slow.wait_for(lambda: slow.step() > 1, process)
+    os.kill(slow.rank(1), signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    assert "unipar: interrupted by a signal to rank 1 alone, after step" in err
+    assert "WorkerError" not in err
+    assert process.returncode == -signal.SIGINT
     slow.goes_on()
 
 

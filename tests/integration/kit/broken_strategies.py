@@ -55,6 +55,48 @@ class ReducedAfterForward(DDPEngine):
         pass
 
 
+class InnerGradientTaken(DDPEngine):
+    """Takes the first gradient that goes through the model for that of the step."""
+
+    def _loss(
+        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
+    ) -> Any:
+        passes = 0
+
+        def once(grad: torch.Tensor) -> torch.Tensor:
+            nonlocal passes
+            passes += 1
+            return grad if passes == 1 else torch.zeros_like(grad)
+
+        def watch(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(once)
+
+        handle = self.module.register_forward_hook(watch)
+        try:
+            return super()._loss(model, microbatch, loss_fn, training=training)
+        finally:
+            handle.remove()
+
+
+class WeightsGathered(DDPEngine):
+    """What a forward pass does to weights is done to copies, as where they are gathered for it."""
+
+    def _loss(
+        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
+    ) -> Any:
+        kept = [p.detach().clone() for p in self._all_parameters]
+        loss = super()._loss(model, microbatch, loss_fn, training=training)
+        for parameter, weights in zip(self._all_parameters, kept, strict=True):
+            parameter.data.copy_(weights)
+        return loss
+
+
+class GradientsUnguarded(DDPEngine):
+    def _check_left_alone(self) -> None:
+        pass
+
+
 class LastBatchDropped(DDPEngine):
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         if batch.global_num_samples < (self.spec.global_batch_size or 0):

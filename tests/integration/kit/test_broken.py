@@ -42,6 +42,24 @@ BROKEN = [
         "holds other values of|rank 1 was told other",
     ),
     (
+        "an inner gradient taken for the step's",
+        engine(broken.InnerGradientTaken),
+        "lets_losses_differentiate",
+        "the (loss|gradient norm) of step",
+    ),
+    (
+        "changed weights lost",
+        engine(broken.WeightsGathered),
+        "loses_no_change_of_weights",
+        "weights clamped: the (loss|gradient norm) of step",
+    ),
+    (
+        "gradients clipped by hand",
+        engine(broken.GradientsUnguarded),
+        "guards_gradients",
+        "rank 0 clips between backward and step, and trains on",
+    ),
+    (
         "last batch dropped",
         engine(broken.LastBatchDropped),
         "equals_the_reference",

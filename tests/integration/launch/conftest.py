@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,7 +62,8 @@ class Script:
         path = self.directory / "script.py"
         path.write_text(PREAMBLE + textwrap.dedent(body))
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-        return subprocess.Popen([sys.executable, str(path), str(self.directory)], **options)
+        command = [sys.executable, str(path), str(self.directory)]
+        return subprocess.Popen(command, preexec_fn=_heed_signals, **options)
 
     def run(self, body: str, *, timeout: float = 60, **options) -> subprocess.CompletedProcess[str]:
         process = self.start(body, **options)
@@ -74,6 +76,12 @@ class Script:
         while not all((self.directory / name).exists() for name in names):
             assert time.monotonic() < deadline, f"no {names}"
             time.sleep(0.05)
+
+
+def _heed_signals() -> None:
+    """As under a terminal: what a shell starts in the background ignores these two."""
+    for number in (signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture

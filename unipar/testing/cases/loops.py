@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ from unipar.testing.kit import (
 )
 from unipar.testing.models import Samples
 from unipar.testing.reference import Trace
-from unipar.testing.scenarios import HALF_DTYPES, NUM_SAMPLES, Scenario, adamw
+from unipar.testing.scenarios import HALF_DTYPES, NUM_SAMPLES, Scenario, adamw, classify
 from unipar.world import World
 
 GAN = Scenario(
@@ -116,6 +116,95 @@ def assert_refusals(kit: Kit, ranks: list[Any], refusals: list[str], named: str)
     for said in refusals:
         if named not in said:
             raise AssertionError(f"{kit.target.name}: the refusal does not name {named!r}: {said}")
+
+
+def _resist(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Classify points that were moved to where the model gives more."""
+    x = batch["x"].detach().requires_grad_(True)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x)
+    return classify(model, {**batch, "x": (x + 0.1 * grad).detach()})
+
+
+def _weigh(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Classify, each point weighed by how much the model's output depends on it."""
+    x = batch["x"].detach().requires_grad_(True)
+    logits = model(x)
+    (grad,) = torch.autograd.grad(logits.square().sum(), x, retain_graph=True)
+    terms = cross_entropy(logits, batch["y"], reduction="none") * grad.square().mean(dim=1)
+    return terms.sum(), len(batch["y"])
+
+
+def _smooth(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Classify, with a penalty on the gradient of the model."""
+    x = batch["x"].detach().requires_grad_(True)
+    logits = model(x)
+    (grad,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
+    total = cross_entropy(logits, batch["y"], reduction="sum") + grad.square().sum()
+    return total, len(batch["y"])
+
+
+@case
+def lets_losses_differentiate(kit: Kit) -> None:
+    """Losses that take a gradient of the model before the engine does.
+
+    A framework that cannot do this refuses it.
+    """
+    for terms in (_resist, _weigh, _smooth):
+        scenario = kit.fit(replace(PLAIN, terms=terms, num_steps=7))
+        ranks = kit.run(_or_refusal, train, scenario)
+        if refusals := [said for said in ranks if isinstance(said, str)]:
+            assert_refusals(kit, ranks, refusals, "gradient")
+        else:
+            kit.check(merge(ranks), scenario, subject=f"{kit.target.name}, {terms.__doc__}")
+
+
+@case
+def loses_no_change_of_weights(kit: Kit) -> None:
+    """A model that changes weights in its forward pass trains on what it has changed.
+
+    Where frameworks compute with copies, that is an error.
+    """
+    scenario = kit.fit(replace(PLAIN, model=models.Clamped, num_steps=7))
+    ranks = kit.run(_or_error, train, scenario)
+    if errors := [said for said in ranks if isinstance(said, str)]:
+        assert_refusals(kit, ranks, errors, "")
+    else:
+        kit.check(merge(ranks), scenario, subject=f"{kit.target.name}, weights clamped")
+
+
+def _or_error(strategy: Strategy, world: World, fn: Any, *args: Any) -> Any:
+    try:
+        return fn(strategy, world, *args)
+    except (ConfigError, RuntimeError) as error:
+        return str(error)
+
+
+@case
+def guards_gradients(kit: Kit) -> None:
+    """Gradients that are clipped by hand before ``step`` are refused.
+
+    They are neither reduced nor divided yet, or not there at all.
+    """
+    if not kit.capabilities.custom_loop:
+        return
+    scenario = kit.fit(replace(PLAIN, max_grad_norm=None, num_steps=1))
+    for rank, said in enumerate(kit.run(_or_refusal, train, scenario, _step_clipping_by_hand)):
+        if not isinstance(said, str):
+            raise AssertionError(
+                f"{kit.target.name}: rank {rank} clips between backward and step, and trains on"
+            )
+        if "max_grad_norm" not in said:
+            raise AssertionError(f"{kit.target.name}: the refusal names no remedy: {said}")
+
+
+def _step_clipping_by_hand(
+    engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
+) -> StepResult:
+    for number, microbatch in enumerate(batch, start=1):
+        with engine.microbatch(last=number == len(batch)):
+            backward(engine, loss_fn(engine, move_to(microbatch.data, world.device)), microbatch)
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
+    return engine.step()
 
 
 UNUSED_IN_STEP = 3

@@ -1,0 +1,41 @@
+"""What stands in ``parameter.grad`` where a framework keeps gradients elsewhere.
+
+With ``None`` there, a loop that clips or scales gradients by hand would do nothing, and not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from unipar.errors import ConfigError
+
+_HARMLESS = {"device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "shape"}
+
+
+class AbsentGradient(torch.Tensor):
+    """Takes no memory, and refuses to be computed with."""
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> AbsentGradient:
+        """One that fits into ``parameter.grad``."""
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        return nothing.expand(parameter.shape).as_subclass(AbsentGradient)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentGradient:
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # A property's getter is told by what it is the getter of.
+        if getattr(getattr(func, "__self__", None), "__name__", "") in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise ConfigError(
+            "parameter.grad was used between engine.backward(loss) and engine.step(), and under "
+            "this strategy gradients are not there: each rank keeps a share of them elsewhere. "
+            "Clip with prepare(…, max_grad_norm=…), and scale the loss instead of its gradient."
+        )

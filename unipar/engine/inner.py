@@ -1,0 +1,84 @@
+"""Gradients that a loss takes of its own model, before the engine's backward pass.
+
+An adversarial step or a gradient penalty calls ``torch.autograd.grad`` on what the model gave. To a
+framework that hangs gathering and reducing on its hooks, that is a backward pass like any other,
+and the next one then computes with what it has left: other numbers, or an error of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unipar.errors import ConfigError
+
+_passes = 0
+
+
+@contextlib.contextmanager
+def backward_pass() -> Iterator[None]:
+    """Around a backward pass of an engine's own; gradients may go through any engine's model."""
+    global _passes
+    _passes += 1
+    try:
+        yield
+    finally:
+        _passes -= 1
+
+
+def refuse_inner_gradients(
+    model: nn.Module, strategy: str, *, only_graphs: bool = False
+) -> Callable[[], None]:
+    """Refuse gradients of a model's outputs that no engine's backward pass asks for.
+
+    Args:
+        model: what the loss function calls, or the module in it.
+        strategy: its name, for the message.
+        only_graphs: whether to refuse ``create_graph=True`` alone.
+
+    Returns:
+        What takes the refusal back.
+    """
+
+    def check(grad: torch.Tensor) -> None:
+        # Gradients are computed with gradients enabled where a graph of them is made.
+        if not _passes and (torch.is_grad_enabled() or not only_graphs):
+            raise _refusal(strategy, only_graphs)
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(check)
+
+    hook: Any = torch.compiler.disable(watch)
+    return model.register_forward_hook(hook).remove
+
+
+def _tensors(data: Any) -> Iterator[torch.Tensor]:
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for item in data.values():
+            yield from _tensors(item)
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _tensors(item)
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        for field in dataclasses.fields(data):
+            yield from _tensors(getattr(data, field.name))
+
+
+def _refusal(strategy: str, only_graphs: bool) -> ConfigError:
+    what = "with create_graph=True, before" if only_graphs else "before or without"
+    return ConfigError(
+        f"{strategy}: a gradient was taken through the model (torch.autograd.grad, or "
+        f"loss.backward()) {what} the engine's own backward pass. {strategy} would take that for "
+        "the step's own, and could not compute the step's gradients any more. Use strategy='ddp' "
+        "or 'horovod', which bear it."
+    )

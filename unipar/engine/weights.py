@@ -1,0 +1,149 @@
+"""Weights that a model changes in its own forward pass, where it computes with gathered copies.
+
+``nn.Embedding(max_norm=…)``, a momentum encoder, weights that are clamped before they are used:
+where the whole weights exist for the length of a forward pass only, such a change is lost with
+them, and nothing tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from unipar.errors import ConfigError
+
+
+def refuse_changed_weights(
+    model: nn.Module,
+    strategy: str,
+    units: Iterable[nn.Module],
+    is_copy: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    *,
+    between_passes: bool = False,
+) -> Callable[[], None]:
+    """Refuse a forward pass after which a gathered weight is another.
+
+    What PyTorch counts as a change is seen in every pass, at no cost to the device. What goes past
+    its count, by ``parameter.data``, is seen in the first pass, by a sum over each weight.
+
+    Args:
+        model: the whole model, when it has been divided.
+        strategy: its name, for the message.
+        units: the modules whose parameters are gathered for their forward passes.
+        is_copy: whether a parameter, as it is during such a pass, is a copy that is let go.
+        between_passes: whether to refuse changes outside of forward passes, too: for a framework
+            that never changes, in PyTorch's count, what it leaves in a module.
+
+    Returns:
+        What takes the refusal back.
+    """
+    watches = [_EveryPass(model, strategy, is_copy, between_passes)]
+    watches += [_FirstPass(unit, model, strategy, is_copy) for unit in units]
+
+    def stop() -> None:
+        for watch in watches:
+            watch.stop()
+
+    return stop
+
+
+class _Watch:
+    """Looks at a module's parameters before and after a forward pass."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: nn.Module,
+        strategy: str,
+        is_copy: Callable[[nn.Parameter], bool],
+    ) -> None:
+        self._module, self._model = module, model
+        self._strategy, self._is_copy = strategy, is_copy
+        enter: Any = torch.compiler.disable(self.enter)
+        leave: Any = torch.compiler.disable(self.leave)
+        self._handles = [
+            module.register_forward_pre_hook(enter),
+            # Before the framework's own, which lets go of the copies.
+            module.register_forward_hook(leave, prepend=True),
+        ]
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        raise NotImplementedError
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _copies(self) -> Iterator[nn.Parameter]:
+        return filter(self._is_copy, self._module.parameters())
+
+    def _refuse(self, changed: Collection[nn.Parameter]) -> None:
+        if changed:
+            ids = {id(parameter) for parameter in changed}
+            names = [name for name, p in self._model.named_parameters() if id(p) in ids]
+            raise _refusal(self._strategy, names)
+
+
+class _EveryPass(_Watch):
+    """By PyTorch's count of changes in place."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: str,
+        is_copy: Callable[[nn.Parameter], bool],
+        between_passes: bool,
+    ) -> None:
+        self._between_passes = between_passes
+        self._counts: dict[nn.Parameter, int] = {}
+        super().__init__(model, model, strategy, is_copy)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        if self._between_passes:
+            self._compare()
+        self._counts = {p: p._version for p in self._copies()}
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._compare()
+
+    def _compare(self) -> None:
+        counts = self._counts.items()
+        self._refuse([parameter for parameter, count in counts if parameter._version != count])
+
+
+class _FirstPass(_Watch):
+    """By sums, once."""
+
+    _sums: dict[nn.Parameter, torch.Tensor]
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._sums = {p: _sum(p) for p in self._copies()}
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stop()
+        before, self._sums = self._sums, {}
+        if before:
+            old, new = torch.stack(list(before.values())), torch.stack([_sum(p) for p in before])
+            # One look at the device for all of them.
+            same = (old == new).tolist()
+            self._refuse([p for p, equal in zip(before, same, strict=True) if not equal])
+
+
+def _sum(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.detach().sum(dtype=torch.float64).nan_to_num()
+
+
+def _refusal(strategy: str, names: list[str]) -> ConfigError:
+    listed = ", ".join(f"'{name}'" for name in names[:4]) + (", …" if len(names) > 4 else "")
+    return ConfigError(
+        f"{strategy}: the weights {listed} were changed outside of the optimizer, in the model's "
+        "own forward pass or between two of them (nn.Embedding(max_norm=…), a momentum encoder, "
+        f"weights clamped in place). What {strategy} gives a model to compute with is a copy, so "
+        "the change would be lost. Use strategy='ddp' or 'zero2', which keep parameters whole."
+    )
