@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,8 +50,6 @@ class PipelineEngine(HybridEngine):
     """Each rank holds some of the layers, or a part of each of them; the last stage has the loss.
 
     How many items a global batch has is known at the end, when the last stage has counted them.
-    Until then gradients are divided by the nearest power of two to the number of the step before,
-    which rounds nothing, and keeps them where fp16 can hold them.
     """
 
     __call__ = Engine.__call__
@@ -67,7 +64,6 @@ class PipelineEngine(HybridEngine):
         )
         self._is_last: bool = plugin.stage_manager.is_last_stage()
         self._last_rank = dist.get_global_rank(plugin.pp_group, plugin.pp_size - 1)
-        self._num_items = 0.0
         super().__init__(start)
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
@@ -76,8 +72,8 @@ class PipelineEngine(HybridEngine):
         try:
             self._drop_gradients()
             self._total = torch.zeros((), device=self._device)
-            num_items = self._num_items or batch.global_num_samples
-            self._normalizer = 2.0 ** round(math.log2(num_items))
+            self._num_samples = batch.global_num_samples
+            self._normalizer = self._expected_items()
             self.booster.execute_pipeline(
                 iter(batch.microbatches),
                 self.wrapper,
@@ -86,9 +82,7 @@ class PipelineEngine(HybridEngine):
                 return_loss=False,
             )
             self._start_reduction()
-            result = self._update()
-            self._num_items = result.num_items
-            return result
+            return self._update()
         except BaseException:
             self._clear()
             raise
