@@ -20,6 +20,7 @@ from unipar.engine.state import export_state, import_scaler, import_state
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.launch.progress import mark
 from unipar.loss import Loss, LossFn, LossSum, check_loss
+from unipar.objective import Objective
 from unipar.state import EngineState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult
 from unipar.world import LossReduction, World
@@ -472,6 +473,8 @@ class ModuleEngine(Engine):
         self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
     ) -> Loss:
         data = microbatch.data
+        if isinstance(loss_fn, Objective):
+            loss_fn = loss_fn.counted(data)
         if self._device.type != "cpu":
             data = move_to(data, self._device)
         if not self._mixed:

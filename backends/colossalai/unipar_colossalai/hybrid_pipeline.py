@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +14,12 @@ from colossalai.pipeline.schedule import (  # pyright: ignore[reportMissingImpor
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data import move_to
+from unipar.errors import ConfigError
 from unipar.loss import LossFn, LossSum
+from unipar.objective import Objective, require_objective
 from unipar.strategy import Engine, StepResult
 from unipar_colossalai.engine import Start
 from unipar_colossalai.hybrid import HybridEngine
-from unipar_colossalai.hybrid_calls import answering, arguments_of
 
 Stage = Callable[[MicroBatch, "dict[str, Any] | None"], Any]
 """Runs this rank's stage on a micro-batch and what the stage before has sent."""
@@ -101,16 +103,21 @@ class PipelineEngine(HybridEngine):
         return LossSum(values[0], values[1])
 
     def _stage(self, loss_fn: LossFn, *, training: bool) -> Stage:
+        objective = require_objective(loss_fn)
+
         def run(microbatch: MicroBatch, received: dict[str, Any] | None) -> Any:
+            count = objective.count(microbatch.data)
             data = move_to(microbatch.data, self._device)
             with torch.autocast(self._device.type, self._dtype, enabled=self._mixed):
-                arguments = arguments_of(loss_fn, self.module, data)
-                output = self.wrapper(**arguments, **(received or {}))
+                output = self.wrapper(**self._inputs(objective, data), **(received or {}))
             if not self._is_last:
                 return output
             samples = microbatch.num_samples
-            model = answering(self.module, output)
-            loss = self._loss(model, MicroBatch(data, samples), loss_fn, training=training)
+
+            def of_output(model: Any, data: Any) -> Any:
+                return objective.loss_of(output, data, count)
+
+            loss = self._loss(self.module, MicroBatch(data, samples), of_output, training=training)
             total = loss.total if isinstance(loss, LossSum) else loss * samples
             if samples:
                 assert self._total is not None
@@ -122,3 +129,21 @@ class PipelineEngine(HybridEngine):
             return total if self._scaler is None else self._scaler.scale(total)
 
         return run
+
+    def _inputs(self, objective: Objective, data: Any) -> dict[str, Any]:
+        """What goes into the model, which every stage needs, by the names of its ``forward``.
+
+        Raises:
+            ConfigError: it is drawn at random.
+        """
+        before = torch.get_rng_state()
+        args, kwargs = objective.arguments(data)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ConfigError(
+                "colossalai: the objective's inputs(batch) draws random numbers, and the stages of "
+                "a pipeline would draw different ones. Draw them in the dataset, or set pp_size=1."
+            )
+        # Of the class: Colossal-AI has given the module the forward pass of a stage.
+        forward = inspect.signature(type(self.module).forward)
+        _, *named = forward.bind_partial(self.module, *args).arguments.items()
+        return {**dict(named), **kwargs}
