@@ -36,7 +36,7 @@ def build(kind: str) -> Any:
         if kind == "causal":
             return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
         return transformers.LlamaForSequenceClassification(
-            transformers.LlamaConfig(**SIZES, num_labels=CLASSES)
+            transformers.LlamaConfig(**SIZES | {"num_labels": CLASSES})
         )
 
 
