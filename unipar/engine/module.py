@@ -71,7 +71,7 @@ class ModuleEngine(Engine):
         self._scaler = (
             torch.amp.GradScaler(self._device.type) if self._dtype is torch.float16 else None
         )
-        # What the last step had; kept in checkpoints, for in fp16 it decides what overflows.
+        # The most so far; kept in checkpoints, for in fp16 it decides what overflows.
         self._items_per_sample = 1.0
         self._modes: list[tuple[nn.Module, bool]] = []
         self._last = False
@@ -214,11 +214,11 @@ class ModuleEngine(Engine):
             self._backward(loss if factor == 1.0 else loss * factor)
 
     def _expected_items(self) -> float:
-        """The power of two nearest to the number of items that the global batch should have.
+        """The power of two nearest to the most items that the global batch should have.
 
-        The same on every rank and in a resumed run, and known without asking another rank. If it
-        is far off, as it may be in a run's first step, no more happens than that fp16 overflows,
-        which skips the step.
+        The same on every rank and in a resumed run, and known without asking another rank. Where it
+        is much too low, as in a run's first step if a sample has many items, fp16 may overflow,
+        which skips the step. A batch with fewer items than others does not lower it.
         """
         expected = self._items_per_sample * self._num_samples
         return 2.0 ** round(math.log2(expected))
@@ -230,8 +230,7 @@ class ModuleEngine(Engine):
         """
         assert self._reduction is not None
         loss, count = self._reduction.wait()
-        if count > 0:
-            self._items_per_sample = count / self._num_samples
+        self._items_per_sample = max(self._items_per_sample, count / self._num_samples)
         return loss, count, count / self._normalizer
 
     def _start_reduction(self) -> None:
