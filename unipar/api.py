@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from unipar import checkpoint, directories, launch, preflight
 from unipar.callbacks import Callback, Logger
@@ -20,6 +18,7 @@ from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
 from unipar.errors import CheckpointError, ConfigError
 from unipar.evaluate import Metric, Predict
+from unipar.functions import refuse_built
 from unipar.job import Job
 from unipar.loaders import evaluation_loader
 from unipar.loop import train
@@ -154,7 +153,7 @@ def fit(
     objects = {
         name: given.pop(name) for name in ("optimizer", "lr_scheduler") if callable(given.get(name))
     }
-    _refuse_built(given)
+    refuse_built(given.get("optimizer"), given.get("lr_scheduler"))
     loggers_given = given.pop("loggers")
     if isinstance(loggers_given, (str, Logger)):
         loggers_given = [loggers_given]
@@ -301,20 +300,6 @@ class _Launch:
             raise ConfigError(
                 f"{directory} holds checkpoints of an earlier run (the newest is {newest.name}). "
                 "Pass resume='auto' to go on from there, or choose another output_dir."
-            )
-
-
-def _refuse_built(given: Mapping[str, Any]) -> None:
-    """An optimizer that exists already holds the parameters from before they are sharded."""
-    for name, kind, built in (
-        ("optimizer", Optimizer, "lambda named: AdamW([p for _, p in named], lr=1e-3)"),
-        ("lr_scheduler", LRScheduler, "lambda optimizer: StepLR(optimizer, 1000)"),
-    ):
-        value = given.get(name)
-        if isinstance(value, kind):
-            raise ConfigError(
-                f"{name} is a {type(value).__name__} that is built already, and it must be built "
-                f"after the model is distributed. Pass a function: {name}={built}, or a name."
             )
 
 

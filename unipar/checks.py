@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from unipar.engine import sparse_parameters
 from unipar.errors import ConfigError
 from unipar.strategy import Capabilities, EngineSpec, ModelFactory, Strategy
 from unipar.world import Placement
@@ -41,6 +43,7 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
             "'off'",
         ),
         _needs(able.compile, spec.compile is not False, "compile", "False"),
+        _compiles(spec.compile),
         _needs(able.skip_nan, spec.on_nan == "skip", "on_nan='skip'", "'raise'"),
         _needs(
             able.accumulation,
@@ -111,17 +114,42 @@ def check_trainable(model: nn.Module) -> None:
         )
 
 
+def check_gradients(model: nn.Module, strategy: Strategy, spec: EngineSpec) -> None:
+    """Raise :class:`ConfigError` if the model cannot be trained, or not under the strategy.
+
+    Args:
+        model: what is to be trained.
+        strategy: with its options.
+        spec: what is asked of its engine; the model in it is not looked at.
+    """
+    check_trainable(model)
+    sparse = next((n for p, n in sparse_parameters(model).items() if p.requires_grad), None)
+    if sparse is None:
+        return
+    has = f"parameter '{sparse}' has sparse gradients (sparse=True)"
+    if not strategy.capabilities().sparse_gradients:
+        raise ConfigError(
+            f"strategy '{strategy.name}': {has}, which it cannot reduce. Build the embedding with "
+            "sparse=False, or use a strategy that keeps gradients whole, such as 'ddp'."
+        )
+    if spec.max_grad_norm is not None:
+        raise ConfigError(
+            f"max_grad_norm={spec.max_grad_norm:g} was given, and {has}, of which torch computes "
+            "no norm. Build the embedding with sparse=False, or leave max_grad_norm out."
+        )
+
+
 @dataclass(frozen=True)
 class CheckedModel:
-    """A function that builds a model, and refuses one that cannot be trained.
+    """A function that builds a model, and refuses one that cannot be used.
 
     Attributes:
         build: the user's function.
-        train: whether the model is to be trained.
+        check: called with the model; raises a :class:`ConfigError` if it cannot be trained.
     """
 
     build: ModelFactory
-    train: bool
+    check: Callable[[nn.Module], None] | None = None
 
     def __call__(self) -> nn.Module:
         model = self.build()
@@ -131,8 +159,8 @@ class CheckedModel:
                 "It must build and return a torch.nn.Module."
             )
         check_shapes(model)
-        if self.train:
-            check_trainable(model)
+        if self.check is not None:
+            self.check(model)
         return model
 
 
@@ -160,6 +188,25 @@ def _needs(able: bool, asked: bool, what: str, instead: str) -> str:
     if able or not asked:
         return ""
     return f"{what} is not supported. Use {instead}, or another strategy."
+
+
+def _compiles(setting: bool | dict[str, Any]) -> str:
+    """Why torch.compile does not take these arguments; it looks at them before it compiles."""
+    if not isinstance(setting, dict):
+        return ""
+    import torch
+
+    try:
+        torch.compile(lambda: None, **setting)
+    except Exception as error:
+        # Of its own, of a backend's, or of Python's call.
+        said = textwrap.shorten(str(error), 300, placeholder=" …")
+        return (
+            f"torch.compile does not take compile={setting!r}: {type(error).__name__}: {said} "
+            f"Its backends: {', '.join(torch.compiler.list_backends())}. Give its own keyword "
+            "arguments, or compile=True."
+        )
+    return ""
 
 
 def _check_device_supports(spec: EngineSpec, placement: Placement) -> None:

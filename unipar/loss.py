@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from unipar.errors import ConfigError
+from unipar.state import is_dtensor
 
 IGNORE_INDEX = -100
 """The label that Hugging Face models leave out of their loss."""
@@ -44,6 +45,13 @@ def check_loss(loss: object, *, training: bool) -> None:
         raise ConfigError(
             f"the loss function returned {type(loss).__name__}; "
             "return a scalar tensor (a mean over samples) or unipar.LossSum(total, count)."
+        )
+    if is_dtensor(value):
+        raise ConfigError(
+            "the loss is a DTensor: it was computed from parameters of the model outside of its "
+            "forward pass, where each rank holds a shard of them. Compute it from what model(...) "
+            "returns. A penalty of the weights is weight_decay of the optimizer, or is computed "
+            "in the model's forward and returned with its output."
         )
     if value.numel() != 1:
         raise ConfigError(

@@ -47,7 +47,8 @@ class Objective:
     num_items: Callable[[Any], float | torch.Tensor | None] | None = None
 
     def __post_init__(self) -> None:
-        from unipar.objects import check_function
+        # Which imports what a strategy is, and that what a loss is.
+        from unipar.functions import check_function
 
         check_function(self.inputs, "inputs", ("batch",))
         check_function(self.loss, "loss", ("output", "batch"))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from unipar import launch
-from unipar.checks import check_capabilities, check_model, check_trainable
+from unipar.checks import check_capabilities, check_gradients, check_model
 from unipar.config import RunFields
 from unipar.data import Loader
 from unipar.devices import resolve_device_type, resolve_num_devices
@@ -68,8 +68,6 @@ def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: A
         ConfigError: the run cannot be done.
         DataError: the data cannot be trained on.
     """
-    if isinstance(model, nn.Module):
-        check_trainable(model)
     layout = planned.strategy.layout(planned.placement)
     loader = training_loader(config, data, data_size=layout.batch)
     spec = EngineSpec(
@@ -85,4 +83,6 @@ def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: A
         accumulation=loader.accumulation,
     )
     check_capabilities(planned.strategy, spec, planned.placement)
+    if isinstance(model, nn.Module):
+        check_gradients(model, planned.strategy, spec)
     return loader

@@ -6,21 +6,24 @@ import importlib
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unipar.batch import Batch
-from unipar.checks import CheckedModel, check_capabilities, check_model, check_trainable
+from unipar.checks import CheckedModel, check_capabilities, check_gradients, check_model
 from unipar.config import RunFields, validate
 from unipar.data import Loader
 from unipar.devices import DeviceChoice, resolve_device_type
 from unipar.engine import Undo, refuse_copies
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, UniparError
 from unipar.evaluate import Metric, Predict, evaluate
+from unipar.functions import CheckedOptimizer, CheckedScheduler, check_factories
 from unipar.garbage import no_collection
 from unipar.launch import peers
 from unipar.loss import LossFn
@@ -99,6 +102,8 @@ class Session:
         models = tuple(model) if isinstance(model, Sequence) and not callable(model) else (model,)
         self.strategy = resolve_for(strategy, self._placement, models)
         self.engines: dict[str, Engine] = {}
+        # By the parameters as they were given, too; a strategy may have put others in their place.
+        self._owners = WeakIdKeyDictionary()
         self._undo: list[Undo] = []
         self._precision: Precision = precision
         self._on_nan: OnNaN = on_nan
@@ -136,9 +141,12 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        explained = None
         if error is not None:
             from unipar.launch.failure import note
 
+            explained = self._explained(error)
+            error = explained or error
             note(error)
         # Before this rank's connections close, and others fail by that.
         told = self._peers.leave(error) if self._peers else None
@@ -153,6 +161,17 @@ class Session:
         self.world.leave()
         if told is not None:
             raise told from error
+        if explained is not None:
+            raise explained
+
+    def _explained(self, error: BaseException) -> ConfigError | None:
+        """A framework's error in words of the strategy's, if it knows it."""
+        words = "" if isinstance(error, UniparError) else self.strategy.explain(error)
+        if not words:
+            return None
+        explained = ConfigError(words)
+        explained.__cause__ = error
+        return explained
 
     def _spec(self, model: nn.Module | ModelFactory, **asked: Any) -> EngineSpec:
         return EngineSpec(
@@ -204,16 +223,12 @@ class Session:
                 "Train the models one after the other, or use another strategy."
             )
         check_model(model)
-        if isinstance(model, nn.Module):
-            if optimizer is not None:
-                check_trainable(model)
-        else:
-            model = CheckedModel(model, train=optimizer is not None)
+        check_factories(optimizer, lr_scheduler)
         policy = activation_checkpointing
         spec = self._spec(
             model,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
+            optimizer=CheckedOptimizer(optimizer) if optimizer is not None else None,
+            lr_scheduler=CheckedScheduler(lr_scheduler) if lr_scheduler is not None else None,
             max_grad_norm=max_grad_norm,
             activation_checkpointing=policy if isinstance(policy, str) else tuple(policy),
             compile=compile,
@@ -223,11 +238,23 @@ class Session:
             name=name,
         )
         check_capabilities(self.strategy, spec, self._placement)
+
+        def check(built: nn.Module) -> None:
+            self._refuse_shared(built, name)
+            if optimizer is not None:
+                check_gradients(built, self.strategy, spec)
+
+        if isinstance(model, nn.Module):
+            check(model)
+            prepared = spec
+        else:
+            prepared = replace(spec, model=CheckedModel(model, check))
         if optimizer is not None:
             with no_collection():
                 # Torch's optimizers import it when the first of them is made.
                 importlib.import_module("torch._dynamo")
-        engine = self.strategy.prepare(spec, self.world)
+        engine = self.strategy.prepare(prepared, self.world)
+        self._note_shared(engine)
         self.engines[name] = engine
         if "parameters" in self.capabilities.sharded:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))
@@ -235,6 +262,34 @@ class Session:
             # Dropout must differ between replicas; the first keeps the stream of a plain loop.
             torch.manual_seed(self._seed + 1_000_003 * self.world.data_rank)
         return engine
+
+    def _refuse_shared(self, model: nn.Module, name: str) -> None:
+        """Refuse a parameter of another engine's, if the strategy has made parts of it."""
+        if not self.capabilities.splits_tensors:
+            return
+        for parameter, value in model.named_parameters():
+            owner = self._owners.get(value)
+            if owner in self.engines:
+                raise ConfigError(
+                    f"parameter '{parameter}' of the model for engine '{name}' is engine "
+                    f"'{owner}'s already, and strategy '{self.strategy.name}' divides each "
+                    "engine's parameters among ranks, or keeps a copy of its own of them. Prepare "
+                    "one module that holds all that shares parameters, or use a strategy that "
+                    "keeps them whole, such as 'ddp'."
+                )
+            self._owners[value] = name
+
+    def _note_shared(self, engine: Engine) -> None:
+        """Let engines know of others that have parameters in common with them."""
+        if self.capabilities.splits_tensors:
+            for parameter in engine.module.parameters():
+                self._owners[parameter] = engine.spec.name
+            return
+        own = {id(parameter) for parameter in engine.module.parameters()}
+        for other in self.engines.values():
+            if not own.isdisjoint(id(parameter) for parameter in other.module.parameters()):
+                engine.sharing += (other,)
+                other.sharing += (engine,)
 
     def loader(
         self,

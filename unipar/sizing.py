@@ -60,7 +60,7 @@ def _num_parameters(model: nn.Module | ModelFactory) -> int:
 def _without_storage(function: ModelFactory) -> nn.Module:
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return CheckedModel(function, train=False)()
+            return CheckedModel(function)()
     except ConfigError:
         raise
     except Exception as error:

@@ -62,7 +62,9 @@ class Capabilities:
             included, and the gradients; the optimizer updates fp32 weights beside them. Elsewhere
             half precision is autocast's, which rounds neither.
         splits_tensors: whether the optimizer is given parts of tensors. Preparing an engine then
-            refuses one that would update parts otherwise than the whole.
+            refuses one that would update parts otherwise than the whole, and two engines of a
+            session may have no parameter in common.
+        sparse_gradients: whether gradients may be sparse (``nn.Embedding(…, sparse=True)``).
     """
 
     precisions: frozenset[Precision]
@@ -81,6 +83,7 @@ class Capabilities:
     skip_nan: bool = True
     half_weights: bool = False
     splits_tensors: bool = False
+    sparse_gradients: bool = True
 
 
 class StrategyOptions(BaseModel):
@@ -192,6 +195,7 @@ class Engine(ABC):
             own loop by ``engine.lr_scheduler.step(metric)``, with the same metric on every rank.
         spec: what the engine was asked for.
         num_steps: training steps taken, skipped ones included; restored from checkpoints.
+        sharing: the other engines of the session that have parameters in common with this one.
     """
 
     module: nn.Module
@@ -199,6 +203,7 @@ class Engine(ABC):
     lr_scheduler: LRScheduler | None = None
     spec: EngineSpec
     num_steps: int = 0
+    sharing: tuple[Engine, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -384,6 +389,13 @@ class Strategy(ABC):
     @abstractmethod
     def prepare(self, spec: EngineSpec, world: World) -> Engine:
         """Wrap a model, then build its optimizer and scheduler. Collective."""
+
+    def explain(self, error: BaseException) -> str:
+        """What an error of the framework's own means, and what to do; empty if it is not known.
+
+        A session that ends with the error raises a :class:`ConfigError` of these words from it.
+        """
+        return ""
 
     def teardown(self) -> None:
         """Release what :meth:`setup` took, apart from the world."""

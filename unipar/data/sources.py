@@ -51,13 +51,14 @@ class Source:
             return None
         try:
             return len(self.dataset)
-        except (TypeError, NotImplementedError):
+        except Exception as error:
             # A chain of streams has a length only if each of them has.
-            if self.is_stream:
+            if self.is_stream and isinstance(error, (TypeError, NotImplementedError)):
                 return None
-            raise
-        except ValueError as error:
-            raise DataError(f"len() of {type(self.dataset).__name__} fails: {error}.") from error
+            raise DataError(
+                f"len() of {type(self.dataset).__name__} fails: {type(error).__name__}: {error}. "
+                "It must be the number of samples, an integer from 0."
+            ) from error
 
 
 def open_source(data: Any) -> Source:
@@ -143,6 +144,7 @@ def in_words(data: Any) -> str:
 def _from_loader(loader: DataLoader) -> Source:
     stream = isinstance(loader.dataset, IterableDataset)
     if not stream:
+        _ = Source(loader.dataset).num_samples  # What follows would fail with its len().
         _check_sampler(loader)
     elif loader.batch_size is None:
         raise DataError(

@@ -197,6 +197,7 @@ class ModuleEngine(Engine):
             num_items: items of the global batch, if known beforehand.
         """
         if self._total is None:
+            self._refuse_between()
             # Another engine's loss may have gone through this model (a GAN's generator's).
             self._drop_gradients()
             self._total, self._scale = loss.detach(), weight
@@ -212,6 +213,17 @@ class ModuleEngine(Engine):
         mark(self.num_steps + 1, "backward")
         with backward_pass():
             self._backward(loss if factor == 1.0 else loss * factor)
+
+    def _refuse_between(self) -> None:
+        """Refuse a step that begins within one of an engine with parameters in common."""
+        for other in self.sharing:
+            if isinstance(other, ModuleEngine) and other._total is not None:
+                raise ConfigError(
+                    f"engine '{self.spec.name}' begins a step while engine '{other.spec.name}' has "
+                    "gradients that it has not stepped by, and they have parameters in common, so "
+                    "these would be lost. Call step() of each engine before backward() of the "
+                    "next, or prepare one module that holds both."
+                )
 
     def _expected_items(self) -> float:
         """The power of two nearest to the most items that the global batch should have.

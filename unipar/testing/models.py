@@ -175,6 +175,18 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+class Sparse(nn.Module):
+    """A language model whose embedding has sparse gradients."""
+
+    def __init__(self, width: int = 9) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width, sparse=True)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
 class TakesDict(Network):
     def forward(self, inputs: dict[str, Any]) -> torch.Tensor:  # pyright: ignore
         return super().forward(inputs["x"]) * inputs["factors"][0]

@@ -188,6 +188,28 @@ def train_gan(
     return trace_g, trace_d
 
 
+def train_in_turn(
+    models: Sequence[nn.Module],
+    batches: Sequence[Any],
+    terms: Terms,
+    make_optimizer: MakeOptimizer,
+) -> list[Trace]:
+    """Train models that may share parameters, one step of each on every batch."""
+    optimizers = [make_optimizer(model.named_parameters()) for model in models]
+    traces = [Trace() for _ in models]
+    for batch in batches:
+        for model, optimizer, trace in zip(models, optimizers, traces, strict=True):
+            optimizer.zero_grad()
+            total, count = terms(model, batch)
+            loss = total / count
+            loss.backward()
+            optimizer.step()
+            _record(trace, loss, int(count))
+    for model, trace in zip(models, traces, strict=True):
+        trace.weights = copy_weights(model)
+    return traces
+
+
 def _record(trace: Trace, loss: torch.Tensor, num_items: int) -> None:
     trace.losses.append(loss.item())
     trace.num_items.append(float(num_items))

@@ -40,6 +40,11 @@ def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return SGD([p for _, p in named if p.requires_grad], lr=0.1, momentum=0.9)
 
 
+def plain_sgd(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """It takes sparse gradients too."""
+    return SGD([p for _, p in named], lr=0.1)
+
+
 def grouped(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """Biases and norms without decay, and the output layer at a tenth of the learning rate."""
     named = list(named)

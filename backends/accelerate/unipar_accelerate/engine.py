@@ -22,6 +22,7 @@ from unipar.engine import (
     check_divisible,
     sum_shards,
 )
+from unipar.engine.sharded import refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.state import is_dtensor
@@ -134,6 +135,7 @@ class ShardedEngine(AccelerateEngine):
         check_divisible(optimizer, "accelerate", self.world, AsDTensors(comes_first=False))
         self._all_parameters = list(self.module.parameters())
         self._parameters = self._all_parameters
+        self._undo += refuse_gradients_outside(self.module, "accelerate")
 
     def _microbatch(self, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self._model)

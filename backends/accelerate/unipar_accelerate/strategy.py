@@ -61,6 +61,7 @@ class AccelerateStrategy(Strategy):
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset({"parameters", "optimizer"}),
             splits_tensors=True,
+            sparse_gradients=False,
             # The plugin, with the classes that it wraps, is one for all Accelerators of a process.
             several_engines=False,
         )
@@ -119,6 +120,13 @@ class AccelerateStrategy(Strategy):
         engine = self._deepspeed.prepare(spec, world)
         engine.accelerator = prepared.accelerator  # pyright: ignore[reportAttributeAccessIssue]
         return engine
+
+    def explain(self, error: BaseException) -> str:
+        if self.options.plugin != "fsdp":
+            return ""
+        from unipar.engine.sharded import explain_mixed
+
+        return explain_mixed(error, self.name)
 
     def teardown(self) -> None:
         self._framework.stop()

@@ -215,7 +215,6 @@ def test_ddp_finds_unused_weights_where_it_is_told_to(world_pool: Any) -> None:
     [
         (nn.Linear(2, 2).double(), "'weight' is torch.float64"),
         (nn.Linear(2, 2).bfloat16(), "'weight' is torch.bfloat16"),
-        (nn.Embedding(4, 2, sparse=True), "sparse gradients"),
     ],
 )
 def test_parameters_that_zero_cannot_take_are_refused(model: nn.Module, said: str) -> None:

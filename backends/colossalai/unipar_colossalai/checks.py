@@ -17,12 +17,6 @@ def check_parameters(module: nn.Module) -> None:
                 "what it trains in float32. Call model.float(); precision='bf16' computes in "
                 "bfloat16 all the same."
             )
-    for name, part in module.named_modules():
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
-            raise ConfigError(
-                f"colossalai: '{name}' has sparse gradients, which this plugin cannot divide. "
-                "Build it with sparse=False, or use plugin='ddp'."
-            )
 
 
 def check_no_scalar(module: nn.Module) -> None:

@@ -80,6 +80,7 @@ class DeepSpeedStrategy(Strategy):
             several_engines=False,
             compile=stage < 3,
             splits_tensors=stage > 0,
+            sparse_gradients=False,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

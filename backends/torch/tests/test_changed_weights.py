@@ -26,9 +26,9 @@ class Renormed(nn.Module):
 
 
 class PastTheCount(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.weight.data.mul_(0.5)
-        return super().forward(x)
+        return super().forward(input)
 
 
 def calls(strategy: Strategy, world: World, model: nn.Module, given: torch.Tensor) -> str:

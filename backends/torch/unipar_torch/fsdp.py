@@ -85,6 +85,7 @@ class FSDPStrategy(Strategy):
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset({"parameters", "optimizer"}),
             splits_tensors=True,
+            sparse_gradients=False,
         )
 
     def layout(self, placement: Placement) -> Layout:
@@ -108,3 +109,8 @@ class FSDPStrategy(Strategy):
             from unipar_torch.sharding import prepare
 
         return prepare(spec, world, self.options)
+
+    def explain(self, error: BaseException) -> str:
+        from unipar.engine.sharded import explain_mixed
+
+        return explain_mixed(error, self.name)

@@ -36,6 +36,7 @@ from unipar.engine import (
     sum_shards,
     with_divisible_optimizer,
 )
+from unipar.engine.sharded import refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.strategy import EngineSpec, seeded_model
@@ -79,6 +80,7 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> FSDPEngine:
     parts = [*units, module]
     undo.append(refuse_changed_weights(module, "fsdp", parts, lambda p: not isinstance(p, DTensor)))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
+    undo += refuse_gradients_outside(module, options.strategy)
     return FSDPEngine(spec, world, module, undo=undo)
 
 

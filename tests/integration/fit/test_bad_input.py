@@ -57,6 +57,13 @@ BEFORE: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("precision", {"precision": "fp8"}, r"precision.*fp8.*fp16"),
     ("activations", {"activation_checkpointing": 3}, r"activation_checkpointing"),
+    ("compiler", {"compile": {"backend": "nope"}}, r"Invalid backend: 'nope'.*Its .*inductor"),
+    ("its argument", {"compile": {"modee": "x"}}, r"torch.compile does not take.*'modee'"),
+    (
+        "sparse gradients",
+        {"model": nn.Embedding(4, 2, sparse=True), "strategy": "fsdp"},
+        r"'fsdp': parameter 'weight' has sparse gradients.*sparse=False.*'ddp'",
+    ),
     ("optimizer", {"optimizer": "adamwx"}, r"no optimizer 'adamwx'. Did you mean 'adamw'\?"),
     ("its argument", {"optimizer": {"name": "adamw", "lrr": 1}}, r"no argument 'lrr'.*'lr'"),
     ("its value", {"optimizer": {"name": "adamw", "lr": -1}}, r"adamw.*lr=-1"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from unipar import Callback, Session, fit
 from unipar.errors import ConfigError, DataError
@@ -17,9 +18,14 @@ def loss(model: Any, batch: Any) -> torch.Tensor:
     return model(batch).mean()
 
 
-class Negative(torch.utils.data.Dataset):
+class Odd(torch.utils.data.Dataset):
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
     def __len__(self) -> int:
-        return -3
+        if isinstance(self.length, Exception):
+            raise self.length
+        return self.length
 
     def __getitem__(self, index: int) -> int:
         return index
@@ -41,7 +47,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": nn.Linear}, r"model function Linear\(in_.*without arguments.*lambda: Linear\("),
     ({"model": nn.Linear(2, 2, device="meta")}, r"\(Linear\) is on the meta device.* function"),
     ({"data": torch.tensor(3.0)}, r"a tensor without dims, a single number"),
-    ({"data": Negative()}, r"len\(\) of Negative fails: __len__\(\) should return >= 0"),
+    ({"data": Odd(-3)}, r"len\(\) of Odd fails: ValueError: .* >= 0. It must be the number of"),
+    ({"data": Odd(8.0)}, r"len\(\) of Odd fails: TypeError: 'float' .* the number of samples"),
+    ({"data": Odd(OSError("gone: x"))}, r"len\(\) of Odd fails: OSError: gone: x. It must be"),
+    ({"data": DataLoader(Odd(8.0), 4)}, r"len\(\) of Odd fails: TypeError"),
+    ({"eval_data": Odd(-3)}, r"len\(\) of Odd fails: ValueError"),
+    ({"optimizer": lambda: None}, r"optimizer is a function of \(\), and is called as optimizer"),
+    ({"lr_scheduler": lambda: None}, r"lr_scheduler is a function of \(\), and is called as lr_s"),
 ]
 
 

@@ -2,8 +2,9 @@
 
 Python imports a module of this name when it starts. It waits for torch to be imported, seeds the
 generators, and notes the value of every tensor on which ``backward()`` is called, without the
-factor by which fp16 scales it, until a number of them is reached and the process ends. Only the
-standard library is used before torch is there.
+factor by which fp16 scales it, until a number of them is reached and the process ends. Frameworks
+average over ranks what they compute, and unipar's engines sum it, so a rank's part of such a sum is
+noted as what it would be in an average. Only the standard library is used before torch is there.
 """
 
 import atexit
@@ -57,7 +58,7 @@ def _record(torch):
             # Every rank comes here after as many steps, so none waits for another.
             raise SystemExit(0)
         value = self.item() if self.numel() == 1 else self.sum().item()
-        losses.append(value / _scale_of(self.grad_fn))
+        losses.append(value / _scale_of(self.grad_fn) * _SUMMED[-1])
         _write(torch, losses)
         return backward(self, *args, **kwargs)
 
@@ -83,6 +84,20 @@ def _note_scale(owner, name, factor):
         return found
 
     setattr(owner, name, noting)
+
+
+def _note_sums(engine):
+    """Let it be known over how many ranks an engine's gradients are summed, while it adds some."""
+    add = engine._add
+
+    def noting(self, *args, **kwargs):
+        _SUMMED.append(self.world.data_size)
+        try:
+            return add(self, *args, **kwargs)
+        finally:
+            _SUMMED.pop()
+
+    engine._add = noting
 
 
 def _scale_of(node):
@@ -129,8 +144,10 @@ def _write(torch, losses):
 
 
 _SCALE, _NEAR = "unipar-scale", 64
+_SUMMED = [1]
 _ACTS = {
     "torch": _record,
+    "unipar.engine.module": lambda module: _note_sums(module.ModuleEngine),
     "torch.distributed.fsdp.sharded_grad_scaler": lambda module: _note_scale(
         module.ShardedGradScaler, "scale", lambda scaler: scaler.get_scale()
     ),

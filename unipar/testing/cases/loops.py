@@ -52,6 +52,8 @@ GAN = Scenario(
     data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None, num_steps=7, accumulation=2
 )
 
+SHARED = Scenario(max_grad_norm=None, num_steps=5, accumulation=2)
+
 
 @case
 def lets_users_loop(kit: Kit) -> None:
@@ -337,6 +339,56 @@ def _step_held(g: Engine, d: Engine, world: World, batch: Batch) -> tuple[StepRe
     for fake, microbatch in zip(fakes, batch, strict=True):
         backward(g, _believed(d.module(fake)), microbatch)
     return of_d, g.step()
+
+
+@case
+def shares_parameters(kit: Kit) -> None:
+    """Two engines with parameters in common take steps in turn, each with its own optimizer."""
+    able = kit.capabilities
+    if not able.several_engines or able.splits_tensors:
+        # It is for the session to refuse, which knows of both.
+        return
+    data = SHARED.data()
+    expected = reference.train_in_turn(
+        _two_heads(), [data.batch(indices) for indices in SHARED.order()], classify, adamw
+    )
+    runs = zip(*kit.run(_train_two_heads), strict=True)
+    for number, (ranks, trace) in enumerate(zip(runs, expected, strict=True), start=1):
+        subject = f"{kit.target.name}, engine {number} of two that share parameters"
+        assert_equal_runs(merge(list(ranks)).trace, trace, TOLERANCE, subject=subject)
+
+
+def _two_heads() -> list[nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        trunk = nn.Linear(models.FEATURES, 9)
+        return [_Headed(trunk), _Headed(trunk)]
+
+
+class _Headed(nn.Module):
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(9, models.CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.trunk(x)))
+
+
+def _train_two_heads(strategy: Strategy, world: World) -> list[RankRun]:
+    engines = [
+        strategy.prepare(EngineSpec(model, adamw, name=str(number)), world)
+        for number, model in enumerate(_two_heads())
+    ]
+    traces = [Trace() for _ in engines]
+    for batch in batches(SHARED, world):
+        for engine, trace in zip(engines, traces, strict=True):
+            record(trace, engine.train_step(batch, SHARED.loss))
+    results = [
+        RankRun(trace, Exported.of(engine)) for trace, engine in zip(traces, engines, strict=True)
+    ]
+    for engine in engines:
+        engine.close()
+    return results
 
 
 @case_also_at(4)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from unipar.checks import check_gradients
+from unipar.errors import ConfigError
 from unipar.testing import models
 from unipar.testing.cases.case import Case, case
 from unipar.testing.cases.numbers import PLAIN, TOKENS
@@ -16,11 +18,13 @@ from unipar.testing.scenarios import (
     pass_dict,
     pass_keywords,
     pass_tuple,
+    plain_sgd,
     warmup_and_decay,
 )
 
 TIED = replace(TOKENS, num_steps=5)
 FROZEN = Scenario(model=models.Frozen, num_steps=10)
+SPARSE = replace(TOKENS, model=models.Sparse, optimizer=plain_sgd, max_grad_norm=None, num_steps=5)
 GROUPS = Scenario(optimizer=grouped, scheduler=warmup_and_decay, num_steps=10)
 BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
@@ -44,6 +48,21 @@ def keeps_tied_weights_tied(kit: Kit) -> None:
                 f"rank {rank} exports {sorted(exported)} and aliases {own.state.aliases}; tied "
                 "weights are one tensor with an alias"
             )
+
+
+@case
+def takes_sparse_gradients(kit: Kit) -> None:
+    """An embedding with sparse gradients is trained as the reference does it, or is refused."""
+    scenarios = [SPARSE, replace(SPARSE, accumulation=4)]
+    if kit.capabilities.sparse_gradients:
+        for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+            kit.check(run, scenario)
+        return
+    try:
+        check_gradients(SPARSE.build(), kit.target.make(), SPARSE.spec(kit.size))
+    except ConfigError:
+        return
+    raise AssertionError(f"{kit.target.name} says that it has no sparse gradients, and takes them")
 
 
 @case

@@ -23,6 +23,7 @@ from unipar_colossalai.patches import (
     qwen2_masks,
     sanity,
     set_device,
+    strided,
 )
 from unipar_colossalai.patches.patch import Patch, Undo
 
@@ -34,6 +35,7 @@ ALL: tuple[Patch, ...] = (
     attributes.PATCH,
     monitor.PATCH,
     optimizers.PATCH,
+    strided.PATCH,
     p2p.PATCH,
     autocast.PATCH,
     gpt2_logits.PATCH,

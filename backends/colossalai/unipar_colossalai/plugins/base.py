@@ -75,6 +75,7 @@ class Plugin(ABC):
             DEVICES,
             sharded=frozenset(SHARDED[: self.stage]),
             splits_tensors=self.stage > 0,
+            sparse_gradients=self.stage == 0,
         )
 
     def check_native(self) -> None:

@@ -37,6 +37,7 @@ class FSDP(Dividing):
             sharded=frozenset(SHARDED),
             several_engines=False,
             splits_tensors=True,
+            sparse_gradients=False,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

@@ -55,6 +55,7 @@ class Gemini(Dividing):
             compile=False,
             half_weights=True,
             splits_tensors=True,
+            sparse_gradients=False,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

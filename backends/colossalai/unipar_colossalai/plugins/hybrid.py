@@ -45,6 +45,7 @@ class Hybrid(Plugin):
             compile=False,
             pipeline=pipeline,
             splits_tensors=self.options.tp_size > 1,
+            sparse_gradients=False,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

@@ -1,0 +1,62 @@
+"""Parameters that FSDP2 has made shards of, used where they are not gathered.
+
+They are DTensors outside of the model's forward pass. Most operations that mix them with plain
+tensors are errors of torch's; those that are none leave gradients that FSDP does not know of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from unipar.errors import ConfigError
+
+# torch 2.13, distributed/tensor/_dispatch.py, try_replicate_spec_for_scalar_tensor.
+_MIXED = "got mixed torch.Tensor and DTensor"
+
+_REMEDIES = (
+    "For a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
+    "Adam (but not of AdamW); any other is computed in the forward of the module that holds them, "
+    "where they are whole, and returned with its output. For a moving average or a target network: "
+    "read a shard's own values by parameter.detach().to_local(), and average shards with shards; "
+    "or the whole by parameter.detach().full_tensor(), which every rank has to call."
+)
+
+
+def explain_mixed(error: BaseException, strategy: str) -> str:
+    """What torch's error about shards among plain tensors means; empty for any other error."""
+    if _MIXED not in str(error):
+        return ""
+    return (
+        f"a parameter of the model was used outside of the model's forward pass, together with "
+        f"plain tensors. Under strategy '{strategy}' it is there a DTensor, of which this rank "
+        f"holds a shard, and torch cannot compute with both. {_REMEDIES}"
+    )
+
+
+def refuse_gradients_outside(module: nn.Module, strategy: str) -> list[Callable[[], None]]:
+    """Refuse a backward pass that comes to a shard itself, not to what FSDP has gathered.
+
+    Its gradient would miss the weighting of this rank's samples, which only FSDP's reduction
+    makes the global batch's.
+
+    Returns:
+        What takes that back.
+    """
+    return [
+        parameter.register_hook(partial(_refuse, name, strategy)).remove
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and isinstance(parameter, DTensor)
+    ]
+
+
+def _refuse(name: str, strategy: str, gradient: Any) -> NoReturn:
+    raise ConfigError(
+        f"the loss depends on parameter '{name}' other than through the model's forward pass. "
+        f"Under strategy '{strategy}' this rank holds a shard of it there, whose gradient would "
+        f"not be the global batch's. {_REMEDIES}"
+    )
