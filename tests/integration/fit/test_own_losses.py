@@ -35,9 +35,8 @@ def build(kind: str) -> Any:
         torch.manual_seed(0)
         if kind == "causal":
             return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-        return transformers.LlamaForSequenceClassification(
-            transformers.LlamaConfig(**SIZES | {"num_labels": CLASSES})
-        )
+        sizes: dict[str, Any] = SIZES | {"num_labels": CLASSES}
+        return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**sizes))
 
 
 def data(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
