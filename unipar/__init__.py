@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         WorkerError,
     )
     from unipar.loss import LossSum
+    from unipar.objective import Objective
     from unipar.result import RunResult
     from unipar.session import Session
     from unipar.spawning import spawn
@@ -65,6 +66,7 @@ _MODULES = {
     "UniparError": "errors",
     "WorkerError": "errors",
     "LossSum": "loss",
+    "Objective": "objective",
     "RunResult": "result",
     "Session": "session",
     "Capabilities": "strategy",
@@ -92,6 +94,7 @@ __all__ = [
     "LossSum",
     "MicroBatch",
     "NonFiniteLossError",
+    "Objective",
     "Placement",
     "RunConfig",
     "RunInfo",

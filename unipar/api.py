@@ -22,7 +22,8 @@ from unipar.functions import refuse_built
 from unipar.job import Job
 from unipar.loaders import evaluation_loader
 from unipar.loop import train
-from unipar.loss import LossFn, model_output_loss
+from unipar.loss import LossFn
+from unipar.objective import require_objective
 from unipar.objects import check_objects
 from unipar.optim import NamedScheduler
 from unipar.result import RunResult
@@ -91,8 +92,8 @@ def fit(
             samples.
         strategy: a name (``"fsdp"``, ``"fsdp:sharding=hybrid"``), a mapping with ``name``, an
             options object, or ``"auto"``.
-        loss: ``loss(model, batch)`` returns a mean over samples or a :class:`unipar.LossSum`;
-            left out: the model's output has ``.loss``.
+        loss: ``loss(model, batch)`` returns a mean over samples or a :class:`unipar.LossSum`; or a
+            :class:`unipar.Objective`; left out: the model's output has ``.loss``.
         optimizer: a function of the named parameters, the name of a class of ``torch.optim``, or
             a mapping of ``name`` and its arguments. Default: AdamW.
         lr_scheduler: a function of the optimizer, or a name or mapping likewise; stepped once for
@@ -100,8 +101,9 @@ def fit(
             the ``metric`` that a mapping names.
         eval_data: what to evaluate on.
         metrics: by name, functions of (predictions, targets), or torchmetrics objects.
-        predict: ``predict(model, batch) -> (predictions, targets)``; left out: a batch is a pair
-            of inputs and targets.
+        predict: ``predict(model, batch) -> (predictions, targets)``, or a
+            :class:`unipar.Objective` whose ``loss`` returns these; left out: a batch is a pair of
+            inputs and targets.
         callbacks: what else watches the run.
         loggers: where else metrics go besides ``metrics.jsonl``: names, or loggers.
         config: a file or mapping with any of the arguments below; those given here win.
@@ -166,7 +168,7 @@ def fit(
         model,
         data,
         loggers=settings.loggers if isinstance(loggers_given, Unset) else loggers_given,
-        loss=loss or model_output_loss,
+        loss=loss,
         eval_data=eval_data,
         metrics=metrics,
         predict=predict,
@@ -255,6 +257,9 @@ class _Launch:
 
     def _check(self, job: Job, planned: preflight.Plan) -> None:
         check_objects(job)
+        if planned.strategy.capabilities().pipeline:
+            for given in filter(None, (job.loss, job.predict)):
+                require_objective(given)
         _check_metrics(job)
         resolve_loggers(job.loggers)
         if isinstance(job.config.resume, Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,11 +11,14 @@ from unipar.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.loss import LossFn, LossSum
 from unipar.metrics import merged
+from unipar.objective import Objective
 from unipar.strategy import Engine
 from unipar.world import World
 
 Predict = Callable[[Any, Any], tuple[Any, Any]]
-"""``predict(model, batch) -> (predictions, targets)``."""
+"""``predict(model, batch) -> (predictions, targets)``.
+
+Or an :class:`unipar.Objective` whose ``loss(output, batch)`` returns these."""
 
 
 @runtime_checkable
@@ -74,8 +76,7 @@ def evaluate(
             if hasattr(metric, "to"):
                 metric.to(world.device)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def update(microbatch: MicroBatch, model: Any, data: Any) -> LossSum:
-        predictions, targets = (predict or _predict_pair)(model, data)
+    def update(microbatch: MicroBatch, predictions: Any, targets: Any) -> LossSum:
         if microbatch.num_samples:
             for name, metric in metrics.items():
                 if isinstance(metric, AccumulatingMetric):
@@ -87,12 +88,21 @@ def evaluate(
                     _add(sums[name], value, microbatch.num_samples)
         return LossSum(torch.zeros(()), 0)
 
+    def measuring(microbatch: MicroBatch) -> LossFn:
+        """Updates the metrics in place of a loss."""
+        if isinstance(predict, Objective):
+            of_output = predict.loss
+            return Objective(
+                predict.inputs, lambda output, data: update(microbatch, *of_output(output, data))
+            )
+        return lambda model, data: update(microbatch, *(predict or _predict_pair)(model, data))
+
     for batch in batches:
         for microbatch in batch:
             if loss_fn is not None:
                 _add(sums["loss"], engine.eval_step(microbatch, loss_fn), 0)
             if metrics:
-                engine.eval_step(microbatch, functools.partial(update, microbatch))
+                engine.eval_step(microbatch, measuring(microbatch))
 
     every = [of_rank for of_rank in world.gather(sums if world.leads else None) if of_rank]
     results: dict[str, float] = {}

@@ -25,11 +25,14 @@ def check_function(given: Any, name: str, parameters: tuple[str, ...]) -> None:
     """Refuse what cannot be called with these arguments, by their places."""
     wanted = f"{name}({', '.join(parameters)})"
     if not callable(given) or isinstance(given, nn.Module):
-        also = " It is called with the model, which it calls: model(batch[0])."
-        raise ConfigError(
-            f"{name} is {described(given)}. Pass a function {wanted}."
-            f"{also if isinstance(given, nn.Module) else ''}"
-        )
+        also = ""
+        if isinstance(given, nn.Module):
+            also = (
+                " It is called with the model, which it calls: model(batch[0])."
+                if "model" in parameters
+                else " It gets the whole batch, and may call a module: module(output, batch[1])."
+            )
+        raise ConfigError(f"{name} is {described(given)}. Pass a function {wanted}.{also}")
     try:
         signature = inspect.signature(given)
     except (TypeError, ValueError):  # Some built-in functions have none.

@@ -26,6 +26,7 @@ class Job:
         config: the resolved config.
         output_dir: where the run's files go.
         checkpoint_dir: where checkpoints go; ``None`` writes none.
+        loss: ``None`` takes that of the model's output.
         weights_dir: where to leave the final weights when no checkpoint holds them.
     """
 
@@ -35,7 +36,7 @@ class Job:
     output_dir: Path
     checkpoint_dir: Path | None
     optimizer: OptimizerFactory
-    loss: LossFn
+    loss: LossFn | None
     lr_scheduler: SchedulerFactory | None = None
     eval_data: Any = None
     metrics: Mapping[str, Metric] | None = None

@@ -25,6 +25,7 @@ from unipar.interrupt import Signals
 from unipar.job import Job
 from unipar.loaders import evaluation_loader, training_loader
 from unipar.logs import logging_to_terminal
+from unipar.objective import Objective
 from unipar.optim import LOSS, NamedScheduler, takes_metric
 from unipar.result import RunResult
 from unipar.resuming import check_same_order
@@ -102,9 +103,10 @@ class TrainingRun:
         self._announced: Path | None = None
         self.loader = self._loader()
         self.engine = self._engine()
+        self.loss = job.loss or Objective.of_model(self.engine.module)
         self._plateau_metric = self._find_plateau_metric()
         if self.config.micro_batch_size == "auto":
-            self.loader = largest_micro_batch(self.engine, self.loader, job.loss, self.world)
+            self.loader = largest_micro_batch(self.engine, self.loader, self.loss, self.world)
         self.eval_loader = self._eval_loader()
         self.saver = self._saver()
         self._resume()
@@ -275,7 +277,7 @@ class TrainingRun:
         launch.mark(self.step + 1, "training step")
         self.signals.begin_step()
         lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
-        done = self.engine.train_step(batch, self.job.loss)
+        done = self.engine.train_step(batch, self.loss)
         self.step += 1
         launch.mark(self.step, "after the step")
         self._last_end = time.perf_counter()
@@ -326,7 +328,7 @@ class TrainingRun:
         metrics = self.session.evaluate(
             self.engine,
             self.eval_loader,
-            self.job.loss,
+            self.loss,
             metrics=self.job.metrics,
             predict=self.job.predict,
         )

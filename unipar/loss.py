@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,50 +33,9 @@ class LossSum:
 
 Loss = torch.Tensor | LossSum
 LossFn = Callable[[Any, Any], Loss]
-"""``loss(model, batch)``: a scalar mean over the samples of the batch, or a :class:`LossSum`."""
+"""``loss(model, batch)``: a scalar mean over the samples of the batch, or a :class:`LossSum`.
 
-
-def model_output_loss(model: Any, batch: Any) -> Loss:
-    """The loss of a model that computes its own, by the Hugging Face convention.
-
-    The batch is passed as keyword arguments when it is a mapping, as positional arguments when it
-    is a list or tuple, and as one argument otherwise. Where the batch has ``labels`` of shape
-    ``(batch, length, …)``, the mean that the model returns is weighted by the number of labels
-    that it is a mean of (causal language models drop the first of each row), so that padding does
-    not make a mean of means.
-
-    Raises:
-        ConfigError: the output has no ``loss``.
-    """
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, (list, tuple)):
-        output = model(*batch)
-    else:
-        output = model(batch)
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigError(
-            f"no loss was given, and the model's output ({type(output).__name__}) has no `.loss`. "
-            "Pass loss=f with f(model, batch) -> scalar tensor or unipar.LossSum."
-        )
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.dim() < 2 or labels.is_floating_point():
-        return loss
-    if _is_causal(model):
-        labels = labels[:, 1:]
-    count = (labels != IGNORE_INDEX).sum()
-    # A mean over no label at all is NaN, and NaN times nothing would stay so.
-    return LossSum(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
-
-
-def _is_causal(model: Any) -> bool:
-    names = getattr(getattr(model, "config", None), "architectures", None) or []
-    module = getattr(model, "module", model)
-    return any(
-        name.endswith(("ForCausalLM", "LMHeadModel"))
-        for name in [*names, *(cls.__name__ for cls in type(module).__mro__)]
-    )
+A :class:`unipar.Objective` is one, in its parts."""
 
 
 def check_loss(loss: object, *, training: bool) -> None:

@@ -32,7 +32,8 @@ def check_objects(job: Job) -> None:
             )
     _check_metrics(job.metrics)
     check_factories(job.optimizer, job.lr_scheduler)
-    check_function(job.loss, "loss", ("model", "batch"))
+    if job.loss is not None:
+        check_function(job.loss, "loss", ("model", "batch"))
     if job.predict is not None:
         check_function(job.predict, "predict", ("model", "batch"))
 

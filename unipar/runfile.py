@@ -55,9 +55,9 @@ class RunFile(RunFields, frozen=True):
     eval_data: ImportPath | Target | None = None
     """The evaluation data, or a function that gives it."""
     loss: ImportPath | Target | None = None
-    """loss(model, batch); left out: the model's output has a loss."""
+    """loss(model, batch), or an Objective; left out: the model's output has a loss."""
     predict: ImportPath | Target | None = None
-    """predict(model, batch): what metrics see of a batch."""
+    """predict(model, batch), or an Objective: what metrics see of a batch."""
     metrics: dict[str, ImportPath | Target] = {}  # noqa: RUF012
     """Evaluation metrics by name: functions, or torchmetrics classes."""
     callbacks: tuple[ImportPath | Target, ...] = ()

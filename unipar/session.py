@@ -340,8 +340,9 @@ class Session:
             batches: from a loader of this session.
             loss: ``None`` computes metrics alone.
             metrics: by name, functions of (predictions, targets), or torchmetrics objects.
-            predict: ``predict(model, batch) -> (predictions, targets)``; left out: a batch is a
-                pair of inputs and targets.
+            predict: ``predict(model, batch) -> (predictions, targets)``, or a
+                :class:`unipar.Objective` whose ``loss`` returns these; left out: a batch is a pair
+                of inputs and targets.
 
         Returns:
             ``loss`` and each metric by its name, the same on every rank.

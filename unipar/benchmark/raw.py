@@ -34,7 +34,8 @@ from unipar.data.order import epoch_order
 from unipar.data.sources import open_source
 from unipar.devices import resolve_device_type
 from unipar.errors import ConfigError
-from unipar.loss import LossSum, model_output_loss
+from unipar.loss import LossSum
+from unipar.objective import Objective
 from unipar.strategy import EngineSpec, seeded_model
 from unipar.world import Placement
 
@@ -72,16 +73,21 @@ def work(
         )
     batches = _batches(config, job.warmup + job.steps, source, placement)
     clock = _Clock(job.warmup, began)
+    model = seeded_model(EngineSpec(job.arguments["model"], seed=config.seed))
+    loss = loss or Objective.of_model(model)
 
     def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         value = loss(model, batch)
         if isinstance(value, LossSum):
-            raise ConfigError("--raw takes a loss that is a mean, and this one is a LossSum.")
+            raise ConfigError(
+                "--raw takes a loss that is a mean over samples, and this one counts its items. "
+                "Pass loss=f with f(model, batch) -> such a mean, or leave --raw out."
+            )
         return value
 
     _import(loop).train(
         {
-            "model": seeded_model(EngineSpec(job.arguments["model"], seed=config.seed)),
+            "model": model,
             "dataset": source.dataset,
             "collate": source.collate_fn,
             "batches": batches,
@@ -129,7 +135,7 @@ def _settings(job: BenchJob, cell: Cell) -> tuple[RunConfig, Any, dict[str, Any]
     }
     for name in ("model", "data", "strategy"):
         given.pop(name)
-    loss = given.pop("loss", None) or model_output_loss
+    loss = given.pop("loss", None)
     config = RunConfig.build(**given)
     scheduler = config.lr_scheduler.factory() if config.lr_scheduler else None
     factories = {"optimizer": config.optimizer.factory(), "lr_scheduler": scheduler, **objects}

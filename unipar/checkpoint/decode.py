@@ -91,6 +91,7 @@ class _Extra(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     num_steps: _Count = 0
+    items_per_sample: Annotated[float, Field(gt=2**-64, lt=2**64)] = 1.0
     lr_scheduler: dict[str, Any] = {}
     scaler: dict[str, Any] = {}
     scalars: dict[str, dict[str, Any]] = {}

@@ -21,6 +21,7 @@ from unipar.engine.state import export_state, import_scaler, import_state
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.launch.progress import mark
 from unipar.loss import Loss, LossFn, LossSum, check_loss
+from unipar.objective import Objective
 from unipar.state import EngineState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult
 from unipar.world import LossReduction, World
@@ -33,8 +34,8 @@ class ModuleEngine(Engine):
 
     Loss and gradient are means over all items of the global batch. The count of items is known
     beforehand when the loss is a mean over samples. With :class:`LossSum` it is known only after
-    the last micro-batch: gradients are then normalized by an estimate, made on the first
-    micro-batch, and corrected before clipping.
+    the last micro-batch. No backward pass waits for it: losses are divided by a power of two near
+    it, which rounds nothing, and gradients once by the rest before they are clipped.
 
     Args:
         spec: what the user asked for.
@@ -72,6 +73,8 @@ class ModuleEngine(Engine):
         self._scaler = (
             torch.amp.GradScaler(self._device.type) if self._dtype is torch.float16 else None
         )
+        # The most so far; kept in checkpoints, for in fp16 it decides what overflows.
+        self._items_per_sample = 1.0
         self._modes: list[tuple[nn.Module, bool]] = []
         self._last = False
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
@@ -178,6 +181,7 @@ class ModuleEngine(Engine):
         self._require_optimizer()
         self._enter_training()
         last = len(batch.microbatches) - 1
+        self._num_samples = batch.global_num_samples
         try:
             if last == 0:
                 self._accumulate(batch.microbatches[0], loss_fn, batch, last=True)
@@ -208,9 +212,9 @@ class ModuleEngine(Engine):
         if not isinstance(loss, LossSum):
             self._add(loss, samples, samples, last=last, num_items=batch.global_num_samples)
         elif samples:
-            self._add(loss.total, 1, loss.count, last=last, microbatches=len(batch))
+            self._add(loss.total, 1, loss.count, last=last)
         else:
-            self._add(loss.total, 0, 0, last=last, microbatches=len(batch))
+            self._add(loss.total, 0, 0, last=last)
 
     def _add(
         self,
@@ -220,7 +224,6 @@ class ModuleEngine(Engine):
         *,
         last: bool,
         num_items: float | None = None,
-        microbatches: int = 1,
     ) -> None:
         """Add the gradient of ``weight * loss / (items of the global batch)``.
 
@@ -230,25 +233,19 @@ class ModuleEngine(Engine):
             count: how many items those are.
             last: whether no micro-batch follows.
             num_items: items of the global batch, if known beforehand.
-            microbatches: how many like this one to expect, where ``num_items`` is not known.
         """
-        first = self._total is None
         if self._total is None:
             self._refuse_between()
             # Another engine's loss may have gone through this model (a GAN's generator's).
             self._drop_gradients()
             self._total, self._scale = loss.detach(), weight
+            self._normalizer = self._expected_items() if num_items is None else float(num_items)
         else:
             self._total = self._total * self._scale + loss.detach() * weight
             self._scale = 1.0
         self._count = self._count + count
         if last:
             self._start_reduction()
-        if num_items is not None:
-            self._normalizer = float(num_items)
-        elif first:
-            estimate = self.world.start_reduce_loss(self._total, count).wait()[1]
-            self._normalizer = max(estimate * microbatches, 1.0)
         # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
         factor = weight / self._normalizer
         mark(self.num_steps + 1, "backward")
@@ -266,6 +263,26 @@ class ModuleEngine(Engine):
                     "next, or prepare one module that holds both."
                 )
 
+    def _expected_items(self) -> float:
+        """The power of two nearest to the most items that the global batch should have.
+
+        The same on every rank and in a resumed run, and known without asking another rank. Where it
+        is much too low, as in a run's first step if a sample has many items, fp16 may overflow,
+        which skips the step. A batch with fewer items than others does not lower it.
+        """
+        expected = self._items_per_sample * self._num_samples
+        return 2.0 ** round(math.log2(expected))
+
+    def _finish_loss(self) -> tuple[float, float, float]:
+        """The loss of the step, its number of items, and what gradients are still to be divided by.
+
+        Waits for the other ranks.
+        """
+        assert self._reduction is not None
+        loss, count = self._reduction.wait()
+        self._items_per_sample = max(self._items_per_sample, count / self._num_samples)
+        return loss, count, count / self._normalizer
+
     def _start_reduction(self) -> None:
         assert self._total is not None
         self._reduction = self.world.start_reduce_loss(self._total, self._count, self._scale)
@@ -276,10 +293,8 @@ class ModuleEngine(Engine):
         loss.backward()
 
     def _update(self) -> StepResult:
-        assert self._reduction is not None
-        loss, count = self._reduction.wait()
+        loss, count, divisor = self._finish_loss()
         self._finish_gradients()
-        normalizer = self._normalizer
         self._clear()
         optimizer = self._require_optimizer()
         self.num_steps += 1
@@ -287,8 +302,8 @@ class ModuleEngine(Engine):
             self._drop_gradients()
             return self._not_finite("loss", loss, count)
         self._unscale(optimizer)
-        if count != normalizer:
-            self._scale_gradients(normalizer / count)
+        # A step without any item has no mean, and neither has its gradient.
+        self._scale_gradients(1 / divisor if divisor else math.nan)
         norm = None
         if self.spec.max_grad_norm is not None:
             norm = self._gradient_norm(self.spec.max_grad_norm)
@@ -348,6 +363,8 @@ class ModuleEngine(Engine):
         self._scale: float = 1.0
         self._count: torch.Tensor | float = 0
         self._normalizer = 0.0
+        # In a loop of the user's own, where nobody says how many there are.
+        self._num_samples = self.spec.global_batch_size or 1
         self._reduction: LossReduction | None = None
         self._by_hand = self._begun = self._told = False
         self._forwards = 0
@@ -522,6 +539,8 @@ class ModuleEngine(Engine):
         self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
     ) -> Loss:
         data = microbatch.data
+        if isinstance(loss_fn, Objective):
+            loss_fn = loss_fn.counted(data)
         if self._device.type != "cpu":
             data = move_to(data, self._device)
         if not self._mixed:
@@ -568,6 +587,7 @@ class ModuleEngine(Engine):
         if self._scaler is not None:
             state.extra["scaler"] = self._scaler.state_dict()
         state.extra["num_steps"] = self.num_steps
+        state.extra["items_per_sample"] = self._items_per_sample
         return state
 
     def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
@@ -580,6 +600,7 @@ class ModuleEngine(Engine):
         if self._scaler is not None:
             import_scaler(self._scaler, source)
         self.num_steps = int(source.extra.get("num_steps", 0))
+        self._items_per_sample = float(source.extra.get("items_per_sample", 1.0))
 
     def close(self) -> None:
         self._enter_training()

@@ -16,7 +16,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from unipar.data import Loader
-from unipar.loss import Loss, LossSum
+from unipar.loss import Loss, LossFn, LossSum
+from unipar.objective import Objective
 from unipar.strategy import EngineSpec, OnNaN, Precision
 from unipar.testing import models, reference
 from unipar.testing.models import Samples
@@ -85,6 +86,11 @@ def predict_tokens(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
     return total, (labels != -100).sum()
 
 
+def mean_over_tokens(logits: torch.Tensor, batch: Any) -> torch.Tensor:
+    """What :func:`predict_tokens` is the sum of; not a number where there is none."""
+    return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
 def pass_dict(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
     return _of_logits(model({"x": batch["x"], "factors": [2.0]}), batch)
 
@@ -109,6 +115,7 @@ class Scenario:
         terms: the loss as a sum over items and their count, as the reference takes it.
         weighted: whether a strategy is given ``LossSum(*terms)``; otherwise it gets their quotient,
             which must then be a mean over samples.
+        objective: what a strategy is given instead, the same loss in its parts.
         accumulation: micro-batches of a full global batch.
         factory: give the strategy a function that builds the model, not the model.
     """
@@ -117,6 +124,7 @@ class Scenario:
     data: Callable[[], Samples] = points
     terms: Terms = classify
     weighted: bool = False
+    objective: Objective | None = None
     optimizer: Callable[..., Optimizer] = adamw
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     num_steps: int = 20
@@ -168,7 +176,12 @@ class Scenario:
             num_workers=0,
         )
 
-    def loss(self, model: Any, batch: Any) -> Loss:
+    @property
+    def loss(self) -> LossFn:
+        """What a strategy is given."""
+        return self.objective or self._loss
+
+    def _loss(self, model: Any, batch: Any) -> Loss:
         total, count = self.terms(model, batch)
         return LossSum(total, count) if self.weighted else total / count
 
@@ -197,6 +210,7 @@ def reference_trace(scenario: Scenario, *, parts: int = 1, half_weights: bool = 
             scenario,
             accumulation=1,
             weighted=False,
+            objective=None,
             factory=False,
             activation_checkpointing="off",
             compile_backend=None,

@@ -7,15 +7,26 @@ from itertools import islice
 from typing import Any
 
 import torch
-from colossalai_models import BATCH, CLIP, Sentences, Step, adamw, schedule
+from colossalai_models import (
+    BATCH,
+    CLIP,
+    Sentences,
+    Step,
+    adamw,
+    entropy_of,
+    inputs,
+    schedule,
+)
 
-from unipar import Session
-from unipar.loss import model_output_loss
+from unipar import LossSum, Objective, Session
 
 TP, PP, BOTH = (
     f"colossalai:plugin=hybrid,{sizes}"
     for sizes in ("tp_size=2", "pp_size=2", "tp_size=2,pp_size=2")
 )
+
+OWN_LOSS = Objective(inputs, lambda output, batch: LossSum(*entropy_of(output, batch)))
+"""A loss of the user's, of the logits."""
 
 
 def prepare(
@@ -36,10 +47,9 @@ def prepare(
     return session.prepare(model, **settings), loader
 
 
-def each_step(
-    engine: Any, loader: Iterable[Any], steps: int, loss: Any = model_output_loss
-) -> Iterator[Any]:
-    """What each step returns, epoch after epoch."""
+def each_step(engine: Any, loader: Iterable[Any], steps: int, loss: Any = None) -> Iterator[Any]:
+    """What each step returns, epoch after epoch; by the model's own loss if none is given."""
+    loss = loss or Objective.of_model(engine.module)
 
     def endless() -> Iterator[Any]:
         while True:
@@ -48,9 +58,7 @@ def each_step(
     return (engine.train_step(batch, loss) for batch in islice(endless(), steps))
 
 
-def take(
-    engine: Any, loader: Iterable[Any], steps: int, loss: Any = model_output_loss
-) -> list[Step]:
+def take(engine: Any, loader: Iterable[Any], steps: int, loss: Any = None) -> list[Step]:
     return [
         Step(step.loss, step.grad_norm, step.num_items)
         for step in each_step(engine, loader, steps, loss)

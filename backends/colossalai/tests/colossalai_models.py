@@ -118,10 +118,19 @@ class Step(NamedTuple):
     num_items: float
 
 
+def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What goes into a model that is to give logits alone."""
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
 def entropy(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed loss of labels, each predicted from the tokens before it, and their number."""
+    return entropy_of(model(**inputs(batch)), batch)
+
+
+def entropy_of(output: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, of the model's output."""
     labels = batch["labels"][:, 1:].flatten()
-    output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
     total = nn.functional.cross_entropy(
         output.logits[:, :-1].flatten(0, 1).float(), labels, ignore_index=-100, reduction="sum"
     )

@@ -16,7 +16,7 @@ from unipar import Session, registry
 from unipar.batch import Batch, MicroBatch
 from unipar.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.loss import model_output_loss
+from unipar.objective import Objective
 from unipar.strategy import EngineSpec
 from unipar.testing import reference
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
@@ -226,11 +226,11 @@ def gpt2_by_hand(half_weights: torch.dtype | None, parts: int) -> list[float]:
 
 def gpt2_losses(placement: Placement) -> list[float]:
     def run(engine: Any, world: Any) -> list[float]:
-        losses = []
+        losses, loss = [], Objective.of_model(engine.module)
         for whole in tokens().split(4):
             mine = whole.chunk(world.size)[world.rank]
             batch = Batch((MicroBatch({"input_ids": mine, "labels": mine}, len(mine)),), 4)
-            losses.append(engine.train_step(batch, model_output_loss).loss)
+            losses.append(engine.train_step(batch, loss).loss)
         return losses
 
     return with_engine(placement, GEMINI, run, gpt2())

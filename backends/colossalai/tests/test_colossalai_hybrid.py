@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai_hybrid import BOTH, PP, TP, prepare, take
-from colossalai_models import Sentences, Step, adamw, entropy, language_model, plain_loop
+from colossalai_hybrid import BOTH, OWN_LOSS, PP, TP, prepare, take
+from colossalai_models import Sentences, Step, adamw, entropy, inputs, language_model, plain_loop
 
-from unipar import Session
+from unipar import LossSum, Objective, Session
 from unipar.errors import ConfigError
-from unipar.loss import LossSum, model_output_loss
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 
@@ -26,7 +25,7 @@ def train(
     strategy: str,
     micro: int | None = None,
     settings: dict[str, Any] | None = None,
-    loss: Any = model_output_loss,
+    loss: Any = None,
     steps: int = STEPS,
     activations: str = "off",
 ) -> list[Step]:
@@ -83,19 +82,29 @@ def test_losses_and_gradient_norms_are_those_of_a_plain_loop(
 
 @pytest.mark.parametrize("strategy", [TP, PP])
 def test_recomputed_activations_change_nothing(strategy: str, world_pool: WorldPools) -> None:
-    done = world_pool(2).run(train, strategy, 4, {}, model_output_loss, 5, "full")
+    done = world_pool(2).run(train, strategy, 4, {}, None, 5, "full")
     assert_same(done)
 
 
-def own_loss(model: Any, batch: Any) -> LossSum:
-    return LossSum(*entropy(model, batch))
+def mean_of_labels(output: Any, batch: Any) -> torch.Tensor:
+    logits, labels = output.logits[:, :-1], batch["labels"][:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+COUNTED = Objective(
+    lambda batch: (batch["input_ids"], batch["attention_mask"]),
+    mean_of_labels,
+    lambda batch: (batch["labels"][:, 1:] != -100).sum(),
+)
+"""The same loss, its items counted on the host."""
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [(TP, 2), (PP, 2), (BOTH, 4)])
 def test_a_loss_of_the_users_own_is_honored(
     strategy: str, ranks: int, world_pool: WorldPools
 ) -> None:
-    assert_same(world_pool(ranks).run(train, strategy, 3, {}, own_loss, 8))
+    for loss in (OWN_LOSS, COUNTED):
+        assert_same(world_pool(ranks).run(train, strategy, 3, {}, loss, 8))
 
 
 def own_loop(placement: Placement) -> list[float]:
@@ -104,7 +113,7 @@ def own_loop(placement: Placement) -> list[float]:
         losses: list[float] = []
         for batch in loader:
             for microbatch in batch:
-                loss = own_loss(engine, microbatch.data)
+                loss = OWN_LOSS(engine, microbatch.data)
                 engine.backward(loss if microbatch.num_samples else LossSum(loss.total * 0, 0))
             losses.append(engine.step().loss)
         return losses
@@ -124,9 +133,11 @@ def accuracy(predictions: torch.Tensor, labels: torch.Tensor) -> LossSum:
     return LossSum(((predictions == labels) & counts).sum(), counts.sum())
 
 
-def predict(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    output = model(batch["input_ids"], attention_mask=batch["attention_mask"])
+def predictions(output: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return output.logits[:, :-1].argmax(-1), batch["labels"][:, 1:]
+
+
+PREDICT = Objective(inputs, predictions)
 
 
 def measure(placement: Placement, strategy: str) -> dict[str, float]:
@@ -136,9 +147,9 @@ def measure(placement: Placement, strategy: str) -> dict[str, float]:
         return session.evaluate(
             engine,
             loader,
-            model_output_loss,
+            Objective.of_model(engine.module),
             metrics={"accuracy": accuracy},
-            predict=predict,
+            predict=PREDICT,
         )
 
 
@@ -149,7 +160,7 @@ def test_an_evaluation_counts_each_label_once(
     data, model = Sentences()[:], language_model()
     with torch.no_grad():
         total, count = entropy(model, data)
-        right = accuracy(*predict(model, data))
+        right = accuracy(*PREDICT(model, data))
     wanted = {"loss": (total / count).item(), "accuracy": float(right.total / right.count)}
     for metrics in world_pool(ranks).run(measure, strategy):
         assert metrics == pytest.approx(wanted, rel=1e-5)
@@ -158,33 +169,38 @@ def test_an_evaluation_counts_each_label_once(
 # -- what a pipeline cannot take -----------------------------------------------------------------
 
 
-def twice(model: Any, batch: Any) -> torch.Tensor:
-    return model(**batch).loss + model(**batch).loss
+def plain(model: Any, batch: Any) -> torch.Tensor:
+    return model(**batch).loss
 
 
-def never(model: Any, batch: Any) -> torch.Tensor:
-    return torch.ones(())
+def test_a_loss_that_calls_the_model_is_refused_with_what_to_write(world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match=r"Give them apart: loss=unipar.Objective\(inputs="):
+        world_pool(2).run(train, PP, None, {}, plain)
 
 
-def noisy(model: Any, batch: Any) -> torch.Tensor:
+def measure_by_a_function(placement: Placement) -> None:
+    with Session(PP, device="cpu", placement=placement) as session:
+        engine, loader = prepare(session, language_model())
+
+        def predict(model: Any, batch: Any) -> Any:
+            return predictions(model(**inputs(batch)), batch)
+
+        session.evaluate(engine, loader, metrics={"accuracy": accuracy}, predict=predict)
+
+
+def test_predictions_of_a_function_that_calls_the_model_are_refused(world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match="For predict, the second part returns"):
+        world_pool(2).run(measure_by_a_function)
+
+
+def noisy(batch: Any) -> dict[str, torch.Tensor]:
     noise = torch.randint(0, 2, batch["input_ids"].shape)
-    return model(input_ids=(batch["input_ids"] + noise) % 11, labels=batch["labels"]).loss
+    return {"input_ids": (batch["input_ids"] + noise) % 11}
 
 
-@pytest.mark.parametrize(
-    ("loss", "said"),
-    [(never, "without a call of the model"), (noisy, "draws random numbers")],
-)
-def test_a_loss_that_a_pipeline_cannot_compute_is_refused(
-    loss: Any, said: str, world_pool: WorldPools
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        world_pool(2).run(train, PP, None, {}, loss)
-
-
-def test_a_loss_that_calls_the_model_twice_is_refused(world_pool: WorldPools) -> None:
-    with pytest.raises(ConfigError, match="calls the model twice"):
-        world_pool(2).run(train, PP, None, {}, twice)
+def test_inputs_that_are_drawn_at_random_are_refused(world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match="draws random numbers"):
+        world_pool(2).run(train, PP, None, {}, Objective(noisy, mean_of_labels))
 
 
 def call_the_engine(placement: Placement, what: str) -> None:

@@ -17,7 +17,6 @@ from unipar import registry
 from unipar.batch import MicroBatch
 from unipar.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.loss import model_output_loss
 from unipar.strategy import EngineSpec
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
@@ -107,6 +106,21 @@ def test_fit_refuses_it_before_a_process_starts() -> None:
         )
 
 
+def test_fit_refuses_a_loss_that_a_pipeline_cannot_take_apart() -> None:
+    with pytest.raises(ConfigError, match=r"loss=unipar.Objective\(inputs="):
+        unipar.fit(
+            language_model(),
+            [{"input_ids": torch.zeros(4, dtype=torch.long)}] * 4,
+            strategy="colossalai:plugin=hybrid,pp_size=2",
+            loss=lambda model, batch: model(**batch).logits.mean(),
+            devices=2,
+            device="cpu",
+            global_batch_size=2,
+            steps=1,
+            checkpoint=False,
+        )
+
+
 def test_what_is_not_proved_is_refused() -> None:
     said = refusal("tp_size=2", language_model(), compile=True)
     assert "compile is not supported" in said
@@ -161,4 +175,4 @@ def prepare(placement: Placement, asked: str) -> None:
         model = language_model()
         model.model.norm.requires_grad_(asked != "frozen")
         engine = session.prepare(model, optimizer=lambda named: kind([p for _, p in named]))
-        engine.probe(MicroBatch(None, 1), model_output_loss)
+        engine.probe(MicroBatch(None, 1), lambda model, batch: model(**batch).loss)

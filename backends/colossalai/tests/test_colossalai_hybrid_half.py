@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from colossalai_hybrid import BOTH, PP, TP, each_step
+from colossalai_hybrid import BOTH, OWN_LOSS, PP, TP, each_step
 from colossalai_models import (
     BATCH,
     CLIP,
@@ -26,7 +26,6 @@ from colossalai_models import (
 from torch import nn
 
 from unipar import Session
-from unipar.loss import LossSum
 from unipar.testing.cases.numbers import MOST_SKIPPED
 from unipar.testing.compare import difference, relative
 from unipar.testing.harness import Exported
@@ -62,6 +61,7 @@ def scenarios(kind: str, precision: Any) -> list[Scenario]:
         data=sentences,
         terms=entropy,
         weighted=True,
+        objective=OWN_LOSS,
         optimizer=small_steps,
         scheduler=schedule,
         num_steps=STEPS,
@@ -143,10 +143,6 @@ class Seen(NamedTuple):
     skipped: bool
 
 
-def own_loss(model: Any, batch: Any) -> LossSum:
-    return LossSum(*entropy(model, batch))
-
-
 def prepare(session: Session, seed: int = 0, activations: Any = "off") -> tuple[Any, Any]:
     engine = session.prepare(
         language_model(seed=seed),
@@ -160,7 +156,7 @@ def prepare(session: Session, seed: int = 0, activations: Any = "off") -> tuple[
 
 
 def take(engine: Any, loader: Iterable[Any], steps: int) -> list[Seen]:
-    done = each_step(engine, loader, steps, own_loss)
+    done = each_step(engine, loader, steps, OWN_LOSS)
     return [Seen(step.loss, step.grad_norm, step.skipped) for step in done]
 
 
@@ -242,8 +238,8 @@ def evaluate_and_train(placement: Placement, strategy: str) -> tuple[float, floa
     with Session(strategy, device="cpu", precision="bf16", placement=placement) as session:
         engine, loader = prepare(session)
         batch = next(iter(loader))
-        evaluated = session.evaluate(engine, [batch], own_loss)["loss"]
-        return evaluated, engine.train_step(batch, own_loss).loss
+        evaluated = session.evaluate(engine, [batch], OWN_LOSS)["loss"]
+        return evaluated, engine.train_step(batch, OWN_LOSS).loss
 
 
 @pytest.mark.parametrize("strategy", [TP, PP])
@@ -259,10 +255,10 @@ def overflow(placement: Placement, strategy: str) -> tuple[list[bool], Exported,
         before = Exported.of(engine)
         weight = next(engine.module.parameters())
         hook = weight.register_hook(lambda grad: grad * (math.inf if placement.rank == 1 else 1))
-        first = engine.train_step(next(batches), own_loss)
+        first = engine.train_step(next(batches), OWN_LOSS)
         hook.remove()
         after = Exported.of(engine)
-        return [first.skipped, engine.train_step(next(batches), own_loss).skipped], before, after
+        return [first.skipped, engine.train_step(next(batches), OWN_LOSS).skipped], before, after
 
 
 @pytest.mark.parametrize("strategy", [TP, PP])

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai_hybrid import BOTH, PP, TP, prepare, take
-from colossalai_models import KINDS, Step, entropy, language_model, plain_loop
+from colossalai_hybrid import BOTH, OWN_LOSS, PP, TP, prepare, take
+from colossalai_models import KINDS, Step, language_model, plain_loop
 
-from unipar import Session
-from unipar.loss import LossSum, model_output_loss
+from unipar import Objective, Session
 from unipar.testing.compare import assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported
 from unipar.testing.pool import WorldPools
@@ -30,7 +29,7 @@ def train(
     strategy: str,
     kind: str,
     micro: int | None = None,
-    loss: Any = model_output_loss,
+    loss: Any = None,
     **settings: Any,
 ) -> tuple[list[Step], Exported]:
     with Session(strategy, device="cpu", placement=placement) as session:
@@ -72,10 +71,6 @@ def test_losses_gradient_norms_and_weights_are_those_of_a_plain_loop(
     assert_equal_weights(assemble_weights([state for _, state in results]), weights, 1e-5)
 
 
-def own_loss(model: Any, batch: Any) -> LossSum:
-    return LossSum(*entropy(model, batch))
-
-
 ATTENTIONS = {"GPT2": "sdpa", "Qwen2": "sdpa", "GPTJ": "eager", "Bloom": "eager"}
 """PyTorch's, of the models that have it."""
 
@@ -88,14 +83,16 @@ def test_a_loss_of_the_users_own_is_honored_with_any_attention(
     attention = ATTENTIONS[kind]
 
     def run(placement: Placement) -> list[Step]:
-        return train(placement, strategy, kind, loss=own_loss, attn_implementation=attention)[0]
+        return train(placement, strategy, kind, loss=OWN_LOSS, attn_implementation=attention)[0]
 
     for done in world_pool(2).run(run):
         assert_same(done, expected(kind, attention)[0])
 
 
-def no_mask(model: Any, batch: Any) -> torch.Tensor:
-    return model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+NO_MASK = Objective(
+    lambda batch: {"input_ids": batch["input_ids"], "labels": batch["input_ids"]},
+    lambda output, batch: output.loss,
+)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_a_mask_may_be_left_out(kind: str, attention: str, world_pool: WorldPool
     def run(placement: Placement, strategy: str) -> list[float]:
         with Session(strategy, device="cpu", placement=placement) as session:
             engine, loader = prepare(session, language_model(kind, attn_implementation=attention))
-            return [step.loss for step in take(engine, loader, 3, no_mask)]
+            return [step.loss for step in take(engine, loader, 3, NO_MASK)]
 
     (wanted,) = world_pool(1).run(run, "single")
     for losses in world_pool(2).run(run, PP):

@@ -11,7 +11,7 @@ from colossalai_models import adamw, language_model
 
 from unipar import registry
 from unipar.batch import Batch, MicroBatch
-from unipar.loss import model_output_loss
+from unipar.objective import Objective
 from unipar.strategy import EngineSpec
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
@@ -55,9 +55,10 @@ def test_without_each_change_a_step_fails(
 def step_without(
     placement: Placement, left_out: str, sizes: str, model: dict[str, Any], without: set[str]
 ) -> str:
-    def loss(model: Any, batch: Any) -> Any:
-        output = model(**batch)
+    def of_output(output: Any, batch: Any) -> Any:
         return output.logits.mean() if "labels" in without else output.loss
+
+    loss = Objective(lambda batch: batch, of_output)
 
     def run(engine: Any) -> str:
         engine.train_step(batch_of(without), loss)
@@ -117,7 +118,7 @@ def test_ranks_drop_the_same_of_what_each_has_whole(
 ) -> None:
     def run(engine: Any) -> torch.Tensor:
         for _ in range(2):
-            engine.train_step(batch_of(()), model_output_loss)
+            engine.train_step(batch_of(()), Objective.of_model(engine.module))
         return engine.module.transformer.ln_f.weight.detach().clone()
 
     def on(placement: Placement) -> torch.Tensor:
@@ -147,8 +148,7 @@ def test_a_stage_sees_what_the_model_sees(
 ) -> None:
     """Without the change, PyTorch's attention looks ahead, or further back than its window."""
 
-    def logits(model: Any, batch: Any) -> torch.Tensor:
-        return model(**batch).logits[:, read].sum()
+    logits = Objective(lambda batch: batch, lambda output, batch: output.logits[:, read].sum())
 
     def run(engine: Any) -> list[float]:
         first, second = (batch_of(()).microbatches[0] for _ in range(2))

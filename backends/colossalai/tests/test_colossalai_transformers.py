@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from unipar import Session
+from unipar import Objective, Session
 from unipar.testing.models import Samples, sentences
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
@@ -32,8 +32,6 @@ class Tokens(Samples):
 def losses(placement: Placement, strategy: str, attention: str) -> list[float]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from unipar.loss import model_output_loss
-
     sizes = {"vocab_size": 11, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
@@ -48,7 +46,8 @@ def losses(placement: Placement, strategy: str, attention: str) -> list[float]:
     with Session(strategy, device="cpu", placement=placement) as session:
         engine = session.prepare(model, optimizer=adamw, max_grad_norm=1.0)
         loader = session.loader(Tokens(), global_batch_size=6)
-        return [engine.train_step(batch, model_output_loss).loss for batch in loader]
+        loss = Objective.of_model(engine.module)
+        return [engine.train_step(batch, loss).loss for batch in loader]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,11 +14,12 @@ from colossalai.pipeline.schedule import (  # pyright: ignore[reportMissingImpor
 
 from unipar.batch import Batch, MicroBatch
 from unipar.data import move_to
+from unipar.errors import ConfigError
 from unipar.loss import LossFn, LossSum
+from unipar.objective import Objective, require_objective
 from unipar.strategy import Engine, StepResult
 from unipar_colossalai.engine import Start
 from unipar_colossalai.hybrid import HybridEngine
-from unipar_colossalai.hybrid_calls import answering, arguments_of
 
 Stage = Callable[[MicroBatch, "dict[str, Any] | None"], Any]
 """Runs this rank's stage on a micro-batch and what the stage before has sent."""
@@ -51,8 +52,6 @@ class PipelineEngine(HybridEngine):
     """Each rank holds some of the layers, or a part of each of them; the last stage has the loss.
 
     How many items a global batch has is known at the end, when the last stage has counted them.
-    Until then gradients are divided by the nearest power of two to the number of the step before,
-    which rounds nothing, and keeps them where fp16 can hold them.
     """
 
     __call__ = Engine.__call__
@@ -67,7 +66,6 @@ class PipelineEngine(HybridEngine):
         )
         self._is_last: bool = plugin.stage_manager.is_last_stage()
         self._last_rank = dist.get_global_rank(plugin.pp_group, plugin.pp_size - 1)
-        self._num_items = 0.0
         super().__init__(start)
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
@@ -76,8 +74,8 @@ class PipelineEngine(HybridEngine):
         try:
             self._drop_gradients()
             self._total = torch.zeros((), device=self._device)
-            num_items = self._num_items or batch.global_num_samples
-            self._normalizer = 2.0 ** round(math.log2(num_items))
+            self._num_samples = batch.global_num_samples
+            self._normalizer = self._expected_items()
             self.booster.execute_pipeline(
                 iter(batch.microbatches),
                 self.wrapper,
@@ -86,9 +84,7 @@ class PipelineEngine(HybridEngine):
                 return_loss=False,
             )
             self._start_reduction()
-            result = self._update()
-            self._num_items = result.num_items
-            return result
+            return self._update()
         except BaseException:
             self._clear()
             raise
@@ -107,16 +103,21 @@ class PipelineEngine(HybridEngine):
         return LossSum(values[0], values[1])
 
     def _stage(self, loss_fn: LossFn, *, training: bool) -> Stage:
+        objective = require_objective(loss_fn)
+
         def run(microbatch: MicroBatch, received: dict[str, Any] | None) -> Any:
+            count = objective.count(microbatch.data)
             data = move_to(microbatch.data, self._device)
             with torch.autocast(self._device.type, self._dtype, enabled=self._mixed):
-                arguments = arguments_of(loss_fn, self.module, data)
-                output = self.wrapper(**arguments, **(received or {}))
+                output = self.wrapper(**self._inputs(objective, data), **(received or {}))
             if not self._is_last:
                 return output
             samples = microbatch.num_samples
-            model = answering(self.module, output)
-            loss = self._loss(model, MicroBatch(data, samples), loss_fn, training=training)
+
+            def of_output(model: Any, data: Any) -> Any:
+                return objective.loss_of(output, data, count)
+
+            loss = self._loss(self.module, MicroBatch(data, samples), of_output, training=training)
             total = loss.total if isinstance(loss, LossSum) else loss * samples
             if samples:
                 assert self._total is not None
@@ -128,3 +129,21 @@ class PipelineEngine(HybridEngine):
             return total if self._scaler is None else self._scaler.scale(total)
 
         return run
+
+    def _inputs(self, objective: Objective, data: Any) -> dict[str, Any]:
+        """What goes into the model, which every stage needs, by the names of its ``forward``.
+
+        Raises:
+            ConfigError: it is drawn at random.
+        """
+        before = torch.get_rng_state()
+        args, kwargs = objective.arguments(data)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ConfigError(
+                "colossalai: the objective's inputs(batch) draws random numbers, and the stages of "
+                "a pipeline would draw different ones. Draw them in the dataset, or set pp_size=1."
+            )
+        # Of the class: Colossal-AI has given the module the forward pass of a stage.
+        forward = inspect.signature(type(self.module).forward)
+        _, *named = forward.bind_partial(self.module, *args).arguments.items()
+        return {**dict(named), **kwargs}

@@ -30,7 +30,7 @@ class ZeROEngine(DeepSpeedEngine):
     """Gradients and the optimizer live in DeepSpeed's flat partitions.
 
     DeepSpeed divides gradients by its loss scale when it steps. That is 1 while gradients are
-    made; for the step it carries the fp16 loss scale, the correction that is known only when all
+    made; for the step it carries the fp16 loss scale, the division that is known only when all
     items of the batch have been counted, and what takes back an average over ranks.
 
     Args:
@@ -96,9 +96,7 @@ class ZeROEngine(DeepSpeedEngine):
         super()._backward(loss)
 
     def _update(self) -> StepResult:
-        assert self._reduction is not None
-        loss, count = self._reduction.wait()
-        normalizer = self._normalizer
+        loss, count, divisor = self._finish_loss()
         self._check_frozen()
         self._check_used()
         self._clear()
@@ -108,7 +106,7 @@ class ZeROEngine(DeepSpeedEngine):
             return self._not_finite("loss", loss, count)
         self._take_over_weights()
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        self._zero.loss_scale = scale * count / (normalizer * self._averaged_over)
+        self._zero.loss_scale = scale * divisor / self._averaged_over
         try:
             self._deepspeed.step()
         finally:

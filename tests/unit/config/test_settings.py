@@ -21,6 +21,8 @@ from unipar.settings import load_settings
 MODULE = """
 from torch import nn
 
+from unipar import Objective
+
 built = []
 
 
@@ -38,6 +40,9 @@ ready = [1, 2, 3]
 
 def loss(model, batch):
     return model(batch).mean()
+
+
+in_parts = Objective(lambda batch: batch, lambda output, batch: output.mean())
 
 
 class Watch:
@@ -96,6 +101,12 @@ strategy: ddp
     assert arguments["optimizer"].__name__ == "adamw"
     assert arguments["lr_scheduler"].name == "steplr"
     assert (arguments["strategy"], arguments["epochs"], arguments["steps"]) == ("ddp", 1, None)
+
+
+def test_a_loss_in_parts_is_imported_as_it_is(directory: Path) -> None:
+    path = write(directory, BASE + "loss: parts_of_a_run:in_parts\n")
+    loss = load_settings(path, environ={}).run.arguments()["loss"]
+    assert loss is sys.modules["parts_of_a_run"].in_parts
 
 
 def test_a_model_without_arguments_is_the_function_itself(directory: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from unipar.objective import Objective
 from unipar.testing import models
 from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.compare import difference
@@ -12,6 +13,7 @@ from unipar.testing.kit import TOLERANCE, Kit
 from unipar.testing.scenarios import (
     NUM_SAMPLES,
     Scenario,
+    mean_over_tokens,
     on_plateau,
     predict_tokens,
     reference_trace,
@@ -26,6 +28,17 @@ TOKENS = Scenario(
     data=partial(models.sentences, NUM_SAMPLES),
     terms=predict_tokens,
     weighted=True,
+)
+IN_PARTS = replace(
+    TOKENS,
+    objective=Objective(
+        lambda batch: batch["tokens"],
+        mean_over_tokens,
+        lambda batch: (batch["labels"] != -100).sum(),
+    ),
+    accumulation=4,
+    max_grad_norm=0.5,
+    num_steps=10,
 )
 MOST_SKIPPED = {"bf16": 0, "fp16": 4}
 """Steps that may overflow until a loss scaler, which starts at 2**16, has found its scale."""
@@ -100,6 +113,15 @@ def weighs_tokens(kit: Kit) -> None:
     scenarios = [scenario for scenario in both if not kit.refuses(scenario)]
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, accumulation {scenario.accumulation}")
+
+
+@case
+def takes_losses_in_parts(kit: Kit) -> None:
+    """An objective, whose means over tokens are of unequal numbers, some of none."""
+    if kit.refuses(IN_PARTS):
+        return
+    (run,) = kit.train(IN_PARTS)
+    kit.check(run, IN_PARTS)
 
 
 @case
