@@ -406,8 +406,9 @@ class TrainingRun:
             self.step,
             f"; saved to {kept}, continue with resume='auto'" if kept else "; nothing was saved",
         )
-        if number == signal.SIGINT:
+        if number == signal.SIGINT and len(asked) == self.world.size:
             raise KeyboardInterrupt
+        # No rank is to blame for what came to one alone.
         raise Terminated(number)
 
     def _result(self, newest: Path | None, wall_time: float) -> RunResult:

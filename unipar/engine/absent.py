@@ -12,7 +12,11 @@ from torch import nn
 
 from unipar.errors import ConfigError
 
-_HARMLESS = {"device", "dtype", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "shape"}
+_HARMLESS = {
+    *("device", "dtype", "grad", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "shape"),
+    # What looks at all tensors of a process to tell how large they are.
+    *("element_size", "is_cpu", "is_cuda", "is_meta", "nelement", "numel", "untyped_storage"),
+}
 
 
 class AbsentGradient(torch.Tensor):
@@ -32,7 +36,8 @@ class AbsentGradient(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # A property's getter is told by what it is the getter of.
-        if getattr(getattr(func, "__self__", None), "__name__", "") in _HARMLESS:
+        name = getattr(getattr(func, "__self__", None), "__name__", "") or func.__name__
+        if name in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
         raise ConfigError(
             "parameter.grad was used between engine.backward(loss) and engine.step(), and under "

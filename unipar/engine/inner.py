@@ -18,17 +18,24 @@ from torch import nn
 from unipar.errors import ConfigError
 
 _passes = 0
+_begun = 0
 
 
 @contextlib.contextmanager
 def backward_pass() -> Iterator[None]:
     """Around a backward pass of an engine's own; gradients may go through any engine's model."""
-    global _passes
+    global _passes, _begun
     _passes += 1
+    _begun += 1
     try:
         yield
     finally:
         _passes -= 1
+
+
+def passes_begun() -> int:
+    """How many backward passes the engines of this process have begun."""
+    return _begun
 
 
 def refuse_inner_gradients(

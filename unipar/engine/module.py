@@ -16,7 +16,7 @@ from torch import nn
 from unipar.batch import Batch, MicroBatch
 from unipar.data.move import move_to
 from unipar.engine.absent import AbsentGradient
-from unipar.engine.inner import backward_pass
+from unipar.engine.inner import backward_pass, passes_begun
 from unipar.engine.state import export_state, import_scaler, import_state
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.launch.progress import mark
@@ -369,6 +369,7 @@ class ModuleEngine(Engine):
         self._by_hand = self._begun = self._told = False
         self._forwards = 0
         self._left: list[tuple[int, int]] = []
+        self._passes = 0
         self._show_gradients()
 
     # -- the user's own loop ---------------------------------------------------------------------
@@ -381,7 +382,7 @@ class ModuleEngine(Engine):
             if not self._begun:
                 self._begun = True
                 self._begin_by_hand()
-                self._left = self._gradients()
+                self._left, self._passes = self._gradients(), passes_begun()
             elif self._total is not None:
                 self._left = self._gradients()
             self._forwards += 1
@@ -456,7 +457,9 @@ class ModuleEngine(Engine):
             return
         now = self._gradients()
         self._show_gradients()
-        if self._left == now:
+        if self._left == now or (self._total is None and self._passes != passes_begun()):
+            # Before this engine's first backward pass in a step, those of others may go through
+            # its model, as a GAN's do; what they leave is dropped by that pass.
             return
         # Before the first backward pass of a step a loop may clear what another engine has left.
         cleared = [_NONE] * len(now) if self._total is None else self._left

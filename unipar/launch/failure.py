@@ -8,7 +8,6 @@ import linecache
 import os
 import pickle
 import re
-import signal
 import sys
 import time
 import traceback
@@ -66,8 +65,6 @@ def _write(error: BaseException, path: Path) -> Kind:
     record: dict[str, Any] = {"kind": kind.value, "time": time.time(), "links": links}
     if isinstance(error, Terminated):
         record["signal"] = error.signal.value
-    elif isinstance(error, KeyboardInterrupt):
-        record["signal"] = signal.SIGINT.value
     _replace(path, json.dumps(record).encode())
     return kind
 
@@ -83,7 +80,7 @@ class Failure:
         title: what happened, in a line: ``ValueError: …`` or ``killed by SIGKILL``.
         traceback: as text, shortened to the user's frames; empty when there is none.
         error: the exception itself, where it is one of the library's own.
-        signal: SIGTERM, SIGHUP or SIGINT, where that ended the rank; else 0.
+        signal: what ended the rank, where ranks have agreed on that; else 0.
     """
 
     rank: int

@@ -58,10 +58,12 @@ def _record(torch):
             # Every rank comes here after as many steps, so none waits for another.
             raise SystemExit(0)
         value = self.item() if self.numel() == 1 else self.sum().item()
-        losses.append(value / _scale_of(self.grad_fn) * _SUMMED[-1])
+        losses.append(value / _scale_of(self.grad_fn) * _SUMS.factor(len(losses)))
         _write(torch, losses)
         return backward(self, *args, **kwargs)
 
+    _SUMS.counted = lambda: _write(torch, losses)
+    _SUMS.losses = losses
     torch.Tensor.backward = recording
     _note_scale(torch.amp.GradScaler, "scale", lambda scaler: scaler.get_scale())
     if "UNIPAR_CAPTURE_IN_ORDER" in os.environ:
@@ -86,18 +88,49 @@ def _note_scale(owner, name, factor):
     setattr(owner, name, noting)
 
 
-def _note_sums(engine):
-    """Let it be known over how many ranks an engine's gradients are summed, while it adds some."""
-    add = engine._add
+class _Sums:
+    """What makes a rank's part of an engine's sum its part of an average.
 
-    def noting(self, *args, **kwargs):
-        _SUMMED.append(self.world.data_size)
-        try:
-            return add(self, *args, **kwargs)
-        finally:
-            _SUMMED.pop()
+    How many items the sum is over is known when the step ends: until then it is as many as in the
+    step before, and what was noted so is put right.
+    """
 
-    engine._add = noting
+    losses = None
+    counted = None
+
+    def __init__(self):
+        self._engines, self._count, self._open = [], None, []
+
+    def note(self, engine):
+        add, finish = engine._add, engine._finish_loss
+
+        def noting(own, *args, **kwargs):
+            self._engines.append(own)
+            try:
+                return add(own, *args, **kwargs)
+            finally:
+                self._engines.pop()
+
+        def finishing(own):
+            found = finish(own)
+            count = found[1]
+            if count:
+                for index, assumed in self._open:
+                    self.losses[index] *= assumed / count
+                self._count = count
+                self.counted()
+            self._open = []
+            return found
+
+        engine._add, engine._finish_loss = noting, finishing
+
+    def factor(self, index):
+        if not self._engines:
+            return 1
+        engine = self._engines[-1]
+        count = self._count or engine._normalizer
+        self._open.append((index, count))
+        return engine.world.data_size * engine._normalizer / count
 
 
 def _scale_of(node):
@@ -144,10 +177,10 @@ def _write(torch, losses):
 
 
 _SCALE, _NEAR = "unipar-scale", 64
-_SUMMED = [1]
+_SUMS = _Sums()
 _ACTS = {
     "torch": _record,
-    "unipar.engine.module": lambda module: _note_sums(module.ModuleEngine),
+    "unipar.engine.module": lambda module: _SUMS.note(module.ModuleEngine),
     "torch.distributed.fsdp.sharded_grad_scaler": lambda module: _note_scale(
         module.ShardedGradScaler, "scale", lambda scaler: scaler.get_scale()
     ),
