@@ -112,8 +112,23 @@ def classify(error: BaseException) -> Kind:
     """Tell a failure that began on this rank from one that came through a collective."""
     if isinstance(error, (KeyboardInterrupt, Terminated)):
         return Kind.INTERRUPT
-    classes = ((type(link), link) for link in chain(error))
-    return _match([f"{cls.__module__}.{cls.__qualname__}: {link}" for cls, link in classes])
+    return _match([_described(link) for link in chain(error)])
+
+
+# What torch 2.13 puts before the error of a communication hook (ivalue_inl.h, Future::then).
+_CALLBACK = re.compile(
+    r"Got the following error when running the callback: (?:torch\.distributed\.)?(\w+): (.*)",
+    re.DOTALL,
+)
+
+
+def _described(error: BaseException) -> str:
+    """``module.Class: message``, of an error in a callback as it was there."""
+    if hooked := _CALLBACK.match(str(error)):
+        name, message = hooked.groups()
+        module = "torch.distributed" if name.startswith("Dist") else "builtins"
+        return f"{module}.{name}: {message}"
+    return f"{type(error).__module__}.{type(error).__qualname__}: {error}"
 
 
 def classify_output(text: str) -> Kind:

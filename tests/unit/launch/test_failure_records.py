@@ -44,6 +44,14 @@ NCCL = "NCCL error in: …/ProcessGroupNCCL.cpp:1970, remote process exited or t
             Kind.TIMEOUT,
         ),
         (RuntimeError("Application timeout caused pair closure"), Kind.TIMEOUT),
+        (
+            # As a communication hook of DDP's hands it on.
+            RuntimeError(
+                "Got the following error when running the callback: RuntimeError: "
+                "Application timeout caused pair closure\n\nAt:\n  hook.py(1): land"
+            ),
+            Kind.TIMEOUT,
+        ),
         (dist.DistStoreError("wait timeout after 2000ms, keys: /default_pg/0"), Kind.TIMEOUT),
         (dist.DistNetworkError("Connection was likely closed"), Kind.LOST),
         (RuntimeError(GLOO + "pair.cc] op.preamble.length <= op.nbytes. 8 vs 4"), Kind.APART),

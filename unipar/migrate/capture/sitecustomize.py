@@ -95,11 +95,9 @@ class _Sums:
     step before, and what was noted so is put right.
     """
 
-    losses = None
-    counted = None
-
     def __init__(self):
-        self._engines, self._count, self._open = [], None, []
+        self.losses, self.counted = [], lambda: None
+        self._engines, self._counts, self._open = [], {}, []
 
     def note(self, engine):
         add, finish = engine._add, engine._finish_loss
@@ -115,11 +113,12 @@ class _Sums:
             found = finish(own)
             count = found[1]
             if count:
-                for index, assumed in self._open:
-                    self.losses[index] *= assumed / count
-                self._count = count
+                for engine, index, assumed in self._open:
+                    if engine is own:
+                        self.losses[index] *= assumed / count
+                self._counts[own] = count
                 self.counted()
-            self._open = []
+            self._open = [one for one in self._open if one[0] is not own]
             return found
 
         engine._add, engine._finish_loss = noting, finishing
@@ -128,8 +127,8 @@ class _Sums:
         if not self._engines:
             return 1
         engine = self._engines[-1]
-        count = self._count or engine._normalizer
-        self._open.append((index, count))
+        count = self._counts.get(engine) or engine._normalizer
+        self._open.append((engine, index, count))
         return engine.world.data_size * engine._normalizer / count
 
 
