@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from unipar.engine import sparse_parameters
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.strategy import Capabilities, EngineSpec, ModelFactory, Strategy
 from unipar.world import Placement
 
@@ -83,7 +83,7 @@ def check_shapes(model: nn.Module) -> None:
     if lazy:
         raise ConfigError(
             f"the model ({type(model).__name__}) has parameters that take their shape in its first "
-            f"forward pass: {', '.join(lazy[:4])}{', …' if len(lazy) > 4 else ''}. Run one on a "
+            f"forward pass: {first_few(lazy)}. Run one on a "
             "sample before, or use modules that are told their sizes (nn.Linear for nn.LazyLinear)."
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class UniparError(Exception):
@@ -80,6 +80,11 @@ class Terminated(SystemExit):
 
     def __str__(self) -> str:
         return self.signal.name
+
+
+def first_few(names: Sequence[str], most: int = 4) -> str:
+    """The names, as many of them as a message has room for."""
+    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:

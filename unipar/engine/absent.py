@@ -5,6 +5,7 @@ With ``None`` there, a loop that clips or scales gradients by hand would do noth
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,13 +20,19 @@ _HARMLESS = {
 }
 
 
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # One for all, since each would be filled by a kernel of its own in every backward pass.
+    return torch.zeros((), dtype=dtype, device=device)
+
+
 class AbsentGradient(torch.Tensor):
     """Takes no memory, and refuses to be computed with."""
 
     @staticmethod
     def of(parameter: nn.Parameter) -> AbsentGradient:
         """One that fits into ``parameter.grad``."""
-        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        nothing = _nothing(parameter.dtype, parameter.device)
         return nothing.expand(parameter.shape).as_subclass(AbsentGradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentGradient:

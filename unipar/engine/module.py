@@ -18,7 +18,7 @@ from unipar.data.move import move_to
 from unipar.engine.absent import AbsentGradient
 from unipar.engine.inner import backward_pass, passes_begun
 from unipar.engine.state import export_state, import_scaler, import_state
-from unipar.errors import ConfigError, NonFiniteLossError
+from unipar.errors import ConfigError, NonFiniteLossError, first_few
 from unipar.launch.progress import mark
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.objective import Objective
@@ -462,15 +462,10 @@ class ModuleEngine(Engine):
             # its model, as a GAN's do; what they leave is dropped by that pass.
             return
         # Before the first backward pass of a step a loop may clear what another engine has left.
-        cleared = [_NONE] * len(now) if self._total is None else self._left
+        began = self._total is not None
+        triples = zip(self._all_parameters, self._left, now, strict=True)
         self._refuse_touched(
-            [
-                parameter
-                for parameter, then, found, other in zip(
-                    self._all_parameters, self._left, now, cleared, strict=True
-                )
-                if found not in (then, other)
-            ]
+            [p for p, then, found in triples if found != then and (began or found != _NONE)]
         )
 
     def _refuse_touched(self, changed: Sequence[nn.Parameter]) -> None:
@@ -481,7 +476,7 @@ class ModuleEngine(Engine):
         self._clear()
         raise ConfigError(
             f"gradients were changed by something else than the engine's own backward pass: "
-            f"{', '.join(names[:4])}{', …' if len(names) > 4 else ''}. They are not yet what the "
+            f"{first_few(names)}. They are not yet what the "
             "optimizer gets: not divided by the number of items, and on most strategies not "
             "reduced over the ranks. Clip with prepare(…, max_grad_norm=…), scale the loss instead "
             "of its gradient, add losses before one engine.backward(loss), let no other engine's "

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unipar.errors import CheckpointError
+from unipar.errors import CheckpointError, first_few
 from unipar.plain import check_like, from_json, to_json
 from unipar.state import (
     EngineState,
@@ -179,7 +179,7 @@ def _allocate_moments(
     if strangers:
         raise CheckpointError(
             f"the checkpoint holds optimizer state of {len(strangers)} parameters that this model "
-            f"does not have: {', '.join(strangers[:8])}{', …' if len(strangers) > 8 else ''}."
+            f"does not have: {first_few(strangers, 8)}."
         )
     states: list[LocalState] = []
     for name, parameter, group in _local_parameters(module, optimizer):

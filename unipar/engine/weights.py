@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 
 
 def refuse_changed_weights(
@@ -147,7 +147,7 @@ def _sum(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _refusal(strategy: str, names: list[str]) -> ConfigError:
-    listed = ", ".join(f"'{name}'" for name in names[:4]) + (", …" if len(names) > 4 else "")
+    listed = first_few([f"'{name}'" for name in names])
     return ConfigError(
         f"{strategy}: the weights {listed} were changed outside of the optimizer, in the model's "
         "own forward pass or between two of them (nn.Embedding(max_norm=…), a momentum encoder, "

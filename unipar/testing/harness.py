@@ -159,10 +159,17 @@ def step_telling_the_last(
     engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
 ) -> StepResult:
     """The same, where the engine is told which one is the last."""
+    add_telling_the_last(engine, world, batch, loss_fn)
+    return engine.step()
+
+
+def add_telling_the_last(
+    engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
+) -> None:
+    """All of that step but its end."""
     for number, microbatch in enumerate(batch, start=1):
         with engine.microbatch(last=number == len(batch)):
             backward(engine, loss_fn(engine, move_to(microbatch.data, world.device)), microbatch)
-    return engine.step()
 
 
 def step_holding_forwards(

@@ -20,7 +20,7 @@ from unipar.engine import (
     refuse_parameter_hooks,
     repeated_blocks,
 )
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.loss import Loss, LossFn
 from unipar.state import EngineState, LocalState, StateSource, named_weights
 from unipar_colossalai import parts
@@ -195,7 +195,7 @@ class FSDPEngine(BoosterEngine):
         if without:
             raise ConfigError(
                 f"colossalai: the loss does not depend on {len(without)} of the parameters to "
-                f"train: {', '.join(without[:8])}{', …' if len(without) > 8 else ''}. The FSDP "
+                f"train: {first_few(without, 8)}. The FSDP "
                 "plugin would update them all the same. Freeze them with requires_grad_(False), or "
                 "use strategy='fsdp'."
             )

@@ -10,7 +10,7 @@ from torch import nn
 
 from unipar.batch import MicroBatch
 from unipar.engine import ModuleEngine, backward_pass, group_names, refuse_changed_weights
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.state import EngineState, StateSource
 from unipar_colossalai import parts
@@ -101,7 +101,7 @@ class GeminiEngine(BoosterEngine):
         if without:
             raise ConfigError(
                 f"colossalai: the loss does not depend on {len(without)} of the parameters to "
-                f"train: {', '.join(without[:8])}{', …' if len(without) > 8 else ''}. Gemini needs "
+                f"train: {first_few(without, 8)}. Gemini needs "
                 "a gradient of each in every backward pass. Freeze them with "
                 "requires_grad_(False), or use plugin='ddp' with find_unused_parameters=true."
             )

@@ -18,7 +18,7 @@ from unipar.engine import (
     import_scheduler,
     restore_groups,
 )
-from unipar.errors import CheckpointError
+from unipar.errors import CheckpointError, first_few
 from unipar.plain import from_json, to_json
 from unipar.state import EngineState, LocalState, StateSource, TensorInfo
 from unipar.world import World
@@ -106,7 +106,7 @@ def import_optimizer(
     if strangers:
         raise CheckpointError(
             f"the checkpoint holds optimizer state of {len(strangers)} parameters that this model "
-            f"does not train: {', '.join(strangers[:8])}{', …' if len(strangers) > 8 else ''}."
+            f"does not train: {first_few(strangers, 8)}."
         )
     states: list[LocalState] = []
     for holder, part in parts:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from unipar.engine import group_names
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.state import EngineState, LocalState, StateSource, named_weights
 from unipar_colossalai import parts
 from unipar_colossalai.checks import check_optimizer, check_parameters
@@ -115,7 +115,7 @@ class ZeROEngine(BoosterEngine):
         names = [name for name, p in self.module.named_parameters() if p in self._without]
         raise ConfigError(
             f"colossalai: the loss does not depend on {len(names)} of the parameters to train: "
-            f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}. ZeRO needs a gradient of "
+            f"{first_few(names, 8)}. ZeRO needs a gradient of "
             "each in every backward pass. Freeze them with requires_grad_(False), or use "
             "plugin='ddp' with find_unused_parameters=true."
         )

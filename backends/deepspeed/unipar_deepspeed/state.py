@@ -16,7 +16,7 @@ from unipar.engine import (
     import_scheduler,
     restore_groups,
 )
-from unipar.errors import CheckpointError
+from unipar.errors import CheckpointError, first_few
 from unipar.plain import from_json, to_json
 from unipar.state import EngineState, LocalState, StateSource, TensorState, named_weights
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part, shares
@@ -99,7 +99,7 @@ def import_optimizer(
     if strangers:
         raise CheckpointError(
             f"the checkpoint holds optimizer state of {len(strangers)} parameters that this model "
-            f"does not train: {', '.join(strangers[:8])}{', …' if len(strangers) > 8 else ''}."
+            f"does not train: {first_few(strangers, 8)}."
         )
     counters: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
     states: list[TensorState] = []

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.world import World
 
 
@@ -61,7 +61,7 @@ class Unused:
 
 def refusal(names: list[str], strategy: str) -> ConfigError:
     """What to tell the user of parameters that nobody has used."""
-    listed = ", ".join(f"'{name}'" for name in names[:4]) + (", …" if len(names) > 4 else "")
+    listed = first_few([f"'{name}'" for name in names])
     return ConfigError(
         f"{strategy}: no rank has used {listed} in this step, and ZeRO would update it even so, "
         "by a gradient of zero, or one of an earlier step. Freeze what is never used "

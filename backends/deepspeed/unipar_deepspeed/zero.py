@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from unipar.batch import MicroBatch
 from unipar.engine import backward_pass, refuse_changed_weights
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.state import EngineState, StateSource
 from unipar.strategy import StepResult
@@ -156,9 +156,8 @@ class ZeROEngine(DeepSpeedEngine):
         if moved := [name for name, place in places.items() if place != self._places[name]]:
             self._discard()
             raise ConfigError(
-                f"deepspeed: parameter.data of {', '.join(moved[:4])}"
-                f"{', …' if len(moved) > 4 else ''} was given another tensor. ZeRO has parameters "
-                "in one buffer, which would not change. Change them in place: "
+                f"deepspeed: parameter.data of {first_few(moved)} was given another tensor. "
+                "ZeRO has parameters in one buffer, which would not change. Change them in place: "
                 "parameter.data.copy_(new)."
             )
         groups = zip(
@@ -178,7 +177,7 @@ class ZeROEngine(DeepSpeedEngine):
         if thawed:
             self._discard()
             raise ConfigError(
-                f"deepspeed: {', '.join(thawed[:4])}{', …' if len(thawed) > 4 else ''} was frozen "
+                f"deepspeed: {first_few(thawed)} was frozen "
                 "when the model was prepared, and is not now: ZeRO would leave it as it is. "
                 "Prepare the model again from a checkpoint, or use strategy='ddp' or 'horovod'."
             )

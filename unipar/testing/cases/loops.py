@@ -27,6 +27,7 @@ from unipar.testing.harness import (
     Exported,
     RankRun,
     TakeStep,
+    add_telling_the_last,
     backward,
     batches,
     record,
@@ -202,9 +203,7 @@ def guards_gradients(kit: Kit) -> None:
 def _step_clipping_by_hand(
     engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
 ) -> StepResult:
-    for number, microbatch in enumerate(batch, start=1):
-        with engine.microbatch(last=number == len(batch)):
-            backward(engine, loss_fn(engine, move_to(microbatch.data, world.device)), microbatch)
+    add_telling_the_last(engine, world, batch, loss_fn)
     nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
     return engine.step()
 
