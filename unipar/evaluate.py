@@ -88,21 +88,21 @@ def evaluate(
                     _add(sums[name], value, microbatch.num_samples)
         return LossSum(torch.zeros(()), 0)
 
-    def measuring(microbatch: MicroBatch) -> LossFn:
-        """Updates the metrics in place of a loss."""
+    def measuring(batch: Batch) -> LossFn:
+        """Updates the metrics in place of a loss, which is asked for by micro-batch, in order."""
+        parts = iter(batch.microbatches)
         if isinstance(predict, Objective):
             of_output = predict.loss
             return Objective(
-                predict.inputs, lambda output, data: update(microbatch, *of_output(output, data))
+                predict.inputs, lambda output, data: update(next(parts), *of_output(output, data))
             )
-        return lambda model, data: update(microbatch, *(predict or _predict_pair)(model, data))
+        return lambda model, data: update(next(parts), *(predict or _predict_pair)(model, data))
 
     for batch in batches:
-        for microbatch in batch:
-            if loss_fn is not None:
-                _add(sums["loss"], engine.eval_step(microbatch, loss_fn), 0)
-            if metrics:
-                engine.eval_step(microbatch, measuring(microbatch))
+        if loss_fn is not None:
+            _add(sums["loss"], engine.eval_batch(batch, loss_fn), 0)
+        if metrics:
+            engine.eval_batch(batch, measuring(batch))
 
     every = [of_rank for of_rank in world.gather(sums if world.leads else None) if of_rank]
     results: dict[str, float] = {}

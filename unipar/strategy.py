@@ -24,7 +24,6 @@ from unipar.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.loss import Loss, LossFn, LossSum
-from unipar.optim import takes_metric
 from unipar.state import EngineState, StateSource
 from unipar.world import Placement, World, join
 
@@ -221,10 +220,11 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def eval_step(self, microbatch: MicroBatch, loss_fn: LossFn) -> LossSum:
-        """This rank's loss on one micro-batch, without gradients. Collective where sharded.
+    def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
+        """This rank's loss on one batch, without gradients. Collective where sharded.
 
-        Padding (``num_samples == 0``) is run and counts nothing.
+        ``loss_fn`` is called once for each micro-batch, in their order; in a pipeline on the last
+        stage alone. Padding (``num_samples == 0``) is run and counts nothing.
         """
 
     @abstractmethod
@@ -301,11 +301,6 @@ class Engine(ABC):
                 ``"all-to-all"``, ``"broadcast"``) and the bytes of the whole tensor.
         """
         return nullcontext()
-
-    def _step_scheduler(self) -> None:
-        """Step the scheduler after an optimizer step, unless it waits for a metric."""
-        if self.lr_scheduler is not None and not takes_metric(self.lr_scheduler):
-            self.lr_scheduler.step()
 
     def close(self) -> None:
         """Undo what was done to the user's module, as far as can be. Not collective."""

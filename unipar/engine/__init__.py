@@ -1,10 +1,12 @@
 """What backends share: an engine over an ``nn.Module``, its canonical state, and its transforms.
 
-A backend whose framework takes over the whole step implements :class:`unipar.strategy.Engine`
-itself; one that only reduces gradients extends :class:`ModuleEngine`.
+A backend gives a :class:`StepEngine` its own parts, where a framework does things otherwise than a
+plain loop: a :class:`Reducer`, a :class:`PrecisionPolicy`, a :class:`Stepper`, a
+:class:`ModelState`, a :class:`Schedule`. Or it implements :class:`unipar.strategy.Engine` itself.
 """
 
-from unipar.engine.ddp import DDPModuleEngine, DDPReducer, sparse_parameters
+from unipar.engine.average import LossAverage
+from unipar.engine.ddp import DDPReducer, sparse_parameters
 from unipar.engine.divisible import check_divisible, with_divisible_optimizer
 from unipar.engine.divisions import (
     AsDTensors,
@@ -16,16 +18,18 @@ from unipar.engine.divisions import (
 )
 from unipar.engine.flat import flat_state
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
-from unipar.engine.module import COMPUTE_DTYPES, ModuleEngine
+from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
+from unipar.engine.reducer import Reducer, share_buffers
+from unipar.engine.schedule import Schedule, StageCall
 from unipar.engine.state import (
-    export_scheduler,
-    export_state,
+    ModelState,
+    ModuleState,
     group_names,
     group_states,
-    import_scheduler,
-    import_state,
     restore_groups,
 )
+from unipar.engine.step import StepEngine, build_optimizer
+from unipar.engine.stepper import OptimizerStepper, Stepper, Update, scale_gradients
 from unipar.engine.summing import sum_shards
 from unipar.engine.transforms import (
     Undo,
@@ -43,26 +47,32 @@ __all__ = [
     "COMPUTE_DTYPES",
     "AsDTensors",
     "ByTensor",
-    "DDPModuleEngine",
     "DDPReducer",
     "Division",
     "Flat",
-    "ModuleEngine",
+    "LossAverage",
+    "ModelState",
+    "ModuleState",
+    "OptimizerStepper",
+    "PrecisionPolicy",
+    "Reducer",
+    "Schedule",
     "Sliced",
+    "StageCall",
+    "StepEngine",
+    "Stepper",
     "Undo",
+    "Update",
     "backward_pass",
+    "build_optimizer",
     "check_divisible",
     "checkpoint_activations",
     "compile_modules",
     "constructor_arguments",
-    "export_scheduler",
-    "export_state",
     "flat_state",
     "group_names",
     "group_states",
     "has_forward",
-    "import_scheduler",
-    "import_state",
     "modules_of_classes",
     "refuse_changed_weights",
     "refuse_copies",
@@ -70,6 +80,8 @@ __all__ = [
     "refuse_parameter_hooks",
     "repeated_blocks",
     "restore_groups",
+    "scale_gradients",
+    "share_buffers",
     "sparse_parameters",
     "sum_shards",
     "with_divisible_optimizer",

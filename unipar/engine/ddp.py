@@ -1,4 +1,4 @@
-"""Engines whose gradients PyTorch's DistributedDataParallel sums, whichever framework made it.
+"""Gradients that PyTorch's DistributedDataParallel sums, whichever framework made it.
 
 Left to itself it averages. A communication hook, for which it leaves the division out, makes it
 sum: bucket by bucket, while the backward pass runs, and without the kernel that divides each
@@ -26,19 +26,27 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unipar.engine.inner import refuse_inner_gradients
-from unipar.engine.module import ModuleEngine
+from unipar.engine.reducer import Reducer
+from unipar.engine.stepper import scale_gradients
 from unipar.errors import ConfigError
+from unipar.world import World
 
 _BUCKET_BYTES = 25 * 2**20
 _IN_FLIGHT = 2
 _MAX_NAMES = 8
+_ELSEWHERE = (
+    "the loss of this step did not come from the model that the loss function was given, so the "
+    "gradients of this rank would not be added to the others'. Call model(…) in "
+    "loss(model, batch), not the module that you built or engine.module."
+)
 
 
-class DDPReducer:
-    """What the forward pass of a DistributedDataParallel does not do about gradients.
+class DDPReducer(Reducer):
+    """Sums the gradients of whole replicas by a DistributedDataParallel.
 
     Args:
         ddp: the wrapper.
+        world: the joined processes.
         allow_unused: the strategy and option that let parameters go unused, as a user writes them.
         wire_dtype: the dtype in which gradients travel; ``None``: their own.
         only_overlapped: an option under which gradients can only be reduced while the last
@@ -49,12 +57,14 @@ class DDPReducer:
     def __init__(
         self,
         ddp: DistributedDataParallel,
+        world: World,
         *,
         allow_unused: str,
         wire_dtype: torch.dtype | None = None,
         only_overlapped: str = "",
         averages: bool = False,
     ) -> None:
+        super().__init__(ddp.module, world)
         self.ddp = ddp
         self._averages = averages
         if not averages:
@@ -67,7 +77,9 @@ class DDPReducer:
         self._known = [p for _, p in named if p.requires_grad]
         self._unknown = [p for _, p in named if not p.requires_grad]
         self._sparse = sparse_parameters(ddp.module)
-        self._armed = False
+        self._armed = self._whole_step = False
+        # What a static graph records is the first backward pass.
+        self._records = ddp.static_graph
         self._undo = [ddp.register_forward_hook(self._saw_forward).remove]
         if ddp.static_graph:
             # What is recorded of the first step is the first backward pass.
@@ -77,7 +89,36 @@ class DDPReducer:
         if self.ddp.require_backward_grad_sync and torch.is_grad_enabled():
             self._armed = True
 
-    def arm(self, loss: torch.Tensor) -> None:
+    def begin(self, *, whole_step: bool) -> None:
+        self._whole_step = whole_step
+        # A loop of the user's own goes around the wrapper's forward pass, which does it else.
+        if not whole_step and self.ddp.broadcast_buffers:
+            self.share_buffers()
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        if last:
+            return contextlib.nullcontext()
+        # The backward pass that is recorded asserts if it is not reduced.
+        return self._reducing_again() if self._records else self.ddp.no_sync()
+
+    @contextlib.contextmanager
+    def _reducing_again(self) -> Iterator[None]:
+        """Around a backward pass that reduces, before another that reduces what it leaves."""
+        yield
+        if self._armed and not self._averages:
+            # Each rank keeps an equal part of what is summed, so that summing it changes nothing.
+            scale_gradients(self._known, 1 / dist.get_world_size(self.ddp.process_group))
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if last and not self._whole_step:
+            self._arm(loss)
+        self.run_backward(loss)
+
+    def run_backward(self, loss: torch.Tensor) -> None:
+        """The backward pass itself, for a framework that has its own way."""
+        loss.backward()
+
+    def _arm(self, loss: torch.Tensor) -> None:
         """Let the next backward pass sum all gradients, accumulated ones too. Collective.
 
         Args:
@@ -95,48 +136,22 @@ class DDPReducer:
         self._armed = True
 
     def finish(self) -> None:
-        """See to it that every gradient is summed, once. Collective where none was.
-
-        Raises:
-            ConfigError: some gradient was not, and cannot be now; it names the parameter.
-        """
         if not self._armed:
+            if self._whole_step:
+                raise ConfigError(_ELSEWHERE)
             self._reduce(list(self.ddp.module.parameters()))
             return
-        self._armed = False
+        self._armed = self._records = False
         try:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             raise self._unused(str(error)) from None
         if self._averages:
-            _scale(self._known, dist.get_world_size(self.ddp.process_group))
+            scale_gradients(self._known, dist.get_world_size(self.ddp.process_group))
         # Frozen when the wrapper was made, and thawed since.
         self._reduce([p for p in self._unknown if p.requires_grad])
 
-    @contextlib.contextmanager
-    def reducing_again(self) -> Iterator[None]:
-        """Around a backward pass that reduces, before another that reduces what it leaves."""
-        yield
-        if self._armed and not self._averages:
-            # Each rank keeps an equal part of what is summed, so that summing it changes nothing.
-            _scale(self._known, 1 / dist.get_world_size(self.ddp.process_group))
-
-    def must_be_armed(self) -> None:
-        """Check that the whole step's loss has come through the wrapper.
-
-        Raises:
-            ConfigError: it has not, so that ranks would go on with gradients of their own.
-        """
-        if not self._armed:
-            raise ConfigError(
-                "the loss of this step did not come from the model that the loss function was "
-                "given, so the gradients of this rank would not be added to the others'. "
-                "Call model(…) in loss(model, batch), not the module that you built or "
-                "engine.module."
-            )
-
     def forget(self) -> None:
-        """Begin another step."""
         self._armed = False
 
     def close(self) -> None:
@@ -228,16 +243,6 @@ def _sum(state, bucket):
     return summing.get_future().then(land)
 
 
-def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
-    grads = [p.grad for p in parameters if p.grad is not None]
-    for grad in grads:
-        if grad.is_sparse:
-            grad.mul_(factor)
-    dense = [grad for grad in grads if not grad.is_sparse]
-    if dense:
-        torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
-
-
 class _Flight(NamedTuple):
     """Gradients on their way to being sums."""
 
@@ -286,52 +291,3 @@ def sparse_parameters(module: nn.Module) -> dict[nn.Parameter, str]:
         if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
     }
     return {p: name for name, p in module.named_parameters() if p in sparse}
-
-
-class DDPModuleEngine(ModuleEngine):
-    """Whole replicas, whose gradients a DistributedDataParallel sums.
-
-    A subclass sets :attr:`_reducer` once the wrapper is there; without one, the engine is alone.
-    """
-
-    _reducer: DDPReducer | None = None
-
-    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
-        reducer = self._reducer
-        if reducer is None or last:
-            return contextlib.nullcontext()
-        if reducer.ddp.static_graph and self.num_steps == 0:
-            # It is recorded in the first backward pass, which asserts if it is not reduced.
-            return reducer.reducing_again()
-        return reducer.ddp.no_sync()
-
-    def _finish_gradients(self) -> None:
-        if self._reducer is None:
-            return
-        if not self._by_hand:
-            self._reducer.must_be_armed()
-        self._reducer.finish()
-
-    def _clear(self) -> None:
-        super()._clear()
-        if self._reducer is not None:
-            self._reducer.forget()
-
-    def _call_by_hand(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def _begin_by_hand(self) -> None:
-        if self._reducer is not None and self._reducer.ddp.broadcast_buffers:
-            self._sync_buffers()
-
-    def _add(
-        self, loss: torch.Tensor, weight: float, count: Any, *, last: bool, **known: Any
-    ) -> None:
-        if last and self._by_hand and self._reducer is not None:
-            self._reducer.arm(loss)
-        super()._add(loss, weight, count, last=last, **known)
-
-    def close(self) -> None:
-        super().close()
-        if self._reducer is not None:
-            self._reducer.close()

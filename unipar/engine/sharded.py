@@ -6,10 +6,11 @@ tensors are errors of torch's; those that are none leave gradients that FSDP doe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -52,6 +53,12 @@ def refuse_gradients_outside(module: nn.Module, strategy: str) -> list[Callable[
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and isinstance(parameter, DTensor)
     ]
+
+
+def total_norm_of_shards(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """2-norm of the whole gradient whose shards, DTensors, these are. Collective."""
+    norm = nn.utils.get_total_norm(gradients)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _refuse(name: str, strategy: str, gradient: Any) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,36 +29,74 @@ _HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that say how the optimizer computes on this device, so they are not restored."""
 
 
-def export_state(
-    module: nn.Module, optimizer: Optimizer | None, scheduler: LRScheduler | None, world: World
-) -> EngineState:
-    """Describe weights, optimizer and scheduler. Collective where the optimizer is sharded."""
-    weights, aliases = named_weights(module)
-    state = EngineState(
-        [LocalState.of(name, tensor) for name, tensor in weights.items()], aliases=aliases
-    )
-    if optimizer is not None:
-        moments, scalars = _moments(module, optimizer)
-        state.optimizer = _on_every_rank(moments, world) if _is_partial(optimizer) else moments
-        state.groups = group_states(group_names(module, optimizer), optimizer)
-        state.extra["scalars"] = scalars
-    export_scheduler(scheduler, state)
-    return state
+class ModelState(Protocol):
+    """What a model and its optimizer keep in checkpoints, however they are divided."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the whole model."""
+        ...
+
+    def export_state(self) -> EngineState:
+        """Describe weights and optimizer, nothing gathered or copied. Collective."""
+        ...
+
+    def import_weights(self, source: StateSource) -> None:
+        """Fill weights and buffers from a stored state. Collective.
+
+        Raises:
+            CheckpointError: it does not fit this model.
+        """
+        ...
+
+    def import_optimizer(self, source: StateSource) -> None:
+        """Fill the optimizer from a stored state, if there is one. Collective.
+
+        Raises:
+            CheckpointError: it does not fit this optimizer.
+        """
+        ...
 
 
-def import_state(
-    source: StateSource,
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    scheduler: LRScheduler | None,
-) -> None:
-    """Fill weights, optimizer and scheduler from a stored state. Collective."""
-    weights, _ = named_weights(module)
-    source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
-    if optimizer is not None:
-        source.fill_optimizer(_allocate_moments(source, module, optimizer))
-        restore_groups(source.groups, group_names(module, optimizer), optimizer)
-    import_scheduler(scheduler, source)
+class ModuleState:
+    """Of a module and an optimizer of PyTorch, whole or sharded as DTensors.
+
+    Args:
+        module: the user's module.
+        optimizer: over its parameters, if there is one.
+        world: the joined processes.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None, world: World) -> None:
+        self.module, self.optimizer, self.world = module, optimizer, world
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def export_state(self) -> EngineState:
+        weights, aliases = named_weights(self.module)
+        state = EngineState(
+            [LocalState.of(name, tensor) for name, tensor in weights.items()], aliases=aliases
+        )
+        optimizer = self.optimizer
+        if optimizer is not None:
+            moments, scalars = _moments(self.module, optimizer)
+            partial = _is_partial(optimizer)
+            state.optimizer = _on_every_rank(moments, self.world) if partial else moments
+            state.groups = group_states(group_names(self.module, optimizer), optimizer)
+            state.extra["scalars"] = scalars
+        return state
+
+    def import_weights(self, source: StateSource) -> None:
+        weights, _ = named_weights(self.module)
+        source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
+
+    def import_optimizer(self, source: StateSource) -> None:
+        optimizer = self.optimizer
+        if optimizer is not None:
+            source.fill_optimizer(_allocate_moments(source, self.module, optimizer))
+            restore_groups(source.groups, group_names(self.module, optimizer), optimizer)
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -12,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unipar.engine import (
     ByTensor,
-    DDPModuleEngine,
     DDPReducer,
+    StepEngine,
+    build_optimizer,
     checkpoint_activations,
     compile_modules,
     constructor_arguments,
@@ -100,7 +100,7 @@ class DDPStrategy(Strategy):
                 "Leave it off, or use GroupNorm or LayerNorm, which do not depend on the batch."
             )
 
-    def prepare(self, spec: EngineSpec, world: World) -> DDPEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         options = self.options
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
@@ -120,34 +120,27 @@ class DDPStrategy(Strategy):
             _compress(model, options)
         if options.shard_optimizer:
             spec = with_divisible_optimizer(spec, self.name, world, ByTensor(rebuilt=True))
-        return DDPEngine(spec, world, module, model, undo, options)
-
-
-class DDPEngine(DDPModuleEngine):
-    """Gradients are summed during the backward pass of the last micro-batch."""
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        model: DistributedDataParallel,
-        undo: list[Callable[[], None]],
-        options: DDPOptions,
-    ) -> None:
-        self._options = options
-        super().__init__(spec, world, module, model, undo)
-        self._reducer = DDPReducer(
+        optimizer = build_optimizer(spec, module)
+        if optimizer is not None and options.shard_optimizer:
+            optimizer = shard_optimizer(optimizer)
+        reducer = DDPReducer(
             model,
+            world,
             allow_unused="ddp:find_unused_parameters=true",
             wire_dtype=_WIRE_DTYPES.get(options.compression),
             only_overlapped="ddp:compression=powersgd" * (options.compression == "powersgd"),
             averages=options.compression == "powersgd",
         )
-
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = super()._build_optimizer()
-        return shard_optimizer(optimizer) if self._options.shard_optimizer else optimizer
+        return StepEngine(
+            spec,
+            world,
+            module,
+            optimizer,
+            model=model,
+            loop_model=module,
+            reducer=reducer,
+            undo=undo,
+        )
 
 
 class ReplicatedModule(DistributedDataParallel):

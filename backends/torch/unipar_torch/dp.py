@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from unipar.engine import ModuleEngine, checkpoint_activations
+from unipar.engine import StepEngine, build_optimizer, checkpoint_activations
 from unipar.errors import ConfigError
 from unipar.strategy import Capabilities, EngineSpec, Strategy, StrategyOptions, seeded_model
 from unipar.world import Placement, World, join
@@ -46,8 +46,9 @@ class DPStrategy(Strategy):
     def setup(self, placement: Placement) -> World:
         return join(placement, process_group=False)
 
-    def prepare(self, spec: EngineSpec, world: World) -> ModuleEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
         model = nn.DataParallel(module, device_ids=list(range(torch.cuda.device_count())))
-        return ModuleEngine(spec, world, module, model, undo)
+        optimizer = build_optimizer(spec, module)
+        return StepEngine(spec, world, module, optimizer, model=model, undo=undo)

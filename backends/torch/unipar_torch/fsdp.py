@@ -14,7 +14,7 @@ from unipar.world import Placement, World
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 
 if TYPE_CHECKING:
-    from unipar_torch.sharding import FSDPEngine
+    from unipar.engine import StepEngine
 
 
 class FSDPOptions(StrategyOptions):
@@ -103,7 +103,7 @@ class FSDPStrategy(Strategy):
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         self.layout(placement)
 
-    def prepare(self, spec: EngineSpec, world: World) -> FSDPEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         # FSDP and DTensor take longer to import than torch, and only the workers need them.
         with no_collection():
             from unipar_torch.sharding import prepare

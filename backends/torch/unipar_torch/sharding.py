@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +19,14 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from unipar.batch import MicroBatch
 from unipar.engine import (
     COMPUTE_DTYPES,
     AsDTensors,
-    ModuleEngine,
+    OptimizerStepper,
+    PrecisionPolicy,
+    Reducer,
+    StepEngine,
+    build_optimizer,
     checkpoint_activations,
     compile_modules,
     has_forward,
@@ -37,9 +38,8 @@ from unipar.engine import (
     sum_shards,
     with_divisible_optimizer,
 )
-from unipar.engine.sharded import refuse_gradients_outside
+from unipar.engine.sharded import refuse_gradients_outside, total_norm_of_shards
 from unipar.errors import ConfigError
-from unipar.loss import LossFn
 from unipar.strategy import EngineSpec, seeded_model
 from unipar.world import World
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from unipar_torch.fsdp import FSDPOptions
 
 
-def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> FSDPEngine:
+def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
     """Shard a model, then build its optimizer. Collective.
 
     Args:
@@ -83,46 +83,48 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> FSDPEngine:
     undo.append(refuse_changed_weights(module, "fsdp", parts, lambda p: not isinstance(p, DTensor)))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)
-    return FSDPEngine(spec, world, module, undo=undo)
+    optimizer = build_optimizer(spec, module)
+    precision = PrecisionPolicy(spec.precision, world.device)
+    stepper = None
+    if optimizer is not None:
+        parameters = module.parameters()
+        stepper = OptimizerStepper(optimizer, precision, parameters, total_norm_of_shards)
+    return StepEngine(
+        spec,
+        world,
+        module,
+        optimizer,
+        reducer=ShardReducer(module, world),
+        precision=precision,
+        stepper=stepper,
+        undo=undo,
+    )
 
 
-class FSDPEngine(ModuleEngine):
-    """Gradients are reduce-scattered during the backward pass of the last micro-batch."""
+class ShardReducer(Reducer):
+    """Reduce-scatters gradients during the backward pass of the last micro-batch."""
+
+    # Between micro-batches they are inside FSDP; and a DTensor does not tell of all changes.
+    hides_gradients = True
 
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @contextlib.contextmanager
-    def _microbatch(self, last: bool) -> Iterator[None]:
+    def microbatch(self, *, last: bool) -> Iterator[None]:
         self.module.set_requires_gradient_sync(last)
         try:
             yield
         finally:
             self.module.set_requires_gradient_sync(True)
 
-    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.
         try:
-            super().probe(microbatch, loss_fn)
+            yield
         finally:
             # After running out of memory in a forward pass, parameters are still gathered.
             self.module.reset_iter_state()
-
-    def _probing(self) -> AbstractContextManager[None]:
-        # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.
-        return contextlib.nullcontext()
-
-    @property
-    def _gradients_elsewhere(self) -> bool:
-        # Between micro-batches they are inside FSDP; and a DTensor does not tell of all changes.
-        return True
-
-    def _gradient_norm(self, max_norm: float) -> float:
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(grads)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if not math.isinf(max_norm):
-            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
-        return norm.item()
 
 
 def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:

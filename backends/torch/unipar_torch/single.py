@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unipar.engine import ModuleEngine, checkpoint_activations, compile_modules
+from unipar.engine import StepEngine, build_optimizer, checkpoint_activations, compile_modules
 from unipar.errors import ConfigError
 from unipar.strategy import (
     Capabilities,
@@ -50,10 +50,10 @@ class SingleStrategy(Strategy):
     def setup(self, placement: Placement) -> World:
         return join(placement, self.layout(placement), process_group=False)
 
-    def prepare(self, spec: EngineSpec, world: World) -> ModuleEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         module = seeded_model(spec).to(world.device)
         undo = [
             checkpoint_activations(module, spec.activation_checkpointing),
             compile_modules([module], spec.compile),
         ]
-        return ModuleEngine(spec, world, module, undo=undo)
+        return StepEngine(spec, world, module, build_optimizer(spec, module), undo=undo)

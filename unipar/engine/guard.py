@@ -1,0 +1,188 @@
+"""Refusing what would touch the gradients of a step besides the engine's own backward passes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unipar.engine.absent import AbsentGradient
+from unipar.engine.inner import passes_begun
+from unipar.errors import ConfigError, first_few
+
+Mark = tuple[int, int]
+"""Which gradient a parameter has, and how often it was changed; not its values."""
+
+NOTHING: Mark = (id(None), 0)
+
+
+class GradientGuard:
+    """Compares which gradients there are before and after code that is the user's.
+
+    It looks at addresses and counts of changes on the host, and never at a value.
+
+    Args:
+        module: whose parameters.
+        hides: whether to put in ``parameter.grad`` what refuses to be used.
+        watches: whether to look at all.
+    """
+
+    def __init__(self, module: nn.Module, *, hides: bool, watches: bool) -> None:
+        self._module = module
+        # Frozen ones too: they may be thawed between steps.
+        self._parameters = list(module.parameters())
+        self._hides, self._watches = hides, watches
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
+        self._marks: list[Mark] = []
+        self._passes = 0
+        self._open = False
+
+    def clear(self) -> None:
+        """Begin another step."""
+        self._marks, self._passes, self._open = [], 0, False
+        self._show()
+
+    # -- a loss function in a whole step ---------------------------------------------------------
+
+    def mark(self) -> list[Mark]:
+        """What to give to :meth:`compare` after the user's code."""
+        if not self._watches:
+            return []
+        return [_mark(parameter.grad) for parameter in self._parameters]
+
+    def compare(self, before: list[Mark], *, begun: bool) -> None:
+        """Refuse gradients that a loss function has touched.
+
+        Args:
+            before: from :meth:`mark`.
+            begun: whether there was a backward pass in this step. What other engines have left
+                before the first is dropped, whatever became of it.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        if before != (now := self.mark()):
+            triples = zip(self._parameters, before, now, strict=True)
+            self._refuse([p for p, a, b in triples if a != b and (begun or a == NOTHING)])
+
+    # -- a user's own loop -----------------------------------------------------------------------
+
+    def open(self, *, begun: bool) -> None:
+        """Let a forward pass, and the gradients that a loss takes of it, find what is hidden.
+
+        Raises:
+            ConfigError: gradients were touched.
+        """
+        self.check(begun=begun)
+        if not self._open:
+            self._open = True
+            self._marks, self._passes = self.mark(), passes_begun()
+        elif begun:
+            self._marks = self.mark()
+
+    def hide(self) -> None:
+        """After a backward pass: let nobody take for the step's what is in ``parameter.grad``."""
+        if self._hides:
+            # A framework's own class of parameters may do things when they are set.
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter in self._parameters:
+                    if parameter.requires_grad:
+                        grad, absent = parameter.grad, AbsentGradient.of(parameter)
+                        parameter.grad = absent
+                        self._hidden.append((parameter, grad, absent))
+        self._marks = self.mark()
+
+    def check(self, *, begun: bool) -> None:
+        """Refuse gradients that something else than the engine's backward passes has touched.
+
+        Args:
+            begun: whether there was such a pass in this step. Before the first, a loop may clear
+                what another engine has left, and backward passes of other engines may go through
+                the model, as a GAN's do; what they leave is dropped by that pass.
+
+        Raises:
+            ConfigError: something has.
+        """
+        if not self._open and not begun:
+            return
+        now = self.mark()
+        self._show()
+        if self._marks == now or (not begun and self._passes != passes_begun()):
+            return
+        triples = zip(self._parameters, self._marks, now, strict=True)
+        self._refuse([p for p, a, b in triples if b != a and (begun or b != NOTHING)])
+
+    def _show(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            while self._hidden:
+                parameter, grad, absent = self._hidden.pop()
+                if parameter.grad is absent:
+                    parameter.grad = grad
+
+    def _refuse(self, changed: Sequence[nn.Parameter]) -> None:
+        if not changed:
+            return
+        ids = {id(parameter) for parameter in changed}
+        names = [name for name, p in self._module.named_parameters() if id(p) in ids]
+        raise ConfigError(
+            f"gradients were changed by something else than the engine's own backward pass: "
+            f"{first_few(names)}. They are not yet what the "
+            "optimizer gets: not divided by the number of items, and on most strategies not "
+            "reduced over the ranks. Clip with prepare(…, max_grad_norm=…), scale the loss instead "
+            "of its gradient, add losses before one engine.backward(loss), let no other engine's "
+            "backward pass go through this model before engine.step(); and in a loss function take "
+            "gradients by torch.autograd.grad, not by backward() and zero_grad()."
+        )
+
+
+def guard_optimizer(
+    optimizer: Optimizer, abandon: Callable[[], bool], *, clearing: bool
+) -> Callable[[], None]:
+    """Refuse a user's own ``optimizer.step()`` while an engine is in the middle of a step.
+
+    Args:
+        optimizer: the user's.
+        abandon: a bound method that gives up the step and tells whether there was one; what it is
+            bound to is not kept alive.
+        clearing: whether to refuse ``optimizer.zero_grad()``, too.
+
+    Returns:
+        What takes the refusal back.
+    """
+    found = weakref.WeakMethod(abandon)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        if (give_up := found()) is not None and give_up():
+            raise ConfigError(
+                "engine.optimizer was told to step or to clear gradients between "
+                "engine.backward(loss) and engine.step(), where gradients are not yet those of "
+                "the global batch, or not in the optimizer's hands. Call engine.step(), which "
+                "reduces, clips, steps and clears."
+            )
+
+    handle = optimizer.register_step_pre_hook(refuse)
+    if clearing:
+        clear = optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            refuse()
+            clear(set_to_none)
+
+        optimizer.zero_grad = zero_grad  # pyright: ignore[reportAttributeAccessIssue]
+
+    def undo() -> None:
+        handle.remove()
+        optimizer.__dict__.pop("zero_grad", None)
+
+    return undo
+
+
+def _mark(grad: torch.Tensor | None) -> Mark:
+    if grad is None or isinstance(grad, AbsentGradient):
+        return id(grad), 0
+    # Frameworks whose gradients are views of one buffer make such views anew.
+    return id(grad) if grad.is_sparse else grad.data_ptr(), grad._version

@@ -1,0 +1,91 @@
+"""How half precision is applied: one of the parts of a :class:`StepEngine`."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from unipar.engine.state import import_scaler
+from unipar.state import StateSource
+from unipar.strategy import Precision
+
+COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class PrecisionPolicy:
+    """Autocast around forward passes, and in fp16 a scale of the loss.
+
+    Args:
+        name: as a user writes it.
+        device: where the model computes.
+        autocast: whether half precision is autocast's; ``False`` where the weights that compute
+            are rounded themselves.
+        scaler: of the loss, for a framework that needs its own; left out: PyTorch's in fp16.
+
+    Attributes:
+        dtype: what the model computes in.
+        autocasts: whether forward passes run under autocast.
+        scaler: of the loss; ``None``: it is not scaled.
+    """
+
+    def __init__(
+        self,
+        name: Precision,
+        device: torch.device,
+        *,
+        autocast: bool = True,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self.dtype = COMPUTE_DTYPES[name]
+        self.autocasts = autocast and self.dtype is not torch.float32
+        self._device_type = device.type
+        if self.dtype is torch.float16:
+            scaler = GradScaler(device.type) if scaler is None else scaler
+        self.scaler = scaler
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Surround a forward pass and the loss."""
+        if not self.autocasts:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device_type, self.dtype)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What a backward pass starts from."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, before they are clipped."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Step, and return whether the weights changed (fp16 gradients may have overflowed)."""
+        if self.scaler is None:
+            optimizer.step()
+            return True
+        scale = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
+
+    def export_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as plain values."""
+        return {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
+
+    def import_state(self, source: StateSource) -> None:
+        """Take over the stored scale, if there is one.
+
+        Raises:
+            CheckpointError: it is no state that a gradient scaler can be in.
+        """
+        if self.scaler is not None:
+            import_scaler(self.scaler, source)

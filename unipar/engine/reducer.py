@@ -1,0 +1,126 @@
+"""How the gradients of a step form and are summed: one of the parts of a :class:`StepEngine`."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unipar.world import World
+
+
+class Reducer:
+    """Runs backward passes, and sums over ranks what they leave. This one is alone, and sums none.
+
+    An engine calls, for each step: :meth:`begin`; for each micro-batch a forward pass and
+    :meth:`backward`, inside :meth:`microbatch` where there are several; then :meth:`finish` or
+    :meth:`discard`; and :meth:`clear`.
+
+    Args:
+        module: the user's module.
+        world: the joined processes.
+
+    Attributes:
+        holds_forwards: whether a user's own loop may do several forward passes before their
+            backward passes.
+        hides_gradients: whether ``parameter.grad`` is kept from a user's own loop between its
+            backward passes and ``step()``, since the framework has gradients elsewhere, or would
+            not see a change of them.
+        watches_gradients: whether a change of ``parameter.grad`` by anything else than a backward
+            pass of the engine's can be seen there, and is refused.
+    """
+
+    holds_forwards: bool = True
+    hides_gradients: bool = False
+    watches_gradients: bool = True
+
+    def __init__(self, module: nn.Module, world: World) -> None:
+        self.module, self.world = module, world
+
+    def begin(self, *, whole_step: bool) -> None:
+        """Prepare for the first forward pass of a step. Collective.
+
+        Args:
+            whole_step: whether the loop is the engine's own, not the user's.
+        """
+
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Surround forward and backward of one of several micro-batches.
+
+        In a user's own loop it is entered only if the loop says which micro-batch is the last;
+        :meth:`finish` then sums what there is.
+        """
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of ``loss`` to those of the step so far.
+
+        Args:
+            loss: scalar tensor, scaled by what precision asks for.
+            last: whether no other backward pass of this step follows, so that gradients may be
+                summed over ranks while they form.
+
+        Raises:
+            ConfigError: the framework cannot sum these gradients.
+        """
+        loss.backward()
+
+    def finish(self) -> None:
+        """Leave in ``.grad`` of what the stepper steps the sum over ranks, each counted once.
+
+        Over whichever ranks hold the parameter: the number of items of the global batch, and no
+        number of ranks, has divided what the loss adds. Where a framework can only average, this
+        takes its division back.
+
+        Raises:
+            ConfigError: some gradient is not summed, and cannot be.
+        """
+
+    def discard(self) -> None:
+        """Throw away what the backward passes of this step have left; no step is taken."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Leave no gradient where the next step would add to it.
+
+        Called after each step, and before the first backward pass of one, since backward passes of
+        other engines may have gone through this model.
+        """
+        # An optimizer's `zero_grad()` does no more, and takes twenty times as long.
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Be ready for another step, whatever became of this one. No collective."""
+
+    def probing(self) -> AbstractContextManager[None]:
+        """Surround a forward and a backward pass that other ranks may not come to the end of."""
+        return self.microbatch(last=False)
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, before they are evaluated with or saved."""
+        share_buffers(self.module, self.world)
+
+    def close(self) -> None:
+        """Undo what was done to the module."""
+
+
+def share_buffers(module: nn.Module, world: World) -> None:
+    """Give every rank the buffers of rank 0 (ranks see different batches in BatchNorm). Collective.
+
+    One message for each dtype and device.
+    """
+    if world.size == 1:
+        return
+    by_kind: dict[Any, list[torch.Tensor]] = {}
+    for buffer in module.buffers():
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
+    for buffers in by_kind.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, src=0)
+        for buffer, sent in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(sent.view(buffer.shape))

@@ -1,0 +1,57 @@
+"""A pipeline: the part of a :class:`StepEngine` that runs a model cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from unipar.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StageCall:
+    """One micro-batch on its way through the stages.
+
+    Attributes:
+        inputs: makes the model's positional and keyword arguments. They are the same on every
+            stage, on the device.
+        loss: takes what the model has given, on the last stage alone, once, and in the order of
+            micro-batches; gives the scalar that the backward pass starts from.
+        computing: surrounds a stage's forward pass, and :attr:`loss`.
+    """
+
+    inputs: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    loss: Callable[[Any], torch.Tensor]
+    computing: Callable[[], AbstractContextManager[Any]]
+
+
+class Schedule(Protocol):
+    """Runs the stages of this process over all micro-batches of a batch. Collective."""
+
+    def run(self, calls: Sequence[StageCall], *, training: bool) -> None:
+        """Forward passes, and in training the backward passes that reduce gradients, too."""
+        ...
+
+    def share(self, values: torch.Tensor) -> None:
+        """Give every stage, in place, what the last one has in ``values``."""
+        ...
+
+
+def drawing_nothing(inputs: Callable[[], Any]) -> Any:
+    """What ``inputs`` gives, which every stage computes for itself.
+
+    Raises:
+        ConfigError: it is drawn at random.
+    """
+    before = torch.get_rng_state()
+    given = inputs()
+    if not torch.equal(before, torch.get_rng_state()):
+        raise ConfigError(
+            "the objective's inputs(batch) draws random numbers, and the stages of a pipeline "
+            "would draw different ones. Draw them in the dataset, or train without a pipeline."
+        )
+    return given

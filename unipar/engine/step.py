@@ -1,0 +1,510 @@
+"""A training step put together of parts: how gradients are reduced, how precision is applied, how
+the optimizer steps, how state is exported, and how a pipeline is run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unipar.batch import Batch, MicroBatch
+from unipar.data.move import move_to
+from unipar.engine.average import LossAverage
+from unipar.engine.guard import GradientGuard, guard_optimizer
+from unipar.engine.inner import backward_pass
+from unipar.engine.precision import PrecisionPolicy
+from unipar.engine.reducer import Reducer
+from unipar.engine.schedule import Schedule, StageCall, drawing_nothing
+from unipar.engine.state import ModelState, ModuleState, export_scheduler, import_scheduler
+from unipar.engine.stepper import OptimizerStepper, Stepper
+from unipar.errors import ConfigError, NonFiniteLossError
+from unipar.launch.progress import mark
+from unipar.loss import Loss, LossFn, LossSum, check_loss
+from unipar.objective import Objective, require_objective
+from unipar.optim import takes_metric
+from unipar.state import EngineState, StateSource
+from unipar.strategy import Engine, EngineSpec, StepResult
+from unipar.world import World
+
+
+def build_optimizer(spec: EngineSpec, module: nn.Module) -> Optimizer | None:
+    """The optimizer that the user asked for, over parameters in their final form."""
+    return None if spec.optimizer is None else spec.optimizer(module.named_parameters())
+
+
+class StepEngine(Engine):
+    """What every strategy does in a step, around the parts in which they differ.
+
+    Loss and gradient are means over all items of the global batch. What is not given is as in a
+    plain loop on one device. A strategy's ``prepare`` builds the parts, and nothing is overridden.
+
+    Args:
+        spec: what the user asked for.
+        world: the joined processes.
+        module: the user's module, on its device, divided or wrapped already.
+        optimizer: the user's, built over the parameters as they are now; the scheduler is built
+            here.
+        model: what a loss function is given in training: the module, or a wrapper of it.
+        eval_model: what it is given in evaluation; left out: the module.
+        loop_model: what ``engine(…)`` calls in a user's own loop; left out: ``model``.
+        reducer: runs backward passes, and sums gradients over ranks.
+        precision: surrounds forward passes, and scales losses.
+        stepper: divides, clips and steps.
+        state: what the model and its optimizer keep in checkpoints.
+        schedule: runs a pipeline; a user's own loop is then refused.
+        undo: called by :meth:`close`, newest first.
+
+    Attributes:
+        model: what a loss function is given in training.
+        reducer: runs backward passes, and sums gradients over ranks.
+        precision: surrounds forward passes, and scales losses.
+        stepper: divides, clips and steps; ``None`` without an optimizer.
+        state: what the model and its optimizer keep in checkpoints.
+        average: the loss of the step so far.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        model: nn.Module | None = None,
+        eval_model: nn.Module | None = None,
+        loop_model: Callable[..., Any] | None = None,
+        reducer: Reducer | None = None,
+        precision: PrecisionPolicy | None = None,
+        stepper: Stepper | None = None,
+        state: ModelState | None = None,
+        schedule: Schedule | None = None,
+        undo: Iterable[Callable[[], None]] = (),
+    ) -> None:
+        self.spec, self.world, self.module = spec, world, module
+        self.optimizer = optimizer
+        self.lr_scheduler = None
+        if optimizer is not None and spec.lr_scheduler is not None:
+            self.lr_scheduler = spec.lr_scheduler(optimizer)
+        self.model = module if model is None else model
+        self._eval_model = module if eval_model is None else eval_model
+        self._loop_model = self.model if loop_model is None else loop_model
+        self.reducer = Reducer(module, world) if reducer is None else reducer
+        if precision is None:
+            precision = PrecisionPolicy(spec.precision, world.device)
+        self.precision = precision
+        if stepper is None and optimizer is not None:
+            stepper = OptimizerStepper(optimizer, precision, module.parameters())
+        self.stepper = stepper
+        self.state = ModuleState(module, optimizer, world) if state is None else state
+        self.average = LossAverage(world)
+        self._schedule = schedule
+        self._guard = GradientGuard(
+            module,
+            hides=self.reducer.hides_gradients,
+            watches=self.reducer.watches_gradients,
+        )
+        self._undo = [self.reducer.close, *undo]
+        if optimizer is not None:
+            clearing = self.reducer.hides_gradients
+            self._undo.append(guard_optimizer(optimizer, self._abandon, clearing=clearing))
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._clear()
+
+    @property
+    def num_parameters(self) -> int:
+        return self.state.num_parameters
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        self._require_optimizer()
+        self._enter_training()
+        self._whole_step = True
+        try:
+            self.reducer.begin(whole_step=True)
+            if self._schedule is not None:
+                self._run_schedule(self._schedule, batch, loss_fn)
+            else:
+                self._run_microbatches(batch, loss_fn)
+            mark(self.num_steps + 1, "optimizer step")
+            return self._update()
+        except BaseException:
+            self._clear()
+            raise
+
+    def _run_microbatches(self, batch: Batch, loss_fn: LossFn) -> None:
+        last = len(batch.microbatches) - 1
+        if last == 0:
+            self._accumulate(batch.microbatches[0], loss_fn, batch, last=True)
+            return
+        for index, microbatch in enumerate(batch.microbatches):
+            with self.reducer.microbatch(last=index == last):
+                self._accumulate(microbatch, loss_fn, batch, last=index == last)
+
+    def _accumulate(
+        self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
+    ) -> None:
+        mark(self.num_steps + 1, "forward")
+        marks = self._guard.mark()
+        loss = self._loss(self.model, microbatch, loss_fn, training=True)
+        self._guard.compare(marks, begun=self.average.begun)
+        if not self.average.begun:
+            averaged = not isinstance(loss, LossSum)
+            self._begin(batch.global_num_samples, batch.global_num_samples if averaged else None)
+        samples = microbatch.num_samples
+        if not isinstance(loss, LossSum):
+            self._add(loss, samples, samples, last=last)
+        elif samples:
+            self._add(loss.total, 1, loss.count, last=last)
+        else:
+            self._add(loss.total, 0, 0, last=last)
+
+    def _begin(self, num_samples: int, num_items: float | None = None) -> None:
+        self._refuse_between()
+        # Another engine's loss may have gone through this model (a GAN's generator's).
+        self.reducer.clear()
+        self.average.begin(num_samples, num_items)
+
+    def _add(
+        self, loss: torch.Tensor, weight: float, count: torch.Tensor | float, *, last: bool
+    ) -> None:
+        """Add the gradient of ``weight * loss / (items of the global batch)``.
+
+        Args:
+            loss: scalar tensor.
+            weight: what makes a sum over this micro-batch's items of it.
+            count: how many items those are.
+            last: whether no micro-batch follows.
+        """
+        self.average.add(loss.detach(), weight, count)
+        if last:
+            self.average.start()
+        # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
+        factor = weight / self.average.normalizer
+        mark(self.num_steps + 1, "backward")
+        with backward_pass():
+            scaled = self.precision.scale(loss if factor == 1.0 else loss * factor)
+            self.reducer.backward(scaled, last=last)
+
+    def _refuse_between(self) -> None:
+        """Refuse a step that begins within one of an engine with parameters in common."""
+        for other in self.sharing:
+            if isinstance(other, StepEngine) and other.average.begun:
+                raise ConfigError(
+                    f"engine '{self.spec.name}' begins a step while engine '{other.spec.name}' has "
+                    "gradients that it has not stepped by, and they have parameters in common, so "
+                    "these would be lost. Call step() of each engine before backward() of the "
+                    "next, or prepare one module that holds both."
+                )
+
+    def _update(self) -> StepResult:
+        loss, count, divisor = self.average.finish()
+        self.reducer.finish()
+        self._clear()
+        self.num_steps += 1
+        if not math.isfinite(loss) and self.spec.on_nan != "ignore":
+            self.reducer.discard()
+            return self._not_finite("loss", loss, count)
+        assert self.stepper is not None
+        careful = self.spec.on_nan != "ignore"
+        norm, stepped, finite = self.stepper.step(divisor, self.spec.max_grad_norm, careful=careful)
+        self.reducer.clear()
+        if not finite:
+            return self._not_finite("gradient norm", loss, count)
+        # A plateau's waits for a metric.
+        if stepped and self.lr_scheduler is not None and not takes_metric(self.lr_scheduler):
+            self.lr_scheduler.step()
+        return StepResult(loss, count, norm, skipped=not stepped)
+
+    def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
+        if self.spec.on_nan == "skip":
+            return StepResult(loss, count, None, skipped=True)
+        step = self.num_steps
+        self.num_steps -= 1
+        raise NonFiniteLossError(
+            f"the {what} of step {step} is not finite (loss {loss}); the weights are as they were "
+            "before that step. Lower the learning rate, clip with max_grad_norm=1.0, look at the "
+            "batch, or pass on_nan='skip' to leave such batches out.",
+            step=step,
+        )
+
+    def _require_optimizer(self) -> None:
+        if self.optimizer is None:
+            raise ConfigError(
+                f"engine '{self.spec.name}' was prepared without an optimizer: "
+                "pass prepare(model, optimizer=...) to train it."
+            )
+
+    def _clear(self) -> None:
+        self.average.clear()
+        self._told = self._last = False
+        self._forwards = 0
+        self._by_hand = self._whole_step = False
+        self._guard.clear()
+        self.reducer.forget()
+
+    def _abandon(self) -> bool:
+        """Give up the step that a user's own loop is in the middle of; whether there was one."""
+        begun = self.average.begun
+        if begun:
+            self._clear()
+        return begun
+
+    # -- the user's own loop ---------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._schedule is not None:
+            return super().__call__(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._enter_training()
+            with self._abandoning():
+                # A gradient that the loss takes of its model may need those that were hidden.
+                self._guard.open(begun=self.average.begun)
+            if not self._by_hand and not self._whole_step:
+                self._by_hand = True
+                self.reducer.begin(whole_step=False)
+            self._forwards += 1
+        with self.precision.forward():
+            return self._loop_model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        if self._schedule is not None:
+            super().microbatch(last=last)
+        with self.reducer.microbatch(last=last):
+            self._told, self._last = True, last
+            try:
+                yield
+            finally:
+                self._last = False
+
+    def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
+        if self._schedule is not None:
+            super().backward(loss, num_items=num_items)
+        self._require_optimizer()
+        check_loss(loss, training=True)
+        if self.average.reducing:
+            raise ConfigError(
+                "engine.backward(loss) came after the one in engine.microbatch(last=True), whose "
+                "gradients are reduced already. Pass last=True for the last backward pass before "
+                "engine.step() alone, or leave microbatch out: step() then reduces what there is."
+            )
+        if not self._forwards and not self.reducer.holds_forwards:
+            raise ConfigError(
+                "this backward pass has no forward pass of its own: there was none since the "
+                "backward pass before it. Under this strategy each forward pass is followed by its "
+                "backward pass, before the next one begins: put both into `with "
+                "engine.microbatch(last=…):`, or use strategy='fsdp' or 'ddp', which hold several."
+            )
+        with self._abandoning():
+            self._guard.check(begun=self.average.begun)
+        if isinstance(loss, LossSum):
+            total, weight, count = loss.total, 1, loss.count
+        elif num_items is not None:
+            total, weight, count = loss, num_items, num_items
+        else:
+            raise ConfigError(
+                "engine.backward(loss) needs to know how many items the loss is a mean of, since "
+                "micro-batches and ranks may hold different numbers: pass num_items=len(inputs), "
+                "or a unipar.LossSum(total, count)."
+            )
+        self._forwards = 0
+        if not self.average.begun:
+            # In a loop of the user's own nobody may have said how many there are.
+            self._begin(self.spec.global_batch_size or 1)
+        self._add(total, weight, count, last=self._last)
+        self._guard.hide()
+
+    def step(self) -> StepResult:
+        if self._schedule is not None:
+            return super().step()
+        if not self.average.begun:
+            raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
+        with self._abandoning():
+            self._guard.check(begun=True)
+            if not self.average.reducing:
+                if self._told:
+                    raise ConfigError(
+                        "engine.step() came before a backward pass in "
+                        "engine.microbatch(last=True), which is where gradients are reduced. Pass "
+                        "last=True for the last backward pass of each step, or leave microbatch "
+                        "out: step() then reduces what there is."
+                    )
+                self.average.start()
+            return self._update()
+
+    @contextlib.contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Give the step up where it fails."""
+        try:
+            yield
+        except BaseException:
+            self._clear()
+            raise
+
+    # -- pipelines -------------------------------------------------------------------------------
+
+    def _run_schedule(self, schedule: Schedule, batch: Batch, loss_fn: LossFn) -> None:
+        self._begin(batch.global_num_samples)
+        # A stage without the loss adds nothing.
+        self.average.add(torch.zeros((), device=self.world.device), 1, 0)
+        objective = require_objective(loss_fn)
+        calls = [self._stage_call(one, objective, training=True) for one in batch.microbatches]
+        mark(self.num_steps + 1, "forward and backward")
+        schedule.run(calls, training=True)
+        self.average.start()
+
+    def _stage_call(
+        self, microbatch: MicroBatch, objective: Objective, *, training: bool
+    ) -> StageCall:
+        count, samples = objective.count(microbatch.data), microbatch.num_samples
+        moved: list[Any] = []
+
+        def data() -> Any:
+            if not moved:
+                moved.append(move_to(microbatch.data, self.world.device))
+            return moved[0]
+
+        def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
+            return drawing_nothing(lambda: objective.arguments(data()))
+
+        def loss(output: Any) -> torch.Tensor:
+            found = objective.loss_of(output, data(), count)
+            self._check_loss(found, training=training)
+            if isinstance(found, LossSum):
+                total, items = found.total.float(), found.count
+            else:
+                total, items = found.float() * samples, samples
+            if samples:
+                self.average.add(total.detach(), 1, items)
+            if not training:
+                return total
+            factor = 1 / self.average.normalizer if samples else 0.0
+            return self.precision.scale(total * factor)
+
+        return StageCall(inputs, loss, self.precision.forward)
+
+    # -- evaluation ------------------------------------------------------------------------------
+
+    def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
+        self._enter_evaluation()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        with torch.no_grad():
+            if self._schedule is not None:
+                self._evaluate_stages(self._schedule, batch, loss_fn, sums)
+            else:
+                for microbatch in batch.microbatches:
+                    loss = self._loss(self._eval_model, microbatch, loss_fn, training=False)
+                    samples = microbatch.num_samples
+                    if isinstance(loss, LossSum):
+                        total, count = loss.total, loss.count
+                    else:
+                        total, count = loss * samples, samples
+                    if samples:
+                        sums[0] += total
+                        sums[1] += count
+        return LossSum(sums[0], sums[1])
+
+    def _evaluate_stages(
+        self, schedule: Schedule, batch: Batch, loss_fn: LossFn, sums: torch.Tensor
+    ) -> None:
+        objective = require_objective(loss_fn)
+        self.average.add(sums[0], 1, 0)
+        calls = [self._stage_call(one, objective, training=False) for one in batch.microbatches]
+        try:
+            schedule.run(calls, training=False)
+            sums[0], sums[1] = self.average.local()
+        finally:
+            self.average.clear()
+        schedule.share(sums)
+
+    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        self._enter_training()
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        device = self.world.device
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            self.reducer.probing(),
+        ):
+            try:
+                loss = self._loss(self.model, microbatch, loss_fn, training=True)
+                total = loss.total if isinstance(loss, LossSum) else loss
+                with backward_pass():
+                    self.reducer.backward(total, last=False)
+            finally:
+                self.reducer.discard()
+                self.reducer.forget()
+                with torch.no_grad():
+                    for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
+                        buffer.copy_(saved)
+
+    def _loss(
+        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
+    ) -> Loss:
+        data = microbatch.data
+        if isinstance(loss_fn, Objective):
+            loss_fn = loss_fn.counted(data)
+        if self.world.device.type != "cpu":
+            data = move_to(data, self.world.device)
+        with self.precision.forward():
+            loss = loss_fn(model, data)
+        self._check_loss(loss, training=training)
+        if not self.precision.autocasts:
+            return loss
+        # Weighting in half precision would round loss and gradient once more on each rank.
+        if isinstance(loss, LossSum):
+            return LossSum(loss.total.float(), loss.count)
+        return loss.float()
+
+    def _check_loss(self, loss: Loss, *, training: bool) -> None:
+        check_loss(loss, training=training)
+        if self.world.layout.cp > 1 and not isinstance(loss, LossSum):
+            raise ConfigError(
+                "the loss function returned a mean over samples, and each rank holds a part of "
+                "every sequence, so each sample would count once for each part. Return "
+                "unipar.LossSum(total, count) over the tokens of this rank's part."
+            )
+
+    def _enter_training(self) -> None:
+        if self._modes:
+            for module, training in self._modes:
+                module.training = training
+            self._modes = []
+
+    def _enter_evaluation(self) -> None:
+        if not self._modes:
+            self.reducer.share_buffers()
+            self._modes = [(module, module.training) for module in self.module.modules()]
+            self.module.eval()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def export_state(self) -> EngineState:
+        self.reducer.share_buffers()
+        state = self.state.export_state()
+        export_scheduler(self.lr_scheduler, state)
+        state.extra.update(self.precision.export_state())
+        state.extra["num_steps"] = self.num_steps
+        state.extra["items_per_sample"] = self.average.items_per_sample
+        return state
+
+    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
+        self.state.import_weights(source)
+        if not optimizer:
+            return
+        if self.optimizer is not None:
+            self.state.import_optimizer(source)
+        import_scheduler(self.lr_scheduler, source)
+        self.precision.import_state(source)
+        self.num_steps = int(source.extra.get("num_steps", 0))
+        self.average.items_per_sample = float(source.extra.get("items_per_sample", 1.0))
+
+    def close(self) -> None:
+        self._enter_training()
+        while self._undo:
+            self._undo.pop()()

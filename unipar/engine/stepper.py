@@ -1,0 +1,101 @@
+"""How the optimizer clips and steps: one of the parts of a :class:`StepEngine`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unipar.engine.precision import PrecisionPolicy
+
+
+class Update(NamedTuple):
+    """What became of a step of the optimizer; equal on every rank.
+
+    Attributes:
+        norm: 2-norm of the whole gradient before clipping; ``None`` if it was not asked for.
+        stepped: whether the weights changed.
+        finite: whether the gradient was; where it was not, in fp16 the loss scale was too high.
+    """
+
+    norm: float | None
+    stepped: bool
+    finite: bool = True
+
+
+class Stepper(Protocol):
+    """Divides, clips and steps, once gradients are summed."""
+
+    def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
+        """Divide the gradient, clip it, and update the weights by it. Collective.
+
+        Args:
+            divisor: what gradients are still to be divided by, the loss scale aside; 0 if the
+                global batch has no item, and no mean.
+            max_norm: the 2-norm to clip to; ``inf`` measures alone; ``None`` does neither.
+            careful: whether to leave the weights as they are where the norm is not finite.
+        """
+        ...
+
+
+class OptimizerStepper:
+    """Steps a ``torch.optim`` optimizer.
+
+    Args:
+        optimizer: what steps.
+        precision: what unscales and steps it.
+        parameters: what has the gradients: whole parameters, or this rank's parts.
+        total_norm: gives the 2-norm of the whole gradient of which the tensors given are this
+            rank's parts, as a scalar tensor, the same on every rank; left out: they are the whole.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        precision: PrecisionPolicy,
+        parameters: Iterable[torch.Tensor],
+        total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
+    ) -> None:
+        self.optimizer, self.precision = optimizer, precision
+        self.parameters = list(parameters)
+        self._total_norm = total_norm or nn.utils.get_total_norm
+
+    def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
+        self.precision.unscale(self.optimizer)
+        scale_gradients(self.parameters, 1 / divisor if divisor else math.nan)
+        norm = None if max_norm is None else self.clip(max_norm)
+        # In fp16 the scaler finds out by itself, and has to, to lower its scale.
+        judged = careful and norm is not None and self.precision.scaler is None
+        if judged and not math.isfinite(norm):
+            return Update(norm, stepped=False, finite=False)
+        return Update(norm, self.update())
+
+    def clip(self, max_norm: float) -> float:
+        """Clip the gradient to ``max_norm`` unless it is infinite; its norm before."""
+        norm = self._total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if not math.isinf(max_norm):
+            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        return norm.item()
+
+    def update(self) -> bool:
+        """Step, and return whether the weights changed."""
+        return self.precision.step(self.optimizer)
+
+
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
+    """Multiply the gradients that there are, in place."""
+    if factor == 1:
+        return
+    dense: list[torch.Tensor] = []
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None and grad.is_sparse:
+            grad.mul_(factor)
+        elif grad is not None:
+            dense.append(grad)
+    # A rank may hold none, where a small model is divided among many.
+    if dense:
+        torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
