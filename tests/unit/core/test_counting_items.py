@@ -132,7 +132,7 @@ def train(
     model = build()
     with Session("single", device="cpu", precision=precision) as session:
         engine: Any = session.prepare(model, optimizer=adamw, max_grad_norm=0.5)
-        engine._items_per_sample = known
+        engine.average.items_per_sample = known
         loader = session.loader(sequences(), global_batch_size=8, micro_batch_size=4)
         seen = 0
         if resume:
