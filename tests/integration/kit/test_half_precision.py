@@ -34,27 +34,32 @@ def test_what_is_right_passes(case: str, world_pool: WorldPools) -> None:
     ("part", "its_class", "case", "message"),
     [
         (
-            broken.with_classes(stepper=broken.ClipIgnored),
+            "stepper",
+            broken.ClipIgnored,
             "clips",
             "is .* from fp32, and the reference",
         ),
         (
-            broken.with_classes(reducer=broken.GradientsSummed),
+            "reducer",
+            broken.GradientsSummed,
             "equals_the_reference",
             "grad_norm is .* from fp32",
         ),
         (
-            broken.with_classes(engine=broken.MeanOfMeans),
+            "engine",
+            broken.MeanOfMeans,
             "weighs_tokens",
             "the number of items of step 1",
         ),
         (
-            broken.with_classes(engine=broken.SchedulerPerRank),
+            "engine",
+            broken.SchedulerPerRank,
             "equals_the_reference",
             "the learning rate of step 2",
         ),
         (
-            broken.with_classes(engine=broken.MomentsForgotten),
+            "engine",
+            broken.MomentsForgotten,
             "resumes",
             "is .* from fp32, and the reference",
         ),
