@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from unipar.engine import sparse_parameters
 from unipar.errors import ConfigError, first_few
-from unipar.strategy import Capabilities, EngineSpec, ModelFactory, Strategy
+from unipar.layout import Layout
+from unipar.strategy import Capabilities, EngineSpec, ModelContext, ModelFactory, Strategy
 from unipar.world import Placement
 
 
@@ -43,6 +45,7 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
             "'off'",
         ),
         _needs(able.compile, spec.compile is not False, "compile", "False"),
+        _needs(able.parallelize, spec.parallelize is not None, "parallelize", "None"),
         _compiles(spec.compile),
         _needs(able.skip_nan, spec.on_nan == "skip", "on_nan='skip'", "'raise'"),
         _needs(
@@ -93,14 +96,30 @@ def _check_builds(function: Callable[..., Any]) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some built-in functions have none.
         return
+    if _takes_context(function):
+        return
     try:
         signature.bind()
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
-            f"the model function {name}{signature} is called without arguments: {error}. Give "
-            f"them beforehand: lambda: {name}(…), or functools.partial({name}, …)."
+            f"the model function {name}{signature} is called without arguments, or with "
+            f"one, a unipar.strategy.ModelContext: {error}. Give them beforehand: "
+            f"lambda: {name}(…), or functools.partial({name}, …)."
         ) from error
+
+
+def _takes_context(function: Callable[..., Any]) -> bool:
+    """Whether a model function has one parameter, without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
+    return len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -146,13 +165,20 @@ class CheckedModel:
     Attributes:
         build: the user's function.
         check: called with the model; raises a :class:`ConfigError` if it cannot be trained.
+        context: what the function is told, if it takes an argument; left out: of one process.
     """
 
     build: ModelFactory
     check: Callable[[nn.Module], None] | None = None
+    context: ModelContext | None = None
 
     def __call__(self) -> nn.Module:
-        model = self.build()
+        build: Callable[..., Any] = self.build
+        if _takes_context(build):
+            alone = ModelContext(Layout(), 0, torch.device("cpu"))
+            model = build(self.context or alone)
+        else:
+            model = build()
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"the model function returned a {type(model).__name__}. "

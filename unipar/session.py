@@ -32,9 +32,11 @@ from unipar.strategy import (
     Capabilities,
     Engine,
     EngineSpec,
+    ModelContext,
     ModelFactory,
     OnNaN,
     OptimizerFactory,
+    Parallelize,
     Precision,
     SchedulerFactory,
     StrategyOptions,
@@ -187,6 +189,7 @@ class Session:
         max_grad_norm: float | None = None,
         activation_checkpointing: Literal["off", "full"] | Iterable[str] = "off",
         compile: bool | dict[str, Any] = False,
+        parallelize: Parallelize | None = None,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
         accumulation: int | None = None,
@@ -195,7 +198,8 @@ class Session:
         """Put a model under the strategy, then build its optimizer and scheduler. Collective.
 
         Args:
-            model: a module, or a function without arguments that builds one.
+            model: a module, or a function that builds one, without arguments or from a
+                :class:`unipar.strategy.ModelContext`.
             optimizer: called with the named parameters once they have their final form.
             lr_scheduler: called with the optimizer; stepped once for each optimizer step, but for
                 a ``ReduceLROnPlateau``: call ``engine.lr_scheduler.step(metric)`` with what
@@ -203,6 +207,8 @@ class Session:
             max_grad_norm: the 2-norm that gradients are clipped to; ``math.inf`` only measures.
             activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
             compile: ``True``, or keyword arguments of :meth:`torch.nn.Module.compile`.
+            parallelize: divides parts of the model your own way, before the strategy divides the
+                rest: ``parallelize(module, world)``, by ``fully_shard`` over ``world.mesh(…)``.
             global_batch_size: samples of a full step over all ranks, where the framework must
                 know it beforehand.
             micro_batch_size: samples of one forward pass on one rank, likewise.
@@ -232,6 +238,7 @@ class Session:
             max_grad_norm=max_grad_norm,
             activation_checkpointing=policy if isinstance(policy, str) else tuple(policy),
             compile=compile,
+            parallelize=parallelize,
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
             accumulation=accumulation,
@@ -248,7 +255,7 @@ class Session:
             check(model)
             prepared = spec
         else:
-            prepared = replace(spec, model=CheckedModel(model, check))
+            prepared = replace(spec, model=CheckedModel(model, check, self._context()))
         if optimizer is not None:
             with no_collection():
                 # Torch's optimizers import it when the first of them is made.
@@ -262,6 +269,10 @@ class Session:
             # Dropout must differ between replicas; the first keeps the stream of a plain loop.
             torch.manual_seed(self._seed + 1_000_003 * self.world.data_rank)
         return engine
+
+    def _context(self) -> ModelContext:
+        layout, rank = self.world.layout, self.world.rank
+        return ModelContext(layout, layout.coordinate("pp", rank), self.world.device)
 
     def _refuse_shared(self, model: nn.Module, name: str) -> None:
         """Refuse a parameter of another engine's, if the strategy has made parts of it."""

@@ -32,7 +32,25 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "fp16"]
 OnNaN = Literal["raise", "skip", "ignore"]
-ModelFactory = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What a model function is told of where its model will be, if it takes an argument.
+
+    Attributes:
+        layout: how the processes of the run are arranged.
+        stage: of a pipeline, the one that this process has, from 0.
+        device: where the strategy will move the model; building it there saves nothing.
+    """
+
+    layout: Layout
+    stage: int
+    device: torch.device
+
+
+ModelFactory = Callable[[], nn.Module] | Callable[[ModelContext], nn.Module]
+Parallelize = Callable[[nn.Module, World], None]
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
@@ -54,6 +72,7 @@ class Capabilities:
         clipping: whether ``max_grad_norm`` is honored.
         activation_checkpointing: whether activations can be recomputed.
         compile: whether ``torch.compile`` is honored.
+        parallelize: whether a user may divide parts of the model himself.
         pipeline: whether a step is a pipeline schedule.
         elastic: whether a run survives the loss of a rank by restarting from a checkpoint.
         skip_nan: whether a step with a non-finite loss can be skipped (``on_nan="skip"``).
@@ -77,6 +96,7 @@ class Capabilities:
     clipping: bool = True
     activation_checkpointing: bool = True
     compile: bool = True
+    parallelize: bool = False
     pipeline: bool = False
     elastic: bool = True
     skip_nan: bool = True
@@ -133,7 +153,7 @@ class EngineSpec:
     """What the user asked of one engine.
 
     Attributes:
-        model: a module, or a function that builds one.
+        model: a module, or a function without arguments that builds one.
         optimizer: factory called with the named parameters once they have their final form;
             ``None`` for a model that is only evaluated.
         lr_scheduler: factory called with the optimizer.
@@ -142,6 +162,8 @@ class EngineSpec:
         activation_checkpointing: ``"off"``, ``"full"`` (each repeated block), or names of module
             classes whose activations are recomputed.
         compile: ``False``, ``True``, or keyword arguments for :meth:`torch.nn.Module.compile`.
+        parallelize: the user's own way of dividing parts of the model, called with the module and
+            the world before the strategy divides the rest.
         on_nan: what to do when the loss of a step is not finite.
         seed: the seed that a model function runs under.
         global_batch_size: samples of a full step over all ranks, if known.
@@ -150,13 +172,14 @@ class EngineSpec:
         name: the engine's name in checkpoints.
     """
 
-    model: nn.Module | ModelFactory
+    model: nn.Module | Callable[[], nn.Module]
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
     activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"
     compile: bool | dict[str, Any] = False
+    parallelize: Parallelize | None = None
     on_nan: OnNaN = "raise"
     seed: int = 0
     global_batch_size: int | None = None

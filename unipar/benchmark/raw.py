@@ -28,6 +28,7 @@ from unipar import launch, registry
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.records import Rank, RankRecord
+from unipar.checks import CheckedModel
 from unipar.config import RunConfig
 from unipar.data.checks import shuffles, slicing_of
 from unipar.data.order import epoch_order
@@ -73,7 +74,10 @@ def work(
         )
     batches = _batches(config, job.warmup + job.steps, source, placement)
     clock = _Clock(job.warmup, began)
-    model = seeded_model(EngineSpec(job.arguments["model"], seed=config.seed))
+    model = job.arguments["model"]
+    if not isinstance(model, nn.Module):
+        model = CheckedModel(model)
+    model = seeded_model(EngineSpec(model, seed=config.seed))
     loss = loss or Objective.of_model(model)
 
     def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.reducer import Reducer, share_buffers
 from unipar.engine.schedule import Schedule, StageCall
+from unipar.engine.stages import Stages
 from unipar.engine.state import (
     ModelState,
     ModuleState,
@@ -37,6 +38,7 @@ from unipar.engine.transforms import (
     compile_modules,
     has_forward,
     modules_of_classes,
+    parallelize,
     refuse_copies,
     refuse_parameter_hooks,
     repeated_blocks,
@@ -59,6 +61,7 @@ __all__ = [
     "Schedule",
     "Sliced",
     "StageCall",
+    "Stages",
     "StepEngine",
     "Stepper",
     "Undo",
@@ -74,6 +77,7 @@ __all__ = [
     "group_states",
     "has_forward",
     "modules_of_classes",
+    "parallelize",
     "refuse_changed_weights",
     "refuse_copies",
     "refuse_inner_gradients",

@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from unipar.errors import ConfigError, did_you_mean
+from unipar.errors import ConfigError, did_you_mean, first_few
+from unipar.strategy import Parallelize
+from unipar.world import World
 
 Undo = Callable[[], None]
 
@@ -17,6 +19,31 @@ Undo = Callable[[], None]
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called; lists and dicts of modules only hold others."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def parallelize(module: nn.Module, divide: Parallelize, world: World) -> None:
+    """Let a user divide parts of the model.
+
+    Args:
+        module: the whole model.
+        divide: the user's function.
+        world: the joined processes.
+
+    Raises:
+        ConfigError: a parameter has another shape afterwards: checkpoints and optimizers know
+            parts of tensors as DTensors only.
+    """
+    before = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    divide(module, world)
+    after = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    if before != after:
+        changed = sorted({name for name, _ in before.items() ^ after.items()})
+        raise ConfigError(
+            f"parallelize(module, world) has changed the names or shapes of parameters: "
+            f"{first_few(changed)}. Divide them as DTensors, which keep both: by "
+            "torch.distributed.fsdp.fully_shard(part, mesh=world.mesh(…)), or "
+            "torch.distributed.tensor.distribute_tensor."
+        )
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -231,6 +231,7 @@ def denials(capabilities: Capabilities, spec: EngineSpec, placement: Placement) 
         "activation checkpointing": spec.activation_checkpointing != "off"
         and not capabilities.activation_checkpointing,
         "compile": bool(spec.compile) and not capabilities.compile,
+        "parallelize": spec.parallelize is not None and not capabilities.parallelize,
         "skipping": spec.on_nan == "skip" and not capabilities.skip_nan,
     }
     return [what for what, denied in asked.items() if denied]

@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from unipar.data import Loader
-from unipar.engine import sum_shards
+from unipar.engine import StepEngine, sum_shards
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.loss import LossSum
 from unipar.strategy import EngineSpec
 from unipar.world import Placement, World, joined
-from unipar_torch.sharding import FSDPEngine
+from unipar_torch.sharding import ShardReducer
 
 TOKENS, WIDTH, EXPERTS, LENGTH, BATCH, STEPS = 13, 6, 4, 8, 8, 4
 
@@ -137,7 +137,7 @@ def by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def prepare(world: World) -> FSDPEngine:
+def prepare(world: World) -> StepEngine:
     layout, model = world.layout, build()
     replicate = ("dp_replicate",) if layout.dp_replicate > 1 else ()
     if layout.cp > 1:
@@ -147,7 +147,8 @@ def prepare(world: World) -> FSDPEngine:
         fully_shard(model.experts, mesh=world.mesh(*replicate, "efsdp"))
     fully_shard(model, mesh=world.mesh(*replicate, "fsdp"))
     sum_shards(model)
-    return FSDPEngine(EngineSpec(model, optimizer=sgd), world, model)  # type: ignore
+    spec, optimizer = EngineSpec(model, optimizer=sgd), sgd(model.named_parameters())
+    return StepEngine(spec, world, model, optimizer, reducer=ShardReducer(model, world))
 
 
 def train(placement: Placement, layout: Layout) -> tuple[list[float], dict[str, torch.Tensor]]:

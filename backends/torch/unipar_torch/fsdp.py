@@ -84,6 +84,7 @@ class FSDPStrategy(Strategy):
             DEVICE_TYPES,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset({"parameters", "optimizer"}),
+            parallelize=True,
             splits_tensors=True,
             sparse_gradients=False,
         )

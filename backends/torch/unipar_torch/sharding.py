@@ -31,6 +31,7 @@ from unipar.engine import (
     compile_modules,
     has_forward,
     modules_of_classes,
+    parallelize,
     refuse_changed_weights,
     refuse_inner_gradients,
     refuse_parameter_hooks,
@@ -59,6 +60,8 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
     mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
     module, weights = _unsharded(spec, world)
     refuse_parameter_hooks(module, options.strategy)
+    if spec.parallelize is not None:
+        parallelize(module, spec.parallelize, world)
     undo = [
         checkpoint_activations(module, spec.activation_checkpointing),
         # The second backward pass needs weights that the first one lets go of.
@@ -67,6 +70,9 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
     units = _units(module, options)
     compile_modules(units or [module], spec.compile)
     for unit in [*units, module]:
+        if isinstance(unit, FSDPModule):
+            # The user has.
+            continue
         fully_shard(
             unit,
             mesh=mesh,

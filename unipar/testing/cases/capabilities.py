@@ -32,6 +32,7 @@ def refuses_what_it_denies(kit: Kit) -> None:
         replace(spec, max_grad_norm=1.0),
         replace(spec, activation_checkpointing="full"),
         replace(spec, compile=True),
+        replace(spec, parallelize=lambda module, world: None),
         replace(spec, on_nan="skip"),
     ]
     for one in asked:
