@@ -504,5 +504,7 @@ class StepEngine(Engine):
 
     def close(self) -> None:
         self._enter_training()
+        # A wrapper may hold memory, or a process group, for as long as it is held.
+        self.model = self.eval_model = self.loop_model = self.module
         while self._undo:
             self._undo.pop()()
