@@ -75,8 +75,8 @@ def train(placement: Placement, strategy: str) -> list[tuple[float, float | None
         engine = session.prepare(Network(), optimizer=adamw, max_grad_norm=0.5)
         batches = iter(session.loader(data(), global_batch_size=12, micro_batch_size=2))
 
-        def backward(batch: Any, upto: int) -> None:
-            for microbatch in batch.microbatches[:upto]:
+        def backward(microbatches: Any) -> None:
+            for microbatch in microbatches:
                 inputs, targets = microbatch.data
                 loss = nn.functional.mse_loss(engine(inputs), targets)
                 engine.backward(loss, num_items=len(inputs))
@@ -88,11 +88,11 @@ def train(placement: Placement, strategy: str) -> list[tuple[float, float | None
         with failing_in_forward(engine.module):
             engine.train_step(next(batches), loss_fn)
         results.append(engine.train_step(next(batches), loss_fn))
-        backward(next(batches), upto=2)
+        backward(next(batches).microbatches[:2])
         assert engine.optimizer is not None
         with pytest.raises(ConfigError, match="told to step or to clear gradients"):
             engine.optimizer.step()
-        backward(next(batches), upto=3)
+        backward(next(batches).microbatches)
         results.append(engine.step())
         return [(result.loss, result.grad_norm) for result in results]
 
