@@ -87,6 +87,7 @@ class ZeROState:
                 away = swapping.is_away(number)
                 updated = swapping.bring(number, change=True) if away else flats(zero)[number]
                 if used is None:
+                    # DeepSpeed 0.19.8, zero/stage3.py.
                     zero._swap_in_sub_group_to_flat_buffer(updated, number)
                 else:
                     updated.copy_(used)
