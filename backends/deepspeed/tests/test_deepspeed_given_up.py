@@ -116,7 +116,7 @@ def plain() -> list[tuple[float, float]]:
     "strategy",
     [
         pytest.param("deepspeed:stage=0", marks=pytest.mark.thorough),
-        "zero1",
+        pytest.param("zero1", marks=pytest.mark.thorough),
         pytest.param("zero2", marks=pytest.mark.thorough),
         "zero2:offload_optimizer=true",
         "zero3:persistence_threshold=0",

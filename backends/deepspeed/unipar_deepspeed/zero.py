@@ -24,9 +24,6 @@ from unipar_deepspeed.unused import Unused, refusal
 class ZeROReducer(Reducer):
     """Gradients form in DeepSpeed's flat partitions, summed or averaged as soon as DeepSpeed can.
 
-    What a step leaves there that is given up is not in ``parameter.grad``, and DeepSpeed would add
-    the next step's to it. It is thrown away when that begins.
-
     Args:
         module: the user's module.
         world: the joined processes.
@@ -60,14 +57,6 @@ class ZeROReducer(Reducer):
             deepspeed.engine.register_forward_pre_hook(self._saw_call)
         else:
             self._places = self._find_places()
-        self._begun = self._given_up = False
-
-    def begin(self, *, whole_step: bool) -> None:
-        if self._given_up:
-            # Not later: stage 3 would let go of parameters between forward and backward pass.
-            self.clear()
-        # All ranks begin a whole step, and one may fail before its first backward pass.
-        self._begun = self._begun or whole_step
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         if self._stage_3 and not self._calls:
@@ -78,7 +67,6 @@ class ZeROReducer(Reducer):
                 "what its argument says."
             )
         self._calls = 0
-        self._begun = True
         self._swapping.settle()
         super().backward(loss, last=last)
 
@@ -87,22 +75,15 @@ class ZeROReducer(Reducer):
         self._check_places()
         if self._unused is not None and (names := self._unused.take()):
             raise refusal(names, "deepspeed")
-        self._begun = False
 
     def discard(self) -> None:
         """Throw the gradients away by DeepSpeed's own means: a step whose norm is no number."""
         self._swapping.settle()
         with _overflowing(self._deepspeed.zero):
             self._deepspeed.engine.step()
-        self._begun = self._given_up = False
-
-    def clear(self) -> None:
-        if self._given_up:
-            self.discard()
-        super().clear()
+        self.clear()
 
     def forget(self) -> None:
-        self._given_up = self._given_up or self._begun
         self._calls = 0
         if self._unused is not None:
             self._unused.clear()
