@@ -92,7 +92,11 @@ class Reducer:
         """
 
     def discard(self) -> None:
-        """Throw away what the backward passes of this step have left; no step is taken."""
+        """Throw away what backward passes have left, wherever that is. Collective.
+
+        Called after a step that must not be taken, and before a step that follows one that failed,
+        in whichever pass of whichever micro-batch.
+        """
         self.clear()
 
     def clear(self) -> None:

@@ -55,6 +55,30 @@ def refuse_gradients_outside(module: nn.Module, strategy: str) -> list[Callable[
     ]
 
 
+def discard_gradients(root: Any) -> None:
+    """Drop the gradients that FSDP has not reduced, and what an error in a pass has left gathered.
+
+    Args:
+        root: the outermost module that ``fully_shard`` was called for.
+    """
+    # Importing it takes as long as torch, and only what shards needs it.
+    from torch.distributed.fsdp import FSDPModule
+
+    root.reset_iter_state()
+    for part in root.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        # torch 2.13 leaves what was accumulated in the whole parameters, and adds the next step's
+        # to it (distributed/fsdp/_fully_shard/_fsdp_param_group.py, _reset_iter_state); 2.15 does
+        # not.
+        for group in part._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+                if parameter.unsharded_accumulated_grad is not None:
+                    parameter.unsharded_accumulated_grad = None
+
+
 def total_norm_of_shards(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """2-norm of the whole gradient whose shards, DTensors, these are. Collective."""
     norm = nn.utils.get_total_norm(gradients)

@@ -111,6 +111,7 @@ class StepEngine(Engine):
             clearing = self.reducer.hides_gradients
             self._undo.append(guard_optimizer(optimizer, self._abandon, clearing=clearing))
         self._modes: list[tuple[nn.Module, bool]] = []
+        self._given_up = False
         self._clear()
 
     @property
@@ -124,6 +125,7 @@ class StepEngine(Engine):
         self._enter_training()
         self._whole_step = True
         try:
+            self._drop_given_up()
             self.reducer.begin(whole_step=True)
             if self._schedule is not None:
                 self._run_schedule(self._schedule, batch, loss_fn)
@@ -132,7 +134,7 @@ class StepEngine(Engine):
             mark(self.num_steps + 1, "optimizer step")
             return self._update()
         except BaseException:
-            self._clear()
+            self._give_up()
             raise
 
     def _run_microbatches(self, batch: Batch, loss_fn: LossFn) -> None:
@@ -164,6 +166,7 @@ class StepEngine(Engine):
 
     def _begin(self, num_samples: int, num_items: float | None = None) -> None:
         self._refuse_between()
+        self._drop_given_up()
         # Another engine's loss may have gone through this model (a GAN's generator's).
         self.reducer.clear()
         self.average.begin(num_samples, num_items)
@@ -250,8 +253,19 @@ class StepEngine(Engine):
         """Give up the step that a user's own loop is in the middle of; whether there was one."""
         begun = self.average.begun
         if begun:
-            self._clear()
+            self._give_up()
         return begun
+
+    def _give_up(self) -> None:
+        """Be ready for another step after one that failed."""
+        self._clear()
+        self._given_up = True
+
+    def _drop_given_up(self) -> None:
+        """Throw away what a step that failed has left. Where it failed, others may not have yet."""
+        if self._given_up:
+            self.reducer.discard()
+            self._given_up = False
 
     # -- the user's own loop ---------------------------------------------------------------------
 
@@ -265,6 +279,7 @@ class StepEngine(Engine):
                 self._guard.open(begun=self.average.begun)
             if not self._by_hand and not self._whole_step:
                 self._by_hand = True
+                self._drop_given_up()
                 self.reducer.begin(whole_step=False)
             self._forwards += 1
         with self.precision.forward():
@@ -342,7 +357,7 @@ class StepEngine(Engine):
         try:
             yield
         except BaseException:
-            self._clear()
+            self._give_up()
             raise
 
     # -- pipelines -------------------------------------------------------------------------------
@@ -504,5 +519,7 @@ class StepEngine(Engine):
 
     def close(self) -> None:
         self._enter_training()
+        # A wrapper may hold memory, or a process group, for as long as it is held.
+        self.model = self.eval_model = self.loop_model = self.module
         while self._undo:
             self._undo.pop()()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unipar.engine import (
@@ -25,7 +23,7 @@ from unipar.engine import (
     check_divisible,
     sum_shards,
 )
-from unipar.engine.sharded import refuse_gradients_outside
+from unipar.engine.sharded import discard_gradients, refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
@@ -193,15 +191,13 @@ class ShardReducer(Reducer):
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._accelerator.no_sync(self.module)
 
-    @contextlib.contextmanager
-    def probing(self) -> Iterator[None]:
-        # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.
-        try:
-            yield
-        finally:
-            # After running out of memory in a forward pass, parameters are still gathered.
-            assert isinstance(self.module, FSDPModule)
-            self.module.reset_iter_state()
+    def discard(self) -> None:
+        # Those that were not reduced are inside FSDP.
+        discard_gradients(self.module)
+        super().discard()
+
+    def probing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def _backward(accelerator: Accelerator, loss: torch.Tensor) -> None:

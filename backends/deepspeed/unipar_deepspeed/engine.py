@@ -1,4 +1,4 @@
-"""A module under DeepSpeed's engine; at stage 0, where every rank keeps everything."""
+"""DeepSpeed's engine; and stage 0, where every rank keeps everything."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.engine import ModuleEngine, Undo, group_names, refuse_inner_gradients
-from unipar.logs import quiet_framework
-from unipar.strategy import EngineSpec
+from unipar.engine import PrecisionPolicy, Reducer, Undo, scale_gradients
 from unipar.world import World
 from unipar_deepspeed import framework
 from unipar_deepspeed.unused import Unused
@@ -28,101 +26,85 @@ def initialize(module: nn.Module, optimizer: Optimizer, config: dict[str, Any]) 
     return engine, lambda: None
 
 
-class DeepSpeedEngine(ModuleEngine):
-    """What is common to all stages: DeepSpeed's engine runs forward, backward and reductions.
+class Initialized:
+    """DeepSpeed's engine until it is closed. What needs it asks here, and does not keep it.
 
     DeepSpeed is kept in fp32, and half precision is autocast's around it: weights, moments and
     reductions stay fp32, as in every strategy.
 
     Args:
-        spec: what the user asked for.
+        engine: of DeepSpeed's.
         world: the joined processes.
+
+    Attributes:
+        engine: of DeepSpeed's.
+        averaged_over: how many ranks DeepSpeed has divided gradients by: 1 where it sums, as it is
+            asked to.
+    """
+
+    def __init__(self, engine: Any, world: World) -> None:
+        self.engine: Any = engine
+        self.averaged_over = world.size if engine.gradient_average else 1
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's optimizer, from stage 1 on."""
+        return self.engine.optimizer
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """A backward pass that divides by nothing."""
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the module, and let go of it."""
+        self.engine.destroy()
+        self.engine = None
+        # Its hooks and its parameters hold each other, and threads of gloo's hold on to both.
+        gc.collect()
+
+
+class ReplicaReducer(Reducer):
+    """Stage 0: DeepSpeed sums the gradients, and the optimizer is the user's own.
+
+    Args:
         module: the user's module.
-        config: DeepSpeed's configuration.
-        initialize: what calls ``deepspeed.initialize``.
-        undo: called by :meth:`close`, newest first.
+        world: the joined processes.
+        deepspeed: runs backward passes and reductions.
+        bucket_size: elements that are summed at a time.
     """
 
     def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        config: dict[str, Any],
-        initialize: Initialize,
-        undo: list[Undo],
+        self, module: nn.Module, world: World, deepspeed: Initialized, bucket_size: int
     ) -> None:
-        self._config = config
-        self._initialize = initialize
-        self._group_names: list[tuple[str, ...]] = []
-        self._deepspeed: Any = None
-        self._unused: Unused | None = None
-        super().__init__(spec, world, module.to(world.device), undo=undo)
-        if self._mixed:
-            self._undo.append(_autocast_forward(module, world.device.type, self._dtype))
+        super().__init__(module, world, deepspeed.backward)
+        self._deepspeed, self._bucket_size = deepspeed, bucket_size
+        self._unused = Unused(module, world)
 
-    def _build_optimizer(self) -> Optimizer:
-        optimizer = super()._build_optimizer()
-        # ZeRO puts its flat partitions in their place.
-        self._group_names = group_names(self.module, optimizer)
-        with quiet_framework(*framework.LOGGERS):
-            self._deepspeed, release = self._initialize(self.module, optimizer, self._config)
-        named = self.module.named_parameters()
-        self._unused = Unused({name: p for name, p in named if p.requires_grad}, self.world)
-        self._undo.append(self._unused.stop)
-        self._undo.append(refuse_inner_gradients(self.module, "deepspeed"))
-        self._undo.append(release)
-        self._model = self._deepspeed
-        return optimizer
-
-    @property
-    def _averaged_over(self) -> int:
-        """How many ranks DeepSpeed has divided gradients by: 1 where it sums, as it is asked to."""
-        return self.world.size if self._deepspeed.gradient_average else 1
-
-    def _clear(self) -> None:
-        super()._clear()
-        if self._unused is not None:
-            self._unused.clear()
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        self._deepspeed.backward(loss, scale_wrt_gas=False)
-
-    def close(self) -> None:
-        super().close()
-        if self._deepspeed is not None:
-            self._deepspeed.destroy()
-            self._deepspeed = None
-            self._model = self.module
-            # Its hooks and its parameters hold each other, and threads of gloo's hold on to both.
-            gc.collect()
-
-
-class ReplicaEngine(DeepSpeedEngine):
-    """Stage 0: DeepSpeed sums the gradients, and the optimizer is the user's own."""
-
-    def _finish_gradients(self) -> None:
-        size = self._config["zero_optimization"]["reduce_bucket_size"]
-        assert self._unused is not None
+    def finish(self) -> None:
         unused = self._unused.take()
-        self._deepspeed.buffered_allreduce_fallback(elements_per_buffer=size)
-        if self._averaged_over != 1:
-            self._scale_gradients(self._averaged_over)
+        self._deepspeed.engine.buffered_allreduce_fallback(elements_per_buffer=self._bucket_size)
+        scale_gradients(self.module.parameters(), self._deepspeed.averaged_over)
         for name in unused:
             # DeepSpeed has made them a gradient of zero, which the optimizer would decay them by.
             self.module.get_parameter(name).grad = None
 
+    def forget(self) -> None:
+        self._unused.clear()
 
-def _autocast_forward(module: nn.Module, device_type: str, dtype: torch.dtype) -> Undo:
+    def close(self) -> None:
+        self._unused.stop()
+
+
+def autocast_forward(module: nn.Module, precision: PrecisionPolicy) -> Undo:
     """Autocast inside DeepSpeed's forward, which turns off any that is around it."""
+    if not precision.autocasts:
+        return lambda: None
     own = module.__dict__.get("forward")
     forward = module.forward
 
     @functools.wraps(forward)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype):
+        with precision.forward():
             return forward(*args, **kwargs)
 
     module.forward = under_autocast

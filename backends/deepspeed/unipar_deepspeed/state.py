@@ -2,145 +2,158 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
-from unipar.engine import (
-    export_scheduler,
-    flat_state,
-    group_states,
-    import_scheduler,
-    restore_groups,
-)
+from unipar.engine import flat_state, group_states, restore_groups
 from unipar.errors import CheckpointError, first_few
 from unipar.plain import from_json, to_json
 from unipar.state import EngineState, LocalState, StateSource, TensorState, named_weights
+from unipar_deepspeed.engine import Initialized
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part, shares
 from unipar_deepspeed.swapped import SwappedWeight, Swapping, is_in_file
 
-Groups = list[tuple[str, ...]]
 
+class ZeROState:
+    """Of a module and an optimizer that ZeRO has divided.
 
-def export_state(
-    module: nn.Module,
-    zero: Any,
-    swapping: Swapping,
-    groups: Groups,
-    scheduler: LRScheduler | None,
-    rank: int,
-) -> EngineState:
-    """Describe weights, optimizer and scheduler; nothing is gathered."""
-    weights, aliases = named_weights(module)
-    state = EngineState(
-        [_weight(name, tensor, rank) for name, tensor in weights.items()], aliases=aliases
-    )
-    moments: list[TensorState] = []
-    scalars: dict[str, dict[str, Any]] = {}
-    for name, share, flat in _named_shares(module, zero, rank):
-        for key, value in zero.optimizer.state.get(flat, {}).items():
-            full = f"{name}.{key}"
-            if isinstance(value, torch.Tensor) and value.ndim and swapping.is_away(share.flat):
-                moments.append(swapping.state(full, key, share, value.dtype))
-            elif isinstance(value, torch.Tensor) and value.ndim:
-                moments.append(share.state(full, value))
-            elif isinstance(value, torch.Tensor):
-                moments.append(LocalState.of(full, value))
-            elif value is not None:
-                scalars.setdefault(name, {})[key] = to_json(value, f"optimizer state '{full}'")
-    state.optimizer = moments
-    state.groups = group_states(groups, zero.optimizer)
-    state.extra["scalars"] = scalars
-    export_scheduler(scheduler, state)
-    return state
+    Args:
+        module: the user's module.
+        deepspeed: has DeepSpeed's optimizer.
+        swapping: brings what is in files.
+        groups: the names of the parameters of each of the optimizer's groups, in whose place ZeRO
+            puts its flat partitions.
+        rank: of this process.
+    """
 
+    def __init__(
+        self,
+        module: nn.Module,
+        deepspeed: Initialized,
+        swapping: Swapping,
+        groups: Sequence[tuple[str, ...]],
+        rank: int,
+    ) -> None:
+        self._module, self._deepspeed, self._swapping = module, deepspeed, swapping
+        self._groups, self._rank = groups, rank
 
-def import_weights(
-    source: StateSource, module: nn.Module, zero: Any, swapping: Swapping, rank: int
-) -> None:
-    """Fill the weights, and the partitions that the optimizer updates. Collective."""
-    weights, _ = named_weights(module)
-    if not is_stage_3(zero):
-        source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
-        zero.refresh_fp32_params()
-        return
-    whole = zero.persistent_parameters
-    if whole:
-        whole[0].partition(whole)
-    source.fill_weights([_weight(name, tensor, rank) for name, tensor in weights.items()])
-    with torch.no_grad():
-        for number, used in enumerate(zero.fp16_partitioned_groups_flat):
-            away = swapping.is_away(number)
-            updated = swapping.bring(number, change=True) if away else flats(zero)[number]
-            if used is None:
-                zero._swap_in_sub_group_to_flat_buffer(updated, number)
-            else:
-                updated.copy_(used)
-    swapping.settle()
-    if whole:
-        whole[0].all_gather(whole)
+    @property
+    def num_parameters(self) -> int:
+        # Stage 3 leaves nothing of a parameter in the module but what it was.
+        return sum(getattr(p, "ds_numel", p.numel()) for p in self._module.parameters())
 
-
-def import_optimizer(
-    source: StateSource,
-    module: nn.Module,
-    zero: Any,
-    swapping: Swapping,
-    groups: Groups,
-    scheduler: LRScheduler | None,
-    rank: int,
-) -> None:
-    """Make the optimizer's state as it is stored, and fill it. Collective."""
-    known = {name for name, _, _ in _named_shares(module, zero, rank)}
-    strangers = sorted(set(source.optimizer) - known)
-    if strangers:
-        raise CheckpointError(
-            f"the checkpoint holds optimizer state of {len(strangers)} parameters that this model "
-            f"does not train: {first_few(strangers, 8)}."
+    def export_state(self) -> EngineState:
+        zero, swapping = self._deepspeed.zero, self._swapping
+        weights, aliases = named_weights(self._module)
+        state = EngineState(
+            [_weight(name, tensor, self._rank) for name, tensor in weights.items()],
+            aliases=aliases,
         )
-    counters: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
-    states: list[TensorState] = []
-    partitions = flats(zero)
-    for number, flat in enumerate(partitions):
-        if swapping.is_away(number):
-            swapping.forget(number)
-        else:
-            zero.optimizer.state.pop(flat, None)
-    for name, share, flat in _named_shares(module, zero, rank):
-        for key, info in source.optimizer.get(name, {}).items():
-            full = f"{name}.{key}"
-            if info.shape == ():
-                counter = torch.zeros((), dtype=info.dtype)
-                counters.setdefault((share.flat, key), {})[name] = counter
-                states.append(LocalState.of(full, counter))
-            elif info.shape == share.shape:
-                held, away = zero.optimizer.state[flat], swapping.is_away(share.flat)
-                if key not in held:
-                    like = swapping.bring(share.flat, change=True) if away else flat
-                    held[key] = torch.zeros_like(like, dtype=info.dtype, requires_grad=False)
-                states.append(
-                    swapping.state(full, key, share, info.dtype)
-                    if away
-                    else share.state(full, held[key])
-                )
+        moments: list[TensorState] = []
+        scalars: dict[str, dict[str, Any]] = {}
+        for name, share, flat in self._named_shares():
+            for key, value in zero.optimizer.state.get(flat, {}).items():
+                full = f"{name}.{key}"
+                if isinstance(value, torch.Tensor) and value.ndim and swapping.is_away(share.flat):
+                    moments.append(swapping.state(full, key, share, value.dtype))
+                elif isinstance(value, torch.Tensor) and value.ndim:
+                    moments.append(share.state(full, value))
+                elif isinstance(value, torch.Tensor):
+                    moments.append(LocalState.of(full, value))
+                elif value is not None:
+                    scalars.setdefault(name, {})[key] = to_json(value, f"optimizer state '{full}'")
+        state.optimizer = moments
+        state.groups = group_states(self._groups, zero.optimizer)
+        state.extra["scalars"] = scalars
+        return state
+
+    def import_weights(self, source: StateSource) -> None:
+        """Fill the weights, and the partitions that the optimizer updates. Collective."""
+        zero, swapping = self._deepspeed.zero, self._swapping
+        weights, _ = named_weights(self._module)
+        if not is_stage_3(zero):
+            source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
+            zero.refresh_fp32_params()
+            return
+        whole = zero.persistent_parameters
+        if whole:
+            whole[0].partition(whole)
+        source.fill_weights([_weight(name, t, self._rank) for name, t in weights.items()])
+        with torch.no_grad():
+            for number, used in enumerate(zero.fp16_partitioned_groups_flat):
+                away = swapping.is_away(number)
+                updated = swapping.bring(number, change=True) if away else flats(zero)[number]
+                if used is None:
+                    # DeepSpeed 0.19.8, zero/stage3.py.
+                    zero._swap_in_sub_group_to_flat_buffer(updated, number)
+                else:
+                    updated.copy_(used)
+        swapping.settle()
+        if whole:
+            whole[0].all_gather(whole)
+
+    def import_optimizer(self, source: StateSource) -> None:
+        """Make the optimizer's state as it is stored, and fill it. Collective."""
+        zero, swapping = self._deepspeed.zero, self._swapping
+        self._refuse_strangers(source)
+        counters: dict[tuple[int, str], dict[str, torch.Tensor]] = {}
+        states: list[TensorState] = []
+        partitions = flats(zero)
+        for number, flat in enumerate(partitions):
+            if swapping.is_away(number):
+                swapping.forget(number)
             else:
-                raise CheckpointError(
-                    f"optimizer state '{full}' has shape {info.shape} and its parameter has "
-                    f"{share.shape}: ZeRO lays state out as it does parameters. Resume under a "
-                    "strategy that keeps the optimizer whole."
-                )
-    source.fill_optimizer(states)
-    swapping.settle()
-    for (number, key), by_name in counters.items():
-        zero.optimizer.state[partitions[number]][key] = _agreed(key, by_name)
-    for name, _, flat in _named_shares(module, zero, rank):
-        for key, value in source.extra.get("scalars", {}).get(name, {}).items():
-            zero.optimizer.state[flat][key] = from_json(value)
-    restore_groups(source.groups, groups, zero.optimizer)
-    import_scheduler(scheduler, source)
+                zero.optimizer.state.pop(flat, None)
+        for name, share, flat in self._named_shares():
+            for key, info in source.optimizer.get(name, {}).items():
+                full = f"{name}.{key}"
+                if info.shape == ():
+                    counter = torch.zeros((), dtype=info.dtype)
+                    counters.setdefault((share.flat, key), {})[name] = counter
+                    states.append(LocalState.of(full, counter))
+                elif info.shape == share.shape:
+                    held, away = zero.optimizer.state[flat], swapping.is_away(share.flat)
+                    if key not in held:
+                        like = swapping.bring(share.flat, change=True) if away else flat
+                        held[key] = torch.zeros_like(like, dtype=info.dtype, requires_grad=False)
+                    states.append(
+                        swapping.state(full, key, share, info.dtype)
+                        if away
+                        else share.state(full, held[key])
+                    )
+                else:
+                    raise CheckpointError(
+                        f"optimizer state '{full}' has shape {info.shape} and its parameter has "
+                        f"{share.shape}: ZeRO lays state out as it does parameters. Resume under a "
+                        "strategy that keeps the optimizer whole."
+                    )
+        source.fill_optimizer(states)
+        swapping.settle()
+        for (number, key), by_name in counters.items():
+            zero.optimizer.state[partitions[number]][key] = _agreed(key, by_name)
+        for name, _, flat in self._named_shares():
+            for key, value in source.extra.get("scalars", {}).get(name, {}).items():
+                zero.optimizer.state[flat][key] = from_json(value)
+        restore_groups(source.groups, self._groups, zero.optimizer)
+
+    def _refuse_strangers(self, source: StateSource) -> None:
+        known = {name for name, _, _ in self._named_shares()}
+        strangers = sorted(set(source.optimizer) - known)
+        if strangers:
+            raise CheckpointError(
+                f"the checkpoint holds optimizer state of {len(strangers)} parameters that this "
+                f"model does not train: {first_few(strangers, 8)}."
+            )
+
+    def _named_shares(self) -> Iterator[tuple[str, Share, torch.Tensor]]:
+        zero = self._deepspeed.zero
+        names = {id(p): name for name, p in self._module.named_parameters()}
+        partitions = flats(zero)
+        for share in shares(zero, self._rank):
+            yield names[id(share.parameter)], share, partitions[share.flat]
 
 
 def _agreed(key: str, by_name: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -154,15 +167,6 @@ def _agreed(key: str, by_name: dict[str, torch.Tensor]) -> torch.Tensor:
             "parameters of a group. Put them in groups of their own, or resume under ddp or fsdp."
         )
     return first
-
-
-def _named_shares(
-    module: nn.Module, zero: Any, rank: int
-) -> Iterator[tuple[str, Share, torch.Tensor]]:
-    names = {id(p): name for name, p in module.named_parameters()}
-    partitions = flats(zero)
-    for share in shares(zero, rank):
-        yield names[id(share.parameter)], share, partitions[share.flat]
 
 
 def _weight(name: str, tensor: Any, rank: int) -> TensorState:

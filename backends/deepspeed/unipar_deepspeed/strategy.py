@@ -8,15 +8,24 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from unipar.engine import (
     Flat,
+    PrecisionPolicy,
+    StepEngine,
+    Undo,
+    build_optimizer,
     checkpoint_activations,
     compile_modules,
+    group_names,
+    refuse_changed_weights,
+    refuse_inner_gradients,
     with_divisible_optimizer,
 )
 from unipar.errors import ConfigError
 from unipar.layout import Layout
+from unipar.logs import quiet_framework
 from unipar.state import EngineState
 from unipar.strategy import (
     Availability,
@@ -28,6 +37,13 @@ from unipar.strategy import (
 from unipar.world import Placement, World, join
 from unipar_deepspeed import framework, ops, swapped
 from unipar_deepspeed.config import check_native, deepspeed_config
+from unipar_deepspeed.engine import (
+    Initialize,
+    Initialized,
+    ReplicaReducer,
+    autocast_forward,
+    initialize,
+)
 from unipar_deepspeed.options import (
     AnyOptions,
     DeepSpeedOptions,
@@ -35,10 +51,11 @@ from unipar_deepspeed.options import (
     ZeRO2Options,
     ZeRO3Options,
 )
+from unipar_deepspeed.state import ZeROState
+from unipar_deepspeed.zero import ZeROReducer, ZeROStepper, step_own_optimizer
 
 if TYPE_CHECKING:
     from unipar.install import Recipe
-    from unipar_deepspeed.engine import DeepSpeedEngine, Initialize
 
 _SHARDED = ("optimizer", "gradients", "parameters")
 
@@ -111,32 +128,83 @@ class DeepSpeedStrategy(Strategy):
         self._environment = framework.start(world)
         return world
 
-    def prepare(self, spec: EngineSpec, world: World) -> DeepSpeedEngine:
-        from unipar_deepspeed.engine import ReplicaEngine
-        from unipar_deepspeed.engine import initialize as plain_initialize
-        from unipar_deepspeed.zero import ZeROEngine
-
-        module = seeded_model(spec)
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+        options = self.options
+        module = seeded_model(spec).to(world.device)
         _check_parameters(module, self.name)
-        undo = [checkpoint_activations(module, spec.activation_checkpointing)]
-        undo.append(compile_modules([module], spec.compile))
+        undo = [
+            checkpoint_activations(module, spec.activation_checkpointing),
+            compile_modules([module], spec.compile),
+        ]
+        if options.stage > 0:
+            # On one rank, too, a flat partition is made of several tensors.
+            division = Flat(device=torch.device("cpu") if options.offload_optimizer else None)
+            spec = with_divisible_optimizer(spec, self.name, world, division)
+        optimizer = build_optimizer(spec, module)
+        if optimizer is None:
+            # DeepSpeed has nothing to divide.
+            return StepEngine(spec, world, module, undo=undo)
+        # ZeRO puts its flat partitions in their place.
+        groups = group_names(module, optimizer)
+        deepspeed = self._initialize(spec, world, module, optimizer, undo)
+        precision = PrecisionPolicy(spec.precision, world.device)
+        undo.append(autocast_forward(module, precision))
+        undo.append(refuse_inner_gradients(module, "deepspeed"))
+        if options.stage == 0:
+            return StepEngine(
+                spec,
+                world,
+                module,
+                optimizer,
+                model=deepspeed.engine,
+                reducer=ReplicaReducer(module, world, deepspeed, options.reduce_bucket_size),
+                precision=precision,
+                undo=undo,
+            )
+        step_own_optimizer(deepspeed.zero, optimizer)
+        swapped.align_gradients(deepspeed.zero)
+        if options.stage == 3:
+            gathered = [m for m in module.modules() if [*m.parameters(recurse=False)]]
+            undo.append(refuse_changed_weights(module, "zero3", gathered, between_passes=True))
+        swapping = swapped.Swapping(deepspeed)
+        refuse = options.unused_parameters == "refuse"
+        return StepEngine(
+            spec,
+            world,
+            module,
+            optimizer,
+            model=deepspeed.engine,
+            reducer=ZeROReducer(module, world, deepspeed, swapping, refuse_unused=refuse),
+            precision=precision,
+            stepper=ZeROStepper(deepspeed, precision),
+            state=ZeROState(module, deepspeed, swapping, groups, world.rank),
+            undo=undo,
+        )
+
+    def _initialize(
+        self,
+        spec: EngineSpec,
+        world: World,
+        module: nn.Module,
+        optimizer: Optimizer,
+        undo: list[Undo],
+    ) -> Initialized:
+        """Let DeepSpeed divide what there is; add to ``undo`` what takes that back."""
         size = sum(p.numel() for p in module.parameters())
         files, initializing = None, contextlib.nullcontext()
-        if self.options.nvme_path is not None and spec.optimizer is not None:
+        if self.options.nvme_path is not None:
             ops.load("async_io")
             files, remove = swapped.own_files(self.options.nvme_path, module, world.size)
             undo.append(remove)
             initializing = swapped.parameters_as_they_are()
         config = deepspeed_config(self.options, spec, world.size, size, files)
-        initialize = self.initialize or plain_initialize
-        if self.options.stage == 0:
-            return ReplicaEngine(spec, world, module, config, initialize, undo)
-        # On one rank, too, a flat partition is made of several tensors.
-        device = torch.device("cpu") if self.options.offload_optimizer else None
-        spec = with_divisible_optimizer(spec, self.name, world, Flat(device=device))
-        refuse = self.options.unused_parameters == "refuse"
-        with initializing:
-            return ZeROEngine(spec, world, module, config, initialize, undo, refuse_unused=refuse)
+        with initializing, quiet_framework(*framework.LOGGERS):
+            engine, release = (self.initialize or initialize)(module, optimizer, config)
+        deepspeed = Initialized(engine, world)
+        undo.append(release)
+        # Last of all, for it lets go of what the others look at.
+        undo.insert(0, deepspeed.close)
+        return deepspeed
 
     def teardown(self) -> None:
         framework.stop(self._environment)

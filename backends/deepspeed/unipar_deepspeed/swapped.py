@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,18 +24,25 @@ from unipar.scratch import scratch
 from unipar.state import TensorState
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part
 
+if TYPE_CHECKING:
+    from unipar_deepspeed.engine import Initialized
+
 
 class Swapping:
     """Brings sub-groups into memory for whoever reads or changes their state outside a step.
 
     Args:
-        zero: DeepSpeed's optimizer, of any stage.
+        deepspeed: has DeepSpeed's optimizer, of any stage.
     """
 
-    def __init__(self, zero: Any) -> None:
-        self._zero = zero
+    def __init__(self, deepspeed: Initialized) -> None:
+        self._deepspeed = deepspeed
         self._here: int | None = None
         self._changed = False
+
+    @property
+    def _zero(self) -> Any:
+        return self._deepspeed.zero
 
     def is_away(self, number: int) -> bool:
         """Whether a flat partition is kept in a file between steps."""

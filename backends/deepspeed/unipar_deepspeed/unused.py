@@ -8,7 +8,7 @@ cleared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,13 @@ class Unused:
     """Watches which parameters get a gradient.
 
     Args:
-        parameters: the trainable ones, by name.
+        module: whose parameters; those that are frozen now are not watched.
         world: the joined processes.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], world: World) -> None:
+    def __init__(self, module: nn.Module, world: World) -> None:
         self._world = world
+        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._used: set[int] = set()
         self._handles = [

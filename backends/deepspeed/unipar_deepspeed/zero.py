@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -13,238 +12,184 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.batch import MicroBatch
-from unipar.engine import backward_pass, refuse_changed_weights
+from unipar.engine import PrecisionPolicy, Reducer, Update
 from unipar.errors import ConfigError, first_few
-from unipar.loss import Loss, LossFn, LossSum
-from unipar.state import EngineState, StateSource
-from unipar.strategy import StepResult
-from unipar_deepspeed import state
-from unipar_deepspeed.engine import DeepSpeedEngine
+from unipar.world import World
+from unipar_deepspeed.engine import Initialized
 from unipar_deepspeed.layout import is_stage_3
-from unipar_deepspeed.swapped import Swapping, align_gradients
-from unipar_deepspeed.unused import refusal
+from unipar_deepspeed.swapped import Swapping
+from unipar_deepspeed.unused import Unused, refusal
 
 
-class ZeROEngine(DeepSpeedEngine):
-    """Gradients and the optimizer live in DeepSpeed's flat partitions.
-
-    DeepSpeed divides gradients by its loss scale when it steps. That is 1 while gradients are
-    made; for the step it carries the fp16 loss scale, the division that is known only when all
-    items of the batch have been counted, and what takes back an average over ranks.
+class ZeROReducer(Reducer):
+    """Gradients form in DeepSpeed's flat partitions, summed or averaged as soon as DeepSpeed can.
 
     Args:
-        refuse_unused: whether to stop where no rank has used some parameter; further arguments are
-            those of :class:`DeepSpeedEngine`.
+        module: the user's module.
+        world: the joined processes.
+        deepspeed: runs backward passes.
+        swapping: what was brought from files goes back before DeepSpeed needs its buffers.
+        refuse_unused: whether to stop where no rank has used some parameter.
     """
 
-    def __init__(self, *args: Any, refuse_unused: bool, **kwargs: Any) -> None:
-        self._refuse_unused = refuse_unused
-        super().__init__(*args, **kwargs)
-        named = self.module.named_parameters()
-        self._frozen = {name: p for name, p in named if not p.requires_grad}
-        self._places: dict[str, int] = {}
-        self._calls = 0
-        if self._deepspeed is not None and not is_stage_3(self._zero):
-            self._places = self._find_places()
-        elif self._deepspeed is not None:
-            self._deepspeed.register_forward_pre_hook(self._saw_call)
-            gathered = [m for m in self.module.modules() if [*m.parameters(recurse=False)]]
-            self._undo.append(
-                refuse_changed_weights(self.module, "zero3", gathered, between_passes=True)
-            )
+    hides_gradients = True
 
-    @property
-    def num_parameters(self) -> int:
-        # Stage 3 leaves nothing of a parameter in the module but what it was.
-        return sum(getattr(p, "ds_numel", p.numel()) for p in self.module.parameters())
-
-    def _build_optimizer(self) -> Optimizer:
-        optimizer = super()._build_optimizer()
-        if self._zero.optimizer is not optimizer:
-            # DeepSpeed 0.19.8 builds Adagrad once more, from its defaults alone, for its first
-            # state (stage_1_and_2.py and stage3.py, `initialize_optimizer_states`): without the
-            # user's groups, and with learning rates that no scheduler reaches.
-            optimizer.state = self._zero.optimizer.state
-            self._zero.optimizer = optimizer
-            if not is_stage_3(self._zero):
-                # What it has linked is the parameters of one group.
-                self._zero._link_all_hp_params()
-        return optimizer
-
-    @property
-    def _zero(self) -> Any:
-        return self._deepspeed.optimizer
-
-    @property
-    def _holds_forwards(self) -> bool:
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        deepspeed: Initialized,
+        swapping: Swapping,
+        *,
+        refuse_unused: bool,
+    ) -> None:
+        super().__init__(module, world, deepspeed.backward)
+        self._deepspeed, self._swapping = deepspeed, swapping
+        self._unused = Unused(module, world) if refuse_unused else None
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._stage_3 = is_stage_3(deepspeed.zero)
         # DeepSpeed 0.19.8 counts, for each module of stage 3, the backward passes of its last
         # forward pass alone (runtime/zero/parameter_offload.py), and loses gradients of others.
-        return self._deepspeed is None or not is_stage_3(self._zero)
+        self.holds_forwards = not self._stage_3
+        self._places: dict[str, int] = {}
+        self._calls = 0
+        if self._stage_3:
+            deepspeed.engine.register_forward_pre_hook(self._saw_call)
+        else:
+            self._places = self._find_places()
 
-    @property
-    def _gradients_elsewhere(self) -> bool:
-        return True
-
-    @functools.cached_property
-    def _swapping(self) -> Swapping:
-        align_gradients(self._zero)
-        return Swapping(self._zero)
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        self._swapping.settle()
-        super()._backward(loss)
-
-    def _update(self) -> StepResult:
-        loss, count, divisor = self._finish_loss()
-        self._check_frozen()
-        self._check_used()
-        self._clear()
-        self.num_steps += 1
-        if not math.isfinite(loss):
-            self._discard()
-            return self._not_finite("loss", loss, count)
-        self._take_over_weights()
-        scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        self._zero.loss_scale = scale * divisor / self._averaged_over
-        try:
-            self._deepspeed.step()
-        finally:
-            self._zero.loss_scale = 1.0
-        overflow = bool(self._zero.overflow)
-        if self._scaler is not None:
-            _update_scale(self._scaler, overflow)
-        elif overflow:
-            return self._not_finite("gradient norm", loss, count)
-        norm = None
-        if self.spec.max_grad_norm is not None:
-            norm = float(self._deepspeed.get_global_grad_norm())
-        if not overflow:
-            self._step_scheduler()
-        return StepResult(loss, count, norm, skipped=overflow)
-
-    def _find_places(self) -> dict[str, int]:
-        return {name: p.data_ptr() for name, p in self.module.named_parameters()}
-
-    def _saw_call(self, *_: Any) -> None:
-        self._calls += 1
-
-    def _loss(
-        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
-    ) -> Loss:
-        calls = self._calls
-        loss = super()._loss(model, microbatch, loss_fn, training=training)
-        if training and is_stage_3(self._zero) and self._calls == calls:
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if self._stage_3 and not self._calls:
             raise ConfigError(
                 "the loss did not come from a call of the model that the loss function was given, "
                 "model(…), but from its parts or from engine.module. Stage 3 of ZeRO loses "
                 "gradients of what goes around that call. Call model(…), whose forward may do "
                 "what its argument says."
             )
-        return loss
+        self._calls = 0
+        self._swapping.settle()
+        super().backward(loss, last=last)
 
-    def _take_over_weights(self) -> None:
-        """Have what was done to weights by hand since the last step, such as clamping them.
+    def finish(self) -> None:
+        self._check_frozen()
+        self._check_places()
+        if self._unused is not None and (names := self._unused.take()):
+            raise refusal(names, "deepspeed")
 
-        Else they would be what this rank's fp32 share says, which is equal if nothing was done.
-        Where the share is in host memory it would have to travel for that, and is left.
-        """
-        zero = self._zero
-        if is_stage_3(zero):
+    def discard(self) -> None:
+        """Throw the gradients away by DeepSpeed's own means: a step whose norm is no number."""
+        self._swapping.settle()
+        with _overflowing(self._deepspeed.zero):
+            self._deepspeed.engine.step()
+        self.clear()
+
+    def forget(self) -> None:
+        self._calls = 0
+        if self._unused is not None:
+            self._unused.clear()
+
+    def close(self) -> None:
+        if self._unused is not None:
+            self._unused.stop()
+
+    def _saw_call(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._calls += 1
+
+    def _find_places(self) -> dict[str, int]:
+        return {name: p.data_ptr() for name, p in self.module.named_parameters()}
+
+    def _check_places(self) -> None:
+        """Refuse parameters that are no longer in DeepSpeed's buffer."""
+        if self._stage_3:
             return
         places = self._find_places()
         if moved := [name for name, place in places.items() if place != self._places[name]]:
-            self._discard()
             raise ConfigError(
                 f"deepspeed: parameter.data of {first_few(moved)} was given another tensor. "
                 "ZeRO has parameters in one buffer, which would not change. Change them in place: "
                 "parameter.data.copy_(new)."
             )
-        groups = zip(
-            zero.single_partition_of_fp32_groups,
-            zero.parallel_partitioned_bit16_groups,
-            zero.real_dp_process_group,
-            strict=True,
-        )
-        for share, whole, group in groups:
-            weights = whole[dist.get_rank(group)]
-            if share.device == weights.device:
-                share.data.copy_(weights)
 
     def _check_frozen(self) -> None:
         """Refuse parameters that were thawed: ZeRO has no partitions for them."""
         thawed = [name for name, p in self._frozen.items() if p.requires_grad]
         if thawed:
-            self._discard()
             raise ConfigError(
                 f"deepspeed: {first_few(thawed)} was frozen "
                 "when the model was prepared, and is not now: ZeRO would leave it as it is. "
                 "Prepare the model again from a checkpoint, or use strategy='ddp' or 'horovod'."
             )
 
-    def _check_used(self) -> None:
-        if not self._refuse_unused:
-            return
-        assert self._unused is not None
-        names = self._unused.take()
-        if names:
-            self._discard()
-            raise refusal(names, "deepspeed")
 
-    def _discard(self) -> None:
-        """Throw the gradients away by DeepSpeed's own means: a step whose norm is no number."""
-        with _overflowing(self._zero):
-            self._deepspeed.step()
+class ZeROStepper:
+    """DeepSpeed divides, clips and steps, and drops a step whose gradient is not finite.
 
-    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
-        self._enter_training()
-        buffers = [buffer.clone() for buffer in self.module.buffers()]
-        devices = [self._device] if self._device.type == "cuda" else []
-        self._swapping.settle()
-        with torch.random.fork_rng(devices), self._probing():
-            try:
-                loss = self._loss(self._model, microbatch, loss_fn, training=True)
-                total = loss.total if isinstance(loss, LossSum) else loss
-                with backward_pass():
-                    self._deepspeed.backward(total, scale_wrt_gas=False)
-            finally:
-                self._discard()
-                if self._unused is not None:
-                    self._unused.clear()
-                with torch.no_grad():
-                    for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
-                        buffer.copy_(saved)
+    It divides by its loss scale. That is 1 while gradients are made; for the step it carries the
+    fp16 loss scale, the division that is known only when all items of the batch have been counted,
+    and what takes back an average over ranks. The norm to clip to is in its configuration.
 
-    def export_state(self) -> EngineState:
-        if self._deepspeed is None:
-            return super().export_state()
-        self._sync_buffers()
-        exported = state.export_state(
-            self.module,
-            self._zero,
-            self._swapping,
-            self._group_names,
-            self.lr_scheduler,
-            self.world.rank,
-        )
-        return self._with_counters(exported)
+    Args:
+        deepspeed: what steps.
+        precision: has the fp16 loss scale.
+    """
 
-    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
-        if self._deepspeed is None:
-            super().import_state(source, optimizer=optimizer)
-            return
-        state.import_weights(source, self.module, self._zero, self._swapping, self.world.rank)
-        if optimizer:
-            state.import_optimizer(
-                source,
-                self.module,
-                self._zero,
-                self._swapping,
-                self._group_names,
-                self.lr_scheduler,
-                self.world.rank,
-            )
-            self._restore_counters(source)
+    def __init__(self, deepspeed: Initialized, precision: PrecisionPolicy) -> None:
+        self._deepspeed, self._precision = deepspeed, precision
+
+    def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
+        zero, scaler = self._deepspeed.zero, self._precision.scaler
+        if not is_stage_3(zero):
+            _take_over_weights(zero)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        zero.loss_scale = scale * divisor / self._deepspeed.averaged_over
+        try:
+            self._deepspeed.engine.step()
+        finally:
+            zero.loss_scale = 1.0
+        overflow = bool(zero.overflow)
+        if scaler is not None:
+            _update_scale(scaler, overflow)
+        norm = None
+        if max_norm is not None:
+            norm = float(self._deepspeed.engine.get_global_grad_norm())
+        # Without a loss scale that may be too high, it is the gradient itself.
+        failed = overflow and careful and scaler is None
+        return Update(norm, stepped=not overflow, finite=not failed)
+
+
+def step_own_optimizer(zero: Any, optimizer: Optimizer) -> None:
+    """Have DeepSpeed step the optimizer that it was given.
+
+    DeepSpeed 0.19.8 builds Adagrad once more, from its defaults alone, for its first state
+    (stage_1_and_2.py and stage3.py, ``initialize_optimizer_states``): without the user's groups,
+    and with learning rates that no scheduler reaches.
+    """
+    if zero.optimizer is optimizer:
+        return
+    optimizer.state = zero.optimizer.state
+    zero.optimizer = optimizer
+    if not is_stage_3(zero):
+        # What it has linked is the parameters of one group.
+        zero._link_all_hp_params()
+
+
+def _take_over_weights(zero: Any) -> None:
+    """Have what was done to weights by hand since the last step, such as clamping them.
+
+    Else they would be what this rank's fp32 share says, which is equal if nothing was done.
+    Where the share is in host memory it would have to travel for that, and is left.
+    """
+    groups = zip(
+        zero.single_partition_of_fp32_groups,
+        zero.parallel_partitioned_bit16_groups,
+        zero.real_dp_process_group,
+        strict=True,
+    )
+    for share, whole, group in groups:
+        weights = whole[dist.get_rank(group)]
+        if share.device == weights.device:
+            share.data.copy_(weights)
 
 
 @contextlib.contextmanager

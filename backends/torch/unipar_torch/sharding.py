@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ from unipar.engine import (
     sum_shards,
     with_divisible_optimizer,
 )
-from unipar.engine.sharded import refuse_gradients_outside, total_norm_of_shards
+from unipar.engine.sharded import discard_gradients, refuse_gradients_outside, total_norm_of_shards
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec, seeded_model
 from unipar.world import World
@@ -123,14 +124,13 @@ class ShardReducer(Reducer):
         finally:
             self.module.set_requires_gradient_sync(True)
 
-    @contextlib.contextmanager
-    def probing(self) -> Iterator[None]:
-        # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.
-        try:
-            yield
-        finally:
-            # After running out of memory in a forward pass, parameters are still gathered.
-            self.module.reset_iter_state()
+    def discard(self) -> None:
+        # Those that were not reduced are inside FSDP.
+        discard_gradients(self.module)
+        super().discard()
+
+    def probing(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from unipar.batch import Batch
 from unipar.errors import NonFiniteLossError
-from unipar.strategy import Strategy
+from unipar.strategy import Engine, StepResult, Strategy
 from unipar.testing import models
 from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
-from unipar.testing.harness import Exported, batches, learning_rates
-from unipar.testing.kit import Kit
+from unipar.testing.harness import Exported, batches, learning_rates, train
+from unipar.testing.kit import Kit, merge
 from unipar.testing.scenarios import NUM_SAMPLES, Scenario, sgd, warmup_and_decay
 from unipar.world import World
 
@@ -93,6 +95,37 @@ def skips_a_loss_that_is_not_finite(kit: Kit) -> None:
     scenarios = [s for s in scenarios if not kit.refuses(s)]
     for run, asked in zip(kit.train(*scenarios) if scenarios else [], scenarios, strict=True):
         kit.check(run, asked, subject=f"{kit.target.name}, skipping")
+
+
+@case
+def drops_a_step_that_failed(kit: Kit) -> None:
+    """What a step has left that failed in its second micro-batch is not added to the next one's."""
+    scenario = replace(PLAIN, accumulation=4, num_steps=3)
+    # An error of the last stage's leaves the others of a pipeline waiting.
+    if kit.refuses(scenario) or kit.capabilities.pipeline:
+        return
+    run = merge(kit.run(train, kit.fit(scenario), _fail_at_first))
+    kit.check(run, scenario, subject=f"{kit.target.name}, after steps that failed")
+
+
+class _FailedError(Exception):
+    """Of a user's loss function."""
+
+
+def _fail_at_first(engine: Engine, world: World, batch: Batch, loss_fn: Any) -> StepResult:
+    calls = 0
+
+    def failing(model: Any, data: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss = loss_fn(model, data)
+        if calls == 2:
+            raise _FailedError
+        return loss
+
+    with contextlib.suppress(_FailedError):
+        engine.train_step(batch, failing)
+    return engine.train_step(batch, loss_fn)
 
 
 @case
