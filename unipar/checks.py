@@ -8,14 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from unipar.engine import sparse_parameters
 from unipar.errors import ConfigError, first_few
-from unipar.layout import Layout
-from unipar.strategy import Capabilities, EngineSpec, ModelContext, ModelFactory, Strategy
+from unipar.strategy import (
+    Capabilities,
+    EngineSpec,
+    ModelContext,
+    ModelFactory,
+    Strategy,
+    build_model,
+    takes_context,
+)
 from unipar.world import Placement
 
 
@@ -96,7 +102,7 @@ def _check_builds(function: Callable[..., Any]) -> None:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some built-in functions have none.
         return
-    if _takes_context(function):
+    if takes_context(function):
         return
     try:
         signature.bind()
@@ -107,19 +113,6 @@ def _check_builds(function: Callable[..., Any]) -> None:
             f"one, a unipar.strategy.ModelContext: {error}. Give them beforehand: "
             f"lambda: {name}(…), or functools.partial({name}, …)."
         ) from error
-
-
-def _takes_context(function: Callable[..., Any]) -> bool:
-    """Whether a model function has one parameter, without a default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in _VARIADIC]
-    return len(needed) == 1 and needed[0].kind is not inspect.Parameter.KEYWORD_ONLY
-
-
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -173,12 +166,7 @@ class CheckedModel:
     context: ModelContext | None = None
 
     def __call__(self) -> nn.Module:
-        build: Callable[..., Any] = self.build
-        if _takes_context(build):
-            alone = ModelContext(Layout(), 0, torch.device("cpu"))
-            model = build(self.context or alone)
-        else:
-            model = build()
+        model = build_model(self.build, self.context)
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"the model function returned a {type(model).__name__}. "

@@ -175,7 +175,7 @@ class Session:
         explained.__cause__ = error
         return explained
 
-    def _spec(self, model: nn.Module | ModelFactory, **asked: Any) -> EngineSpec:
+    def _spec(self, model: Any, **asked: Any) -> EngineSpec:
         return EngineSpec(
             model, precision=self._precision, on_nan=self._on_nan, seed=self._seed, **asked
         )

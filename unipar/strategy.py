@@ -7,6 +7,7 @@ framework that counts its own accumulation cannot be cut any finer.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -50,6 +51,32 @@ class ModelContext:
 
 
 ModelFactory = Callable[[], nn.Module] | Callable[[ModelContext], nn.Module]
+
+
+def takes_context(function: ModelFactory) -> bool:
+    """Whether a model function has one parameter, without a default."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # Some built-in functions have none.
+        return False
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty and p.kind in places]
+    return len(needed) == 1
+
+
+def build_model(function: ModelFactory, context: ModelContext | None = None) -> nn.Module:
+    """What a model function builds.
+
+    Args:
+        function: the user's.
+        context: what it is told, if it takes an argument; left out: of one process, on the host.
+    """
+    build: Callable[..., nn.Module] = function
+    if not takes_context(function):
+        return build()
+    return build(context or ModelContext(Layout(), 0, torch.device("cpu")))
+
+
 Parallelize = Callable[[nn.Module, World], None]
 OptimizerFactory = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]

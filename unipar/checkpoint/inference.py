@@ -15,7 +15,7 @@ from unipar.checkpoint.load import Source
 from unipar.checkpoint.manifest import EngineIndex, Manifest
 from unipar.errors import CheckpointError, did_you_mean
 from unipar.state import LocalState, named_weights
-from unipar.strategy import ModelFactory
+from unipar.strategy import ModelFactory, build_model
 from unipar.world import Placement, World
 
 
@@ -90,9 +90,9 @@ def pick_engine(manifest: Manifest, engine: str | None) -> EngineIndex:
 
 def _build(factory: ModelFactory) -> nn.Module:
     with torch.device("meta"):
-        module = factory()
+        module = build_model(factory)
     if _holds_more_than_weights(module):
-        return factory()
+        return build_model(factory)
     # Not ``to_empty``: it gives tied parameters storage of their own.
     made: dict[int, torch.Tensor] = {}
     for part in module.modules():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Stages(nn.ModuleList):
         memo: set[nn.Module] | None = None,
         prefix: str = "",
         remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
+    ) -> Generator[tuple[str, nn.Module], None, None]:
         """What names of parameters and buffers are made from."""
         memo = set() if memo is None else memo
         for stage in self:

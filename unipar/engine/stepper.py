@@ -69,8 +69,8 @@ class OptimizerStepper:
         scale_gradients(self.parameters, 1 / divisor if divisor else math.nan)
         norm = None if max_norm is None else self.clip(max_norm)
         # In fp16 the scaler finds out by itself, and has to, to lower its scale.
-        judged = careful and norm is not None and self.precision.scaler is None
-        if judged and not math.isfinite(norm):
+        judged = norm if careful and self.precision.scaler is None else None
+        if judged is not None and not math.isfinite(judged):
             return Update(norm, stepped=False, finite=False)
         return Update(norm, self.update())
 

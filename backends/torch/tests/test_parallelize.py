@@ -67,13 +67,13 @@ def train(placement: Placement, model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("model", [build(), None], ids=["a module", "a function"])
 def test_parts_that_a_user_divides_train_the_same_run(world_pool: Any, model: Any) -> None:
     for found in world_pool(2).run(train, model):
+        assert (model is None) == bool(found["told"])
         assert largest_difference(found["losses"]) < 1e-5
         assert found["sharded"]
         assert {"blocks.0.inner", "blocks.0", "head", ""} <= set(found["units"])
         for context in found["told"]:
             assert context.layout.dp_shard == 2
             assert (context.stage, context.device.type) == (0, "cpu")
-    assert (model is None) == bool(found["told"])
 
 
 def refused(placement: Placement, strategy: str, divide: Any) -> str:

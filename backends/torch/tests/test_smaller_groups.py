@@ -171,7 +171,7 @@ def train(placement: Placement, layout: Layout) -> tuple[list[float], dict[str, 
         )
         losses = [engine.train_step(batch, loss).loss for batch in loader]
         weights = engine.module.named_parameters()  # type: ignore
-        return losses, {name: p.full_tensor().detach() for name, p in weights}
+        return losses, {name: p.full_tensor().detach() for name, p in weights}  # type: ignore
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import broken_strategies as broken
 import pytest
@@ -15,7 +16,7 @@ from unipar.testing.pool import WorldPools
 CASES = {case.name: case for case in ALL}
 
 
-def in_bf16(made: Strategy) -> Strategy:
+def in_bf16(made: Any) -> Strategy:
     """The same strategy without fp32."""
 
     class HalfOnly(type(made)):

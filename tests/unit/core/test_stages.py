@@ -22,6 +22,8 @@ from unipar.world import Placement, World
 class Model(nn.Module):
     """A chain from which layers may be missing."""
 
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(4)})
