@@ -55,8 +55,8 @@ class Capabilities:
         clipping: whether ``max_grad_norm`` is honored.
         activation_checkpointing: whether activations can be recomputed.
         compile: whether ``torch.compile`` is honored.
-        pipeline: whether a step is a pipeline schedule.
-        elastic: whether a run survives the loss of a rank by restarting from a checkpoint.
+        pipeline: whether a step is a pipeline schedule, which takes losses in parts only
+            (:class:`unipar.Objective`).
         skip_nan: whether a step with a non-finite loss can be skipped (``on_nan="skip"``).
         half_weights: whether ``bf16`` and ``fp16`` round the weights that compute, buffers
             included, and the gradients; the optimizer updates fp32 weights beside them. Elsewhere
@@ -79,7 +79,6 @@ class Capabilities:
     activation_checkpointing: bool = True
     compile: bool = True
     pipeline: bool = False
-    elastic: bool = True
     skip_nan: bool = True
     half_weights: bool = False
     splits_tensors: bool = False
