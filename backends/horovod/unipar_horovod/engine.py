@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,6 @@ from unipar.loss import LossFn
 from unipar.strategy import EngineSpec, StepResult
 from unipar.world import World
 from unipar_horovod.processes import import_horovod
-from unipar_horovod.telling import telling
 
 if TYPE_CHECKING:
     from unipar_horovod.strategy import HorovodOptions
@@ -118,9 +116,6 @@ class HorovodEngine(ModuleEngine):
     def _share_buffers(self) -> None:
         if self._options.broadcast_buffers:
             self._sync_buffers()
-
-    def tell_collectives(self, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
-        return telling(seen)
 
     def _add(self, loss: torch.Tensor, weight: float, count: Any, *, last: bool, **known) -> None:
         if last and self.reducer is not None:

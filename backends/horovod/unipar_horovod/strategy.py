@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -22,6 +24,7 @@ from unipar.strategy import (
 from unipar.world import Placement, World, join
 from unipar_horovod import installed, processes
 from unipar_horovod.building import recipe
+from unipar_horovod.watching import watching
 
 if TYPE_CHECKING:
     from unipar.install import Recipe
@@ -139,6 +142,10 @@ class HorovodStrategy(Strategy):
     @classmethod
     def recipe(cls) -> Recipe:
         return recipe()
+
+    @classmethod
+    def watch_collectives(cls, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
+        return watching(seen)
 
     def capabilities(self) -> Capabilities:
         # Half precision is autocast's: parameters and reductions stay fp32, and Horovod's

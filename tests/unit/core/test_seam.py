@@ -1,4 +1,4 @@
-"""Everything that the values of the seam say has somebody who reads it."""
+"""What the seam says has somebody who reads it, and what few frameworks offer is no part of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 import unipar
-from unipar.strategy import Capabilities, EngineSpec, StepResult
+from unipar.benchmark.traffic import CollectiveWatcher
+from unipar.checkpoint import CheckpointImporter
+from unipar.install import Installable
+from unipar.registry import strategy_class
+from unipar.sizing import Bidder
+from unipar.strategy import Capabilities, EngineSpec, StepResult, Strategy, StrategyOptions
 from unipar.world import Placement, World
 
 CORE = Path(unipar.__file__).parent
@@ -58,3 +63,27 @@ def test_every_field_is_read(kind: type) -> None:
     assert public(kind)
     read = {field for name, field in reads() if name in NAMES[kind]}
     assert public(kind) - read == set()
+
+
+class LeastOptions(StrategyOptions):
+    strategy = "least"
+
+
+class Least(Strategy):
+    """A strategy with nothing that it need not have."""
+
+    name = "least"
+    options_type = LeastOptions
+
+    def capabilities(self):
+        return Capabilities(frozenset({"fp32"}), frozenset({"cpu"}))
+
+    def prepare(self, spec, world):
+        raise NotImplementedError
+
+
+def test_a_strategy_offers_what_it_has_the_method_for() -> None:
+    protocols = (Bidder, CheckpointImporter, CollectiveWatcher, Installable)
+    assert not [protocol for protocol in protocols if issubclass(Least, protocol)]
+    offered = [protocol for protocol in protocols if issubclass(strategy_class("ddp"), protocol)]
+    assert offered == [Bidder]
