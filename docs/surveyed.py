@@ -20,7 +20,6 @@ FLAGS = {
     "activation_checkpointing": "recomputed activations",
     "compile": "`torch.compile`",
     "pipeline": "pipeline",
-    "elastic": "elastic",
     "skip_nan": "skips NaN",
     "half_weights": "half-precision weights",
     "splits_tensors": "splits tensors",

@@ -23,7 +23,7 @@ from torch import nn
 import unipar
 from survey.edits import HOSTILE, edit
 from unipar import Session, checkpoint
-from unipar.checkpoint import rng
+from unipar.checkpoint import CheckpointImporter, rng
 from unipar.checkpoint.boxes import whole
 from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.files import digest
@@ -463,7 +463,9 @@ class DeepSpeedReader(Reader):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         shutil.copytree(self.place, root / "outside" / "global_step10")
-        self._strategy = strategy_class("deepspeed")
+        strategy = strategy_class("deepspeed")
+        assert issubclass(strategy, CheckpointImporter)
+        self._strategy = strategy
         torch.manual_seed(2)
         self._steps = {"stage1": self._stage_1(), "stage3": self._stage_3()}
         tensors = (torch.ones(1).expand(10**10), torch.empty(0), torch.ones(2, 2), torch.arange(9))

@@ -23,7 +23,6 @@ from unipar.job import Job
 from unipar.loaders import evaluation_loader
 from unipar.loop import train
 from unipar.loss import LossFn
-from unipar.objective import require_objective
 from unipar.objects import check_objects
 from unipar.optim import NamedScheduler
 from unipar.result import RunResult
@@ -257,14 +256,13 @@ class _Launch:
 
     def _check(self, job: Job, planned: preflight.Plan) -> None:
         check_objects(job)
-        if planned.strategy.capabilities().pipeline:
-            for given in filter(None, (job.loss, job.predict)):
-                require_objective(given)
         _check_metrics(job)
         resolve_loggers(job.loggers)
         if isinstance(job.config.resume, Path):
             checkpoint.find(job.config.resume)
-        loader = preflight.check(job.config, planned, job.model, job.data)
+        loader = preflight.check(
+            job.config, planned, job.model, job.data, loss=job.loss, predict=job.predict
+        )
         evaluation_loader(
             job.config,
             job.eval_data,

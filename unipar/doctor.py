@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from unipar import registry
 from unipar.errors import ConfigError
-from unipar.install import Recipe
+from unipar.install import Installable, Recipe
 
 _CGROUP = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
@@ -251,11 +251,12 @@ def _frameworks() -> tuple[FrameworkReport, ...]:
     recipes: dict[str, Recipe] = {}
     for name in registry.names():
         try:
-            recipe = registry.strategy_class(name).recipe()
+            strategy = registry.strategy_class(name)
         except ConfigError:
             # Said among the strategies.
             continue
-        if recipe is not None:
+        if issubclass(strategy, Installable):
+            recipe = strategy.recipe()
             recipes[recipe.name] = recipe
     return tuple(
         FrameworkReport(

@@ -32,7 +32,8 @@ def resolve_run(settings: Settings) -> ResolvedRun:
     arguments = run.arguments(settings.where)
     planned = preflight.plan(run, arguments["model"])
     strategy, placement = planned.strategy, planned.placement
-    loader = preflight.check(run, planned, arguments["model"], arguments["data"])
+    given = {name: arguments.get(name) for name in ("loss", "predict")}
+    loader = preflight.check(run, planned, arguments["model"], arguments["data"], **given)
     values = run.model_dump(mode="json", by_alias=True)
     values = {
         **{key: values.pop(key) for key in ("model", "data")},

@@ -14,7 +14,10 @@ from unipar.checks import check_capabilities, check_gradients, check_model
 from unipar.config import RunFields
 from unipar.data import Loader
 from unipar.devices import resolve_device_type, resolve_num_devices
+from unipar.evaluate import Predict
 from unipar.loaders import training_loader
+from unipar.loss import LossFn
+from unipar.objective import require_objective
 from unipar.sizing import resolve_for
 from unipar.strategy import EngineSpec, Strategy
 from unipar.world import Placement
@@ -58,8 +61,16 @@ def plan(config: RunFields, model: Any) -> Plan:
     return Plan(placement, found is not None, resolve_for(config.strategy, placement, (model,)))
 
 
-def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: Any) -> Loader:
-    """Check model, data and strategy against each other.
+def check(
+    config: RunFields,
+    planned: Plan,
+    model: nn.Module | Callable,
+    data: Any,
+    *,
+    loss: LossFn | None,
+    predict: Predict | None,
+) -> Loader:
+    """Check model, data, functions and strategy against each other.
 
     Returns:
         A loader over the data, as rank 0 would have it.
@@ -83,6 +94,9 @@ def check(config: RunFields, planned: Plan, model: nn.Module | Callable, data: A
         accumulation=loader.accumulation,
     )
     check_capabilities(planned.strategy, spec, planned.placement)
+    if planned.strategy.capabilities().pipeline:
+        for given in filter(None, (loss, predict)):
+            require_objective(given)
     if isinstance(model, nn.Module):
         check_gradients(model, planned.strategy, spec)
     return loader

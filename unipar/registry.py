@@ -12,7 +12,6 @@ No strategy is imported until it is asked for by name.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,10 +22,8 @@ from pydantic import ValidationError
 from unipar.documents import KeyPath, parse_value
 from unipar.errors import ConfigError, did_you_mean
 from unipar.problems import check_plain, config_error
-from unipar.strategy import Availability, Capabilities, Needs, Strategy, StrategyOptions
+from unipar.strategy import Availability, Capabilities, Strategy, StrategyOptions
 from unipar.world import Placement
-
-_log = logging.getLogger(__name__)
 
 GROUP = "unipar.strategies"
 AUTO = "auto"
@@ -76,39 +73,42 @@ def strategy_class(name: str) -> type[Strategy]:
     return found
 
 
-def resolve(
-    strategy: str | Mapping[str, Any] | StrategyOptions, needs: Needs | None = None
-) -> Strategy:
-    """Make the strategy that was asked for.
+def resolve(strategy: str | Mapping[str, Any] | StrategyOptions) -> Strategy:
+    """Make the strategy that was asked for by name.
 
     Args:
         strategy: a name (``"fsdp"``), a name with options (``"fsdp:sharding=hybrid"``), a mapping
-            (``{"name": "fsdp", "sharding": "hybrid"}``), an options object, or ``"auto"``.
-        needs: what is known of the run; ``"auto"`` asks every strategy that can run here how well
-            it suits them, and takes the best (the first by name among equals).
+            (``{"name": "fsdp", "sharding": "hybrid"}``), or an options object.
 
     Raises:
-        ConfigError: there is no such strategy or option, or none suits the run.
+        ConfigError: there is no such strategy or option; or it is ``"auto"``, which
+            :func:`unipar.sizing.resolve_for` knows.
     """
     if isinstance(strategy, StrategyOptions):
         return strategy_class(type(strategy).strategy)(strategy)
+    if is_auto(strategy):
+        raise ConfigError(f"strategy 'auto' needs a run to choose for; name one of {_installed()}.")
     wanted = as_mapping(strategy)
-    name = wanted.pop("name")
-    if name != AUTO:
-        return make(name, wanted)
+    return make(wanted.pop("name"), wanted)
+
+
+def is_auto(strategy: str | Mapping[str, Any] | StrategyOptions) -> bool:
+    """Whether the choice is left to ``"auto"``.
+
+    Raises:
+        ConfigError: it is, with options.
+    """
+    if isinstance(strategy, StrategyOptions):
+        return False
+    wanted = as_mapping(strategy)
+    if wanted.pop("name") != AUTO:
+        return False
     if wanted:
         raise ConfigError(
             f"strategy 'auto' takes no options ({', '.join(map(str, wanted))} given): "
             "options belong to a strategy that is named."
         )
-    if needs is None:
-        raise ConfigError(f"strategy 'auto' needs a run to choose for; name one of {_installed()}.")
-    return _best(needs)
-
-
-def is_auto(strategy: str | Mapping[str, Any] | StrategyOptions) -> bool:
-    """Whether the choice is left to ``"auto"``."""
-    return not isinstance(strategy, StrategyOptions) and as_mapping(strategy)["name"] == AUTO
+    return True
 
 
 def make(
@@ -213,30 +213,6 @@ def _info(name: str) -> StrategyInfo:
         # Some option has no default, so there is no such thing as its default capabilities.
         capabilities = None
     return StrategyInfo(name, distribution, found.availability(), capabilities)
-
-
-def _best(needs: Needs) -> Strategy:
-    bids: list[tuple[float, str, type[Strategy]]] = []
-    refused: list[str] = []
-    for name in names():
-        try:
-            found = strategy_class(name)
-            available = found.availability()
-        except ConfigError as error:
-            refused.append(str(error))
-            continue
-        if not available.ok:
-            refused.append(f"{name}: {available.reason} {available.remedy}".rstrip())
-        elif (bid := found.bid(needs)) > 0:
-            bids.append((bid, name, found))
-        else:
-            refused.append(f"{name}: not offered for {needs.devices} device(s).")
-    if not bids:
-        reasons = "\n".join(f"  - {reason}" for reason in refused) or "  none is installed."
-        raise ConfigError(f"strategy 'auto' found none for this run; name one.\n{reasons}")
-    bid, name, _ = min(bids, key=lambda entry: (-entry[0], entry[1]))
-    _log.info("strategy 'auto' chose '%s' (bid %g). Not chosen: %s", name, bid, "; ".join(refused))
-    return make(name, {})
 
 
 def _entry_point(name: str) -> metadata.EntryPoint:

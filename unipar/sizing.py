@@ -1,9 +1,10 @@
-"""How large a model is, before there are any processes: what ``strategy="auto"`` goes by."""
+"""``strategy="auto"``: the strategies bid for a run, by its devices and the size of its models."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,11 +13,43 @@ from unipar import registry
 from unipar.checks import CheckedModel, check_model
 from unipar.devices import device_memory
 from unipar.errors import ConfigError
-from unipar.strategy import ModelFactory, Needs, Strategy, StrategyOptions
+from unipar.strategy import ModelFactory, Strategy, StrategyOptions
 from unipar.world import Placement
+
+_log = logging.getLogger(__name__)
 
 _BYTES = 16
 """Of a parameter: weight, gradient and AdamW's two moments, each in fp32."""
+
+
+class Needs(NamedTuple):
+    """What ``strategy="auto"`` knows of a run.
+
+    Attributes:
+        devices: number of processes.
+        model_bytes: parameters, gradients and optimizer state of one replica, in bytes, under
+            AdamW; ``None`` when the model is not known yet.
+        device_bytes: memory of one device, in bytes.
+    """
+
+    devices: int
+    model_bytes: int | None
+    device_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a replica leaves two fifths of a device to activations and buffers."""
+        return self.model_bytes is None or self.model_bytes < 0.6 * self.device_bytes
+
+
+@runtime_checkable
+class Bidder(Protocol):
+    """A strategy class that ``strategy="auto"`` may choose."""
+
+    @classmethod
+    def bid(cls, needs: Needs) -> float:
+        """How well the strategy suits a run; the highest bid wins, and 0 is not at all."""
+        ...
 
 
 def resolve_for(
@@ -48,7 +81,36 @@ def resolve_for(
             )
         size = _BYTES * sum(map(_num_parameters, models))
     memory = device_memory(placement.device_type)
-    return registry.resolve(strategy, Needs(placement.size, size, memory))
+    return choose(Needs(placement.size, size, memory))
+
+
+def choose(needs: Needs) -> Strategy:
+    """Make the strategy that bids most of those that can run here; of equals the first by name.
+
+    Raises:
+        ConfigError: none bids.
+    """
+    bids: list[tuple[float, str]] = []
+    refused: list[str] = []
+    for name in registry.names():
+        try:
+            found = registry.strategy_class(name)
+            available = found.availability()
+        except ConfigError as error:
+            refused.append(str(error))
+            continue
+        if not available.ok:
+            refused.append(f"{name}: {available.reason} {available.remedy}".rstrip())
+        elif issubclass(found, Bidder) and (bid := found.bid(needs)) > 0:
+            bids.append((bid, name))
+        else:
+            refused.append(f"{name}: not offered for {needs.devices} device(s).")
+    if not bids:
+        reasons = "\n".join(f"  - {reason}" for reason in refused) or "  none is installed."
+        raise ConfigError(f"strategy 'auto' found none for this run; name one.\n{reasons}")
+    bid, name = min(bids, key=lambda entry: (-entry[0], entry[1]))
+    _log.info("strategy 'auto' chose '%s' (bid %g). Not chosen: %s", name, bid, "; ".join(refused))
+    return registry.make(name, {})
 
 
 def _num_parameters(model: nn.Module | ModelFactory) -> int:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -27,9 +26,6 @@ from unipar.layout import Layout
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.state import EngineState, StateSource
 from unipar.world import Placement, World, join
-
-if TYPE_CHECKING:
-    from unipar.install import Recipe
 
 Precision = Literal["fp32", "bf16", "fp16"]
 OnNaN = Literal["raise", "skip", "ignore"]
@@ -100,8 +96,8 @@ class Capabilities:
         activation_checkpointing: whether activations can be recomputed.
         compile: whether ``torch.compile`` is honored.
         parallelize: whether a user may divide parts of the model himself.
-        pipeline: whether a step is a pipeline schedule.
-        elastic: whether a run survives the loss of a rank by restarting from a checkpoint.
+        pipeline: whether a step is a pipeline schedule, which takes losses in parts only
+            (:class:`unipar.Objective`).
         skip_nan: whether a step with a non-finite loss can be skipped (``on_nan="skip"``).
         half_weights: whether ``bf16`` and ``fp16`` round the weights that compute, buffers
             included, and the gradients; the optimizer updates fp32 weights beside them. Elsewhere
@@ -125,7 +121,6 @@ class Capabilities:
     compile: bool = True
     parallelize: bool = False
     pipeline: bool = False
-    elastic: bool = True
     skip_nan: bool = True
     half_weights: bool = False
     splits_tensors: bool = False
@@ -153,26 +148,6 @@ class Availability(NamedTuple):
     ok: bool
     reason: str = ""
     remedy: str = ""
-
-
-class Needs(NamedTuple):
-    """What ``strategy="auto"`` knows of a run.
-
-    Attributes:
-        devices: number of processes.
-        model_bytes: parameters, gradients and optimizer state of one replica, in bytes, under
-            AdamW; ``None`` when the model is not known yet.
-        device_bytes: memory of one device, in bytes.
-    """
-
-    devices: int
-    model_bytes: int | None
-    device_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether a replica leaves two fifths of a device to activations and buffers."""
-        return self.model_bytes is None or self.model_bytes < 0.6 * self.device_bytes
 
 
 @dataclass(frozen=True)
@@ -343,22 +318,17 @@ class Engine(ABC):
             CheckpointError: the stored state does not fit this model or optimizer.
         """
 
-    def tell_collectives(self, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
-        """Tell, while entered, of the collectives that do not go through ``torch.distributed``.
-
-        Args:
-            seen: called with a kind (``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``,
-                ``"all-to-all"``, ``"broadcast"``) and the bytes of the whole tensor.
-        """
-        return nullcontext()
-
     def close(self) -> None:
         """Undo what was done to the user's module, as far as can be. Not collective."""
         return
 
 
 class Strategy(ABC):
-    """A framework behind the seam. Importing one must not import its framework."""
+    """A framework behind the seam. Importing one must not import its framework.
+
+    What only some frameworks offer is no part of it: a feature that needs more of a strategy has a
+    protocol of its own, and takes every strategy with the protocol's methods.
+    """
 
     name: ClassVar[str]
     options_type: ClassVar[type[StrategyOptions]]
@@ -372,35 +342,6 @@ class Strategy(ABC):
     def availability(cls) -> Availability:
         """Whether the framework is installed and usable, found without importing it."""
         return Availability(ok=True)
-
-    @classmethod
-    def recipe(cls) -> Recipe | None:
-        """How ``unipar install`` gets the framework; ``None`` where pip alone has brought it."""
-        return None
-
-    @classmethod
-    def read_checkpoint(cls, path: Path) -> EngineState:
-        """What the framework itself has saved, read tensor by tensor; ``unipar convert --from``.
-
-        Its ``extra`` has ``num_steps``, the training steps taken. A state without moments holds
-        weights alone.
-
-        Args:
-            path: what the framework's own users would load from.
-
-        Raises:
-            ConfigError: there are no checkpoints of the framework's own, or this is none.
-            CheckpointError: it is damaged, or holds what cannot be converted.
-        """
-        raise ConfigError(
-            f"strategy '{cls.name}' reads no checkpoints of a framework's own. unipar convert "
-            "reads unipar's checkpoints and safetensors: leave --from out."
-        )
-
-    @classmethod
-    def bid(cls, needs: Needs) -> float:
-        """How well this strategy suits a run under ``strategy="auto"``; 0 is not at all."""
-        return 0.0
 
     @abstractmethod
     def capabilities(self) -> Capabilities:

@@ -11,11 +11,12 @@ import psutil
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unipar import registry
 from unipar.benchmark.load import usage
 from unipar.benchmark.memory import Held, counting_saved, held, updates_copies
 from unipar.benchmark.overlap import Profile
 from unipar.benchmark.records import Memory, Rank, RankRecord
-from unipar.benchmark.traffic import Collectives
+from unipar.benchmark.traffic import Collectives, CollectiveWatcher
 from unipar.callbacks import Callback, RunInfo, StepRecord
 from unipar.devices import peak_memory
 from unipar.result import RunResult
@@ -61,6 +62,7 @@ class Meter(Callback):
 
     def on_run_start(self, run: RunInfo) -> None:
         assert run.engine is not None
+        self._strategy = registry.strategy_class(run.strategy)
         self._engine, self._cleanup = run.engine, contextlib.ExitStack()
         self._collectives, self._saved, self._profile = Collectives(), [0], Profile(run.device)
         if self.trace:
@@ -86,7 +88,9 @@ class Meter(Callback):
             self._cleanup.enter_context(self._profile)
 
     def _watch_collectives(self) -> None:
-        self._cleanup.enter_context(self._engine.tell_collectives(self._collectives.add))
+        if issubclass(self._strategy, CollectiveWatcher):
+            own = self._strategy.watch_collectives(self._collectives.add)
+            self._cleanup.enter_context(own)
         self._cleanup.enter_context(self._collectives)
 
     def _watch_memory(self) -> None:

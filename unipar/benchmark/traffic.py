@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,10 +49,25 @@ _KINDS: dict[str, tuple[str, int | None]] = {
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 
 
+@runtime_checkable
+class CollectiveWatcher(Protocol):
+    """A strategy class whose framework has collectives beside those of ``torch.distributed``."""
+
+    @classmethod
+    def watch_collectives(cls, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
+        """Call ``seen`` for each of them that this process starts while the context is entered.
+
+        Args:
+            seen: called with a kind (``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``,
+                ``"all-to-all"``, ``"broadcast"``) and the bytes of the whole tensor.
+        """
+        ...
+
+
 class Collectives(TorchDispatchMode):
     """Counts what goes through ``torch.distributed`` while it is entered.
 
-    What a framework sends by means of its own is to be told by :meth:`add`.
+    What a framework sends by means of its own (:class:`CollectiveWatcher`) is given to :meth:`add`.
     """
 
     def __init__(self) -> None:

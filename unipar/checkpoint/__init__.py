@@ -5,7 +5,12 @@ with checksums. The files carry the sharding metadata of PyTorch's distributed c
 ``torch.distributed.checkpoint.load`` with a ``HuggingFaceStorageReader`` reads them without unipar.
 """
 
-from unipar.checkpoint.convert import from_framework, from_safetensors, to_safetensors
+from unipar.checkpoint.convert import (
+    CheckpointImporter,
+    from_framework,
+    from_safetensors,
+    to_safetensors,
+)
 from unipar.checkpoint.decode import read_manifest
 from unipar.checkpoint.describe import Description, describe, verify
 from unipar.checkpoint.directory import checkpoints, find, newest
@@ -17,6 +22,7 @@ from unipar.checkpoint.retention import Retention
 from unipar.checkpoint.save import PendingSave, save, save_async, save_weights, wait_for_pending
 
 __all__ = [
+    "CheckpointImporter",
     "Description",
     "Manifest",
     "PendingSave",

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -175,6 +175,27 @@ def from_safetensors(source: str | Path, output: str | Path, *, engine: str = "m
         return save_states(manifest, {engine: EngineState(weights)}, World(Placement()), None)
 
 
+@runtime_checkable
+class CheckpointImporter(Protocol):
+    """A strategy class that reads what its framework itself saves; ``unipar convert --from``."""
+
+    @classmethod
+    def read_checkpoint(cls, path: Path) -> EngineState:
+        """Describe a checkpoint of the framework's own, to be read tensor by tensor.
+
+        The state's ``extra`` has ``num_steps``, the training steps taken. A state without moments
+        holds weights alone.
+
+        Args:
+            path: what the framework's own users would load from.
+
+        Raises:
+            ConfigError: it is no checkpoint of the framework's.
+            CheckpointError: it is damaged, or holds what cannot be converted.
+        """
+        ...
+
+
 def from_framework(
     name: str, source: str | Path, output: str | Path, *, engine: str = "model"
 ) -> Path:
@@ -196,7 +217,13 @@ def from_framework(
     source = Path(source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist.")
-    state = strategy_class(name).read_checkpoint(source)
+    strategy = strategy_class(name)
+    if not issubclass(strategy, CheckpointImporter):
+        raise ConfigError(
+            f"strategy '{name}' reads no checkpoints of a framework's own. unipar convert "
+            "reads unipar's checkpoints and safetensors: leave --from out."
+        )
+    state = strategy.read_checkpoint(source)
     moments = list(state.optimizer)
     state.optimizer = moments
     if not moments:

@@ -73,19 +73,21 @@ def install(
 
 def _recipe(name: str) -> tuple[type[Strategy], Recipe]:
     from unipar import registry
+    from unipar.install import Installable
 
     if name not in registry.names():
-        known = [one for one in registry.names() if registry.strategy_class(one).recipe()]
+        known = [
+            one for one in registry.names() if issubclass(registry.strategy_class(one), Installable)
+        ]
         raise ConfigError(
             f"there is no strategy '{name}' here to install the framework of. Each comes with a "
             f"package of unipar's, to be installed first: pip install unipar-{name}. "
             f"Here are: {', '.join(known) or 'none that needs more than torch'}."
         )
     strategy = registry.strategy_class(name)
-    recipe = strategy.recipe()
-    if recipe is None:
+    if not issubclass(strategy, Installable):
         raise ConfigError(f"strategy '{name}' needs nothing installed beyond its own package.")
-    return strategy, recipe
+    return strategy, strategy.recipe()
 
 
 def _show_plan(recipe: Recipe, actions: list[Action], console: Console) -> None:

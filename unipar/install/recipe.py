@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
 
 from unipar.errors import ConfigError, did_you_mean
 
@@ -172,3 +173,13 @@ class Recipe:
         """Whether the two frameworks can live in one environment."""
         agree = all(other.needs.get(name, wanted) == wanted for name, wanted in self.needs.items())
         return agree and not self.alone and not other.alone
+
+
+@runtime_checkable
+class Installable(Protocol):
+    """A strategy class whose framework ``unipar install`` brings, since pip alone does not."""
+
+    @classmethod
+    def recipe(cls) -> Recipe:
+        """How the framework is installed in this environment."""
+        ...

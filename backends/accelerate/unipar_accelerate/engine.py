@@ -58,7 +58,7 @@ def prepare_replica(
 ) -> AccelerateEngine:
     """A replica under DDP, unless the process is alone. Collective."""
     optimizer = build_optimizer(spec, module)
-    undo = [accelerator.free_memory, *undo, _restored(module)]
+    undo = [partial(_free, accelerator), *undo, _restored(module)]
     prepared: Any = None
     with quiet():
         if optimizer is None:
@@ -91,7 +91,7 @@ def prepare_shards(
 ) -> AccelerateEngine:
     """Shards under the FSDP2 plugin. Collective."""
     optimizer = build_optimizer(spec, module)
-    undo = [accelerator.free_memory, *undo, _restored(module)]
+    undo = [partial(_free, accelerator), *undo, _restored(module)]
     # FSDP2 is prepared with an optimizer, or not at all.
     steps = optimizer or torch.optim.SGD(module.parameters(), lr=0.0)
     with quiet():
@@ -198,6 +198,10 @@ class ShardReducer(Reducer):
 
     def probing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+
+def _free(accelerator: Accelerator) -> None:
+    accelerator.free_memory()
 
 
 def _backward(accelerator: Accelerator, loss: torch.Tensor) -> None:

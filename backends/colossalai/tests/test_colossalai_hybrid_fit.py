@@ -16,6 +16,7 @@ import unipar
 from unipar import registry
 from unipar.batch import MicroBatch
 from unipar.checks import check_capabilities
+from unipar.cli import main
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar.testing.pool import WorldPools
@@ -119,6 +120,19 @@ def test_fit_refuses_a_loss_that_a_pipeline_cannot_take_apart() -> None:
             steps=1,
             checkpoint=False,
         )
+
+
+def test_so_does_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: colossalai_models:language_model\n"
+        "data: colossalai_models:Sentences\n"
+        "loss: colossalai_models:entropy\n"
+        "strategy: colossalai:plugin=hybrid,pp_size=2\n"
+        "device: cpu\ndevices: 2\nglobal_batch_size: 8\n"
+    )
+    assert main(["train", str(file), "--dry-run"]) == 2
+    assert "loss=unipar.Objective(inputs=" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_is_not_proved_is_refused() -> None:

@@ -24,6 +24,7 @@ from torch import nn
 
 import unipar_horovod
 from unipar import registry
+from unipar.benchmark.traffic import CollectiveWatcher
 from unipar.checks import check_capabilities
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
@@ -226,3 +227,30 @@ def test_a_setting_in_two_places_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_parameters_in_a_precision_that_horovod_does_not_know_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'enter.weight' is torch.bfloat16"):
         _check({}, model=build().bfloat16())
+
+
+def test_its_collectives_are_counted_for_benchmarks(world_pool: Any) -> None:
+    model = build()
+    # Beside the gradients goes a number for each parameter: whether a rank has a gradient of it.
+    expected = sum(p.nbytes + 4 for p in model.parameters())
+    for seen in world_pool(2).run(watched):
+        assert {kind for kind, _ in seen} == {"all-reduce"}
+        assert sum(size for _, size in seen) == expected
+
+
+def watched(placement: Placement) -> list[tuple[str, int]]:
+    strategy = registry.strategy_class("horovod")
+    assert issubclass(strategy, CollectiveWatcher)
+    prepared = registry.resolve("horovod")
+    world = prepared.setup(placement)
+    seen = []
+    try:
+        engine = prepared.prepare(EngineSpec(build(), optimizer=_adamw), world)
+        own = share(batches()[0], placement.rank, placement.size)
+        with strategy.watch_collectives(lambda kind, size: seen.append((kind, size))):
+            engine.train_step(own, loss_fn)
+        engine.train_step(own, loss_fn)
+        return seen
+    finally:
+        prepared.teardown()
+        world.leave()

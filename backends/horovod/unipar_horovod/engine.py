@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,6 @@ from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_horovod.processes import import_horovod
-from unipar_horovod.telling import telling
 
 if TYPE_CHECKING:
     from unipar_horovod.strategy import HorovodOptions
@@ -33,7 +31,7 @@ def make_engine(
     module: nn.Module,
     undo: list[Callable[[], None]],
     options: HorovodOptions,
-) -> HorovodEngine:
+) -> StepEngine:
     """An engine over a module whose weights become those of rank 0. Collective."""
     check_dtypes(module)
     import_horovod().broadcast_parameters(
@@ -44,14 +42,7 @@ def make_engine(
     reducer = None
     if optimizer is not None and world.size > 1:
         reducer = HorovodReducer(module, world, spec.name, options)
-    return HorovodEngine(spec, world, module, optimizer, reducer=reducer, undo=undo)
-
-
-class HorovodEngine(StepEngine):
-    """A replica on each rank; gradients are summed while the last backward pass goes on."""
-
-    def tell_collectives(self, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
-        return telling(seen)
+    return StepEngine(spec, world, module, optimizer, reducer=reducer, undo=undo)
 
 
 class HorovodReducer(Reducer):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -22,10 +24,11 @@ from unipar.strategy import (
 from unipar.world import Placement, World, join
 from unipar_horovod import installed, processes
 from unipar_horovod.building import recipe
+from unipar_horovod.watching import watching
 
 if TYPE_CHECKING:
     from unipar.install import Recipe
-    from unipar_horovod.engine import HorovodEngine
+    from unipar.engine import StepEngine
 
 _MIB = 1 << 20
 
@@ -140,6 +143,10 @@ class HorovodStrategy(Strategy):
     def recipe(cls) -> Recipe:
         return recipe()
 
+    @classmethod
+    def watch_collectives(cls, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
+        return watching(seen)
+
     def capabilities(self) -> Capabilities:
         # Half precision is autocast's: parameters and reductions stay fp32, and Horovod's
         # collectives never see bfloat16, which they do not know.
@@ -174,7 +181,7 @@ class HorovodStrategy(Strategy):
         processes.start(world, settings, self.options.process_sets, self.options.transport)
         return world
 
-    def prepare(self, spec: EngineSpec, world: World) -> HorovodEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         from unipar_horovod.engine import make_engine
 
         module = seeded_model(spec).to(world.device)

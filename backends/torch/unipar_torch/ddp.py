@@ -23,7 +23,6 @@ from unipar.errors import ConfigError
 from unipar.strategy import (
     Capabilities,
     EngineSpec,
-    Needs,
     Strategy,
     StrategyOptions,
     seeded_model,
@@ -33,6 +32,8 @@ from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 
 if TYPE_CHECKING:
     from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    from unipar.sizing import Needs
 
 _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

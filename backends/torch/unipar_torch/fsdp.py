@@ -9,12 +9,13 @@ from pydantic import Field, model_validator
 from unipar.errors import ConfigError
 from unipar.garbage import no_collection
 from unipar.layout import Layout
-from unipar.strategy import Capabilities, EngineSpec, Needs, Strategy, StrategyOptions
+from unipar.strategy import Capabilities, EngineSpec, Strategy, StrategyOptions
 from unipar.world import Placement, World
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 
 if TYPE_CHECKING:
     from unipar.engine import StepEngine
+    from unipar.sizing import Needs
 
 
 class FSDPOptions(StrategyOptions):

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from unipar.engine import StepEngine, build_optimizer, checkpoint_activations, compile_modules
 from unipar.errors import ConfigError
 from unipar.strategy import (
     Capabilities,
     EngineSpec,
-    Needs,
     Precision,
     Strategy,
     StrategyOptions,
     seeded_model,
 )
 from unipar.world import Placement, World, join
+
+if TYPE_CHECKING:
+    from unipar.sizing import Needs
 
 PRECISIONS: frozenset[Precision] = frozenset({"fp32", "bf16", "fp16"})
 DEVICE_TYPES = frozenset({"cpu", "cuda"})

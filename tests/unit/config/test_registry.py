@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from unipar import registry
 from unipar.errors import ConfigError
-from unipar.strategy import Needs
+from unipar.sizing import Needs, choose
 
 STRATEGY = """
 from unipar.strategy import Availability, Capabilities, Strategy, StrategyOptions
@@ -31,15 +31,16 @@ class Mine(Strategy):
     def availability(cls):
         return Availability({ok}, "it is not built.", "make it")
 
-    @classmethod
-    def bid(cls, needs):
-        return {bid}
-
     def capabilities(self):
         return Capabilities(frozenset({{"fp32"}}), frozenset({{"cpu"}}))
 
     def prepare(self, spec, world):
         raise NotImplementedError
+"""
+BID = """
+    @classmethod
+    def bid(cls, needs):
+        return {bid}
 """
 
 
@@ -54,11 +55,13 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         source: str | None = None,
         *,
         ok: bool = True,
-        bid: float = 0.0,
+        bid: float | None = None,
         attribute: str = "Mine",
     ) -> None:
         module = f"{distribution}_strategies"
-        text = STRATEGY.format(name=name, ok=ok, bid=bid) if source is None else source
+        text = STRATEGY.format(name=name, ok=ok) if source is None else source
+        if bid is not None:
+            text += BID.format(bid=bid)
         (tmp_path / f"{module}.py").write_text(text)
         info = tmp_path / f"{distribution}-1.5.dist-info"
         info.mkdir()
@@ -142,24 +145,28 @@ def test_auto_takes_the_best_bid_and_of_equals_the_first_by_name(install: Any) -
     install("zeta", "zeta", bid=1e6)
     install("eta", "eta", bid=1e6)
     install("absent", "absent", bid=1e9, ok=False)
-    assert registry.resolve("auto", needs).name == "eta"
+    assert choose(needs).name == "eta"
 
 
 def test_auto_without_a_bidder_says_why_for_each(
     install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("absent", "absent", bid=1.0, ok=False)
-    install("shy", "shy")
-    monkeypatch.setattr(registry, "names", lambda: ["absent", "shy"])
+    install("shy", "shy", bid=0.0)
+    install("silent", "silent")
+    monkeypatch.setattr(registry, "names", lambda: ["absent", "shy", "silent"])
     with pytest.raises(ConfigError) as caught:
-        registry.resolve("auto", Needs(3, None, 1 << 30))
+        choose(Needs(3, None, 1 << 30))
     assert "absent: it is not built. make it" in str(caught.value)
-    assert "shy: not offered for 3 device(s)" in str(caught.value)
+    for name in ("shy", "silent"):
+        assert f"{name}: not offered for 3 device(s)" in str(caught.value)
 
 
-def test_auto_takes_no_options() -> None:
+def test_auto_is_refused_with_options_and_without_a_run() -> None:
     with pytest.raises(ConfigError, match="'auto' takes no options"):
-        registry.resolve("auto:depth=3", Needs(1, None, 1))
+        registry.resolve("auto:depth=3")
+    with pytest.raises(ConfigError, match="'auto' needs a run to choose for"):
+        registry.resolve("auto")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from unipar.checks import check_capabilities
 from unipar.devices import peak_memory, resolve_device_type, resolve_num_devices
 from unipar.errors import ConfigError
 from unipar.registry import resolve
-from unipar.strategy import EngineSpec, Needs
+from unipar.strategy import EngineSpec
 from unipar.world import Placement
 
 
@@ -65,7 +65,7 @@ def test_fewer_than_one_device_is_refused():
 
 @pytest.mark.usefixtures("three_gpus")
 def test_a_precision_that_the_gpu_lacks_is_refused():
-    strategy = resolve("ddp", Needs(1, None, 2**30))
+    strategy = resolve("ddp")
     spec = EngineSpec(torch.nn.Linear(1, 1), precision="bf16")
     with pytest.raises(ConfigError, match=r"'bf16' is not supported by Tesla P100. Use .*'fp16'"):
         check_capabilities(strategy, spec, Placement(device_type="cuda"))

@@ -1,4 +1,4 @@
-"""Telling of Horovod's own collectives, which ``torch.distributed`` knows nothing of."""
+"""Watching Horovod's own collectives, of which ``torch.distributed`` knows nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CALLS = {
 
 
 @contextlib.contextmanager
-def telling(seen: Callable[[str, int], None]) -> Iterator[None]:
+def watching(seen: Callable[[str, int], None]) -> Iterator[None]:
     """Call ``seen(kind, bytes)`` for each collective that is started within the block."""
     from horovod.torch import mpi_ops  # pyright: ignore[reportMissingImports]
 
