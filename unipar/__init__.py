@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from unipar.garbage import no_collection
+from unipar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from unipar.api import fit
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
         StrategyOptions,
     )
     from unipar.world import Placement, World
-
-__version__ = "0.1.0"
 
 _MODULES = {
     "fit": "api",
