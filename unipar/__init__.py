@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unipar.api import fit
     from unipar.batch import Batch, MicroBatch
     from unipar.benchmark.api import bench
-    from unipar.callbacks import Callback, Logger, RunInfo, StepRecord
+    from unipar.callbacks import Callback, Logger, RunInfo, RunResult, StepRecord
     from unipar.checkpoint import load_model
     from unipar.config import CheckpointConfig, RunConfig
     from unipar.data import Loader
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     )
     from unipar.loss import LossSum
     from unipar.objective import Objective
-    from unipar.result import RunResult
     from unipar.session import Session
     from unipar.spawning import spawn
     from unipar.strategy import (
@@ -66,7 +65,7 @@ _MODULES = {
     "WorkerError": "errors",
     "LossSum": "loss",
     "Objective": "objective",
-    "RunResult": "result",
+    "RunResult": "callbacks",
     "Session": "session",
     "Capabilities": "strategy",
     "Engine": "strategy",
