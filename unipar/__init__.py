@@ -11,12 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from unipar.garbage import no_collection
+from unipar.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from unipar.api import fit
     from unipar.batch import Batch, MicroBatch
     from unipar.benchmark.api import bench
-    from unipar.callbacks import Callback, Logger, RunInfo, StepRecord
+    from unipar.callbacks import Callback, Logger, RunInfo, RunResult, StepRecord
     from unipar.checkpoint import load_model
     from unipar.config import CheckpointConfig, RunConfig
     from unipar.data import Loader
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     )
     from unipar.loss import LossSum
     from unipar.objective import Objective
-    from unipar.result import RunResult
     from unipar.session import Session
     from unipar.spawning import spawn
     from unipar.strategy import (
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
         StrategyOptions,
     )
     from unipar.world import Placement, World
-
-__version__ = "0.1.0"
 
 _MODULES = {
     "fit": "api",
@@ -67,7 +65,7 @@ _MODULES = {
     "WorkerError": "errors",
     "LossSum": "loss",
     "Objective": "objective",
-    "RunResult": "result",
+    "RunResult": "callbacks",
     "Session": "session",
     "Capabilities": "strategy",
     "Engine": "strategy",

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import nn
 
 from unipar import checkpoint, directories, launch, preflight
-from unipar.callbacks import Callback, Logger
+from unipar.callbacks import Callback, Logger, RunResult
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
 from unipar.errors import CheckpointError, ConfigError
@@ -25,7 +25,6 @@ from unipar.loop import train
 from unipar.loss import LossFn
 from unipar.objects import check_objects
 from unipar.optim import NamedScheduler
-from unipar.result import RunResult
 from unipar.scratch import scratch, tmpdir_remedy
 from unipar.strategy import (
     ModelFactory,

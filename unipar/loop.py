@@ -15,7 +15,7 @@ from unipar import checkpoint, directories, launch
 from unipar.agreement import differences, started_with
 from unipar.autobatch import largest_micro_batch
 from unipar.batch import Batch
-from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, StepRecord
+from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, RunResult, StepRecord
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
 from unipar.data import Loader
@@ -27,7 +27,6 @@ from unipar.loaders import evaluation_loader, training_loader
 from unipar.logs import logging_to_terminal
 from unipar.objective import Objective
 from unipar.optim import LOSS, NamedScheduler, takes_metric
-from unipar.result import RunResult
 from unipar.resuming import check_same_order
 from unipar.saving import Saver
 from unipar.session import Session

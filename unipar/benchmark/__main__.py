@@ -11,8 +11,7 @@ with no_collection():
     import torch._dynamo  # The first optimizer of a process imports it, in half of torch's time.
 
     import unipar.benchmark.trial
-    import unipar.launch.agent
-    import unipar.launch.entry  # noqa: F401
+    import unipar.launch.preload  # noqa: F401
     from unipar.benchmark.server import serve
 
     # A collection in a trial would copy the pages that it shares with the others.

@@ -17,9 +17,8 @@ from unipar.benchmark.memory import Held, counting_saved, held, updates_copies
 from unipar.benchmark.overlap import Profile
 from unipar.benchmark.records import Memory, Rank, RankRecord
 from unipar.benchmark.traffic import Collectives, CollectiveWatcher
-from unipar.callbacks import Callback, RunInfo, StepRecord
+from unipar.callbacks import Callback, RunInfo, RunResult, StepRecord
 from unipar.devices import peak_memory
-from unipar.result import RunResult
 
 WATCHED = 3
 """Steps after the timed ones: one whose collectives are seen, one whose memory is, and one under

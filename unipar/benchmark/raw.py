@@ -30,9 +30,7 @@ from unipar.benchmark.job import BenchJob
 from unipar.benchmark.records import Rank, RankRecord
 from unipar.checks import CheckedModel
 from unipar.config import RunConfig
-from unipar.data.checks import shuffles, slicing_of
-from unipar.data.order import epoch_order
-from unipar.data.sources import open_source
+from unipar.data import epoch_order, open_source, shuffles, slicing_of
 from unipar.devices import resolve_device_type
 from unipar.errors import ConfigError
 from unipar.loss import LossSum

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unipar.callbacks.base import Callback, RunInfo, StepRecord
+from unipar.callbacks.base import Callback
 from unipar.callbacks.loggers import (
     JSONLLogger,
     Logger,
@@ -12,6 +12,7 @@ from unipar.callbacks.loggers import (
 )
 from unipar.callbacks.profiler import Profiler
 from unipar.callbacks.progress import ProgressBar
+from unipar.callbacks.records import RunInfo, RunResult, StepRecord
 
 __all__ = [
     "Callback",
@@ -21,6 +22,7 @@ __all__ = [
     "Profiler",
     "ProgressBar",
     "RunInfo",
+    "RunResult",
     "StepRecord",
     "read_metrics",
     "resolve_loggers",

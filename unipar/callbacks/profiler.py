@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from unipar.callbacks.base import Callback, RunInfo, StepRecord
+from unipar.callbacks.base import Callback
+from unipar.callbacks.records import RunInfo, RunResult, StepRecord
 from unipar.errors import ConfigError
-
-if TYPE_CHECKING:
-    from unipar.result import RunResult
 
 
 class Profiler(Callback):

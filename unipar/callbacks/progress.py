@@ -6,13 +6,14 @@ import atexit
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from unipar.callbacks.base import Callback, RunInfo, StepRecord
+from unipar.callbacks.base import Callback
+from unipar.callbacks.records import RunInfo, StepRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from unipar.callbacks import RunResult
     from unipar.callbacks.views import View
-    from unipar.result import RunResult
 
 
 class ProgressBar(Callback):

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from unipar.callbacks.base import RunInfo
+from unipar.callbacks.records import RunInfo, RunResult
 from unipar.callbacks.text import count, duration, memory
-
-if TYPE_CHECKING:
-    from unipar.result import RunResult
 
 
 def summary(run: RunInfo, result: RunResult) -> Table:

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from unipar.callbacks.base import RunInfo, StepRecord
+from unipar.callbacks.records import RunInfo, StepRecord
 from unipar.callbacks.text import count, duration, memory
 
 _PLAIN_SECONDS = 10.0

@@ -11,7 +11,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-import unipar
 from unipar.checkpoint.boxes import whole
 from unipar.checkpoint.files import FileWriter, as_bytes
 from unipar.checkpoint.huggingface import INDEX, read_directory, shard_name
@@ -23,6 +22,7 @@ from unipar.checkpoint.save import save_states
 from unipar.errors import CheckpointError, ConfigError
 from unipar.registry import strategy_class
 from unipar.state import EngineState, TensorState
+from unipar.version import __version__
 from unipar.world import Placement, World
 
 logger = logging.getLogger(__name__)
@@ -246,6 +246,6 @@ def _manifest(output: str | Path, *, step: int, strategy: str, weights_only: boo
         engines={},
         files={},
         weights_only=weights_only,
-        unipar_version=unipar.__version__,
+        unipar_version=__version__,
         torch_version=str(torch.__version__),
     )

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import unipar
 from unipar.checkpoint import rng
 from unipar.checkpoint.commit import (
     Boxes,
@@ -30,6 +29,7 @@ from unipar.checkpoint.training import class_names
 from unipar.errors import CheckpointError, ConfigError
 from unipar.state import EngineState, TensorState
 from unipar.strategy import Engine
+from unipar.version import __version__
 from unipar.world import World
 
 logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _manifest(
         progress=progress or {},
         metrics=metrics or {},
         weights_only=weights_only,
-        unipar_version=unipar.__version__,
+        unipar_version=__version__,
         torch_version=str(torch.__version__),
     )
 

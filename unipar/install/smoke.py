@@ -13,8 +13,8 @@ import tempfile
 import torch
 from torch import nn
 
-import unipar
 from unipar import registry
+from unipar.api import fit
 
 _STEPS = 5
 _TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 1e-2}
@@ -43,7 +43,7 @@ def _losses(strategy: str, precision: str, devices: int, device: str) -> list[fl
     inputs = torch.randn(32, 8, generator=generator)
     targets = inputs.sum(1, keepdim=True)
     with tempfile.TemporaryDirectory() as output_dir:
-        result = unipar.fit(
+        result = fit(
             lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)),
             (inputs, targets),
             strategy=strategy,

@@ -10,7 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from unipar.batch import Batch, MicroBatch
-from unipar.data.move import move_to
+from unipar.data import move_to
 from unipar.garbage import no_collection
 from unipar.loss import Loss, LossSum
 from unipar.state import Box, TensorState

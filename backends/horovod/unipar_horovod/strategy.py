@@ -27,8 +27,8 @@ from unipar_horovod.building import recipe
 from unipar_horovod.watching import watching
 
 if TYPE_CHECKING:
-    from unipar.install import Recipe
     from unipar.engine import StepEngine
+    from unipar.install import Recipe
 
 _MIB = 1 << 20
 

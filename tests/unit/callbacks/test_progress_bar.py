@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from unipar.callbacks import ProgressBar
-from unipar.result import RunResult
+from unipar.callbacks import ProgressBar, RunResult
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"

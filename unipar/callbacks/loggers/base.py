@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import ClassVar
 
-from unipar.callbacks.base import RunInfo
+from unipar.callbacks.records import RunInfo
 from unipar.errors import ConfigError
 
 

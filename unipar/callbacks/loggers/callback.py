@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from unipar.callbacks.base import Callback, RunInfo, StepRecord
+from unipar.callbacks.base import Callback
 from unipar.callbacks.loggers.base import Logger
-
-if TYPE_CHECKING:
-    from unipar.result import RunResult
+from unipar.callbacks.records import RunInfo, RunResult, StepRecord
 
 
 class LoggerCallback(Callback):

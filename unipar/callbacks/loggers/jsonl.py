@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from unipar.callbacks.base import RunInfo
 from unipar.callbacks.loggers.base import Logger
+from unipar.callbacks.records import RunInfo
 from unipar.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from unipar.callbacks.base import RunInfo
 from unipar.callbacks.loggers.base import Logger, flat_config, recall, remember
+from unipar.callbacks.records import RunInfo
 from unipar.errors import Terminated
 
 _MAX_PARAMS = 100  # in one request, by MLflow's REST API

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from unipar.callbacks.base import RunInfo
 from unipar.callbacks.loggers.base import Logger
+from unipar.callbacks.records import RunInfo
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

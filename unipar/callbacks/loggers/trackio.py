@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from unipar.callbacks.base import RunInfo
 from unipar.callbacks.loggers.base import Logger, recall, remember
+from unipar.callbacks.records import RunInfo
 
 
 class TrackioLogger(Logger):

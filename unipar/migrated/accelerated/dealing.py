@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from unipar.data.move import move_to
+from unipar.data import move_to
 from unipar.errors import ConfigError
 from unipar.migrated.loaders import settings_of
 from unipar.world import World

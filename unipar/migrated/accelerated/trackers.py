@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from unipar.callbacks.base import RunInfo
 from unipar.callbacks.loggers import LOGGERS
 from unipar.callbacks.loggers.base import Logger
+from unipar.callbacks.records import RunInfo
 from unipar.errors import ConfigError
 from unipar.world import World
 

@@ -16,7 +16,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from unipar.data.move import move_to
+from unipar.data import move_to
 from unipar.errors import ConfigError
 from unipar.migrated.loaders import settings_of
 from unipar.session import Session

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from unipar.data.move import move_to
+from unipar.data import move_to
 from unipar.errors import ConfigError
 from unipar.launch import detect
 from unipar.migrated import script

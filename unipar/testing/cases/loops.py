@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import cross_entropy
 
 from unipar.batch import Batch
-from unipar.data.move import move_to
+from unipar.data import move_to
 from unipar.errors import ConfigError
 from unipar.evaluate import evaluate
 from unipar.loss import Loss
