@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unipar.batch import Batch, MicroBatch
+from unipar.combined import optimizers_in
 from unipar.loss import LossFn, LossSum
 from unipar.state import EngineState
 from unipar.strategy import EngineSpec, StepResult, Strategy
@@ -195,6 +196,11 @@ class TensorsSplit(DDPEngine):
             group["params"] = group.pop("whole")
         self.optimizer.state.clear()
         return super().export_state()
+
+
+class FirstOptimizerStepped(DDPEngine):
+    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        return super()._step_optimizer(next(iter(optimizers_in(optimizer).values())))
 
 
 class EarlyOptimizer(FSDPEngine):
