@@ -81,7 +81,12 @@ class CombinedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name, groups in self._groups().items():
-            self.optimizers[name].__setstate__({"state": self.state, "param_groups": groups})
+            optimizer = self.optimizers[name]
+            parameters = [p for group in groups for p in group["params"]]
+            # Some of torch's bring old state up to date, and expect no other's among it.
+            own = {p: self.state[p] for p in parameters if p in self.state}
+            optimizer.__setstate__({"state": own, "param_groups": groups})
+            optimizer.state = self.state
 
 
 class CombinedScheduler(LRScheduler):

@@ -37,7 +37,9 @@ def _listed(built: Mapping[str, Any], module: str = "") -> str:
     """The classes' names, each after its group's; without those of other modules."""
     texts = []
     for group, one in built.items():
-        kind = type(one).__name__ if type(one).__module__.startswith(module) else ""
+        # Some of torch's say that they are of the package itself.
+        known = f"{type(one).__module__}.".startswith(module)
+        kind = type(one).__name__ if known else ""
         texts.append(": ".join(text for text in (group, kind) if text))
     return ", ".join(texts)
 
