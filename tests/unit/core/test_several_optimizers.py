@@ -174,9 +174,9 @@ def test_one_scheduler_is_of_all_groups_or_each_has_its_own(session: Session) ->
     for metric in (1.0, 2.0):
         engine.lr_scheduler.step(metric)
     assert [group["lr"] for group in engine.optimizer.param_groups] == [0.01, 5e-4]
+    with_metric = {**plateau, "metric": "loss"}
     with pytest.raises(ConfigError, match=r"lr_scheduler has a metric, by which fit"):
-        metric = {**plateau, "metric": "loss"}
-        session.prepare(network(), optimizer=groups, lr_scheduler=metric, name="other")
+        session.prepare(network(), optimizer=groups, lr_scheduler=with_metric, name="other")
 
 
 def combined() -> tuple[nn.Module, CombinedOptimizer]:
@@ -214,6 +214,10 @@ def test_what_is_loaded_or_copied_is_that_of_each() -> None:
     state["param_groups"][1]["lr"] = 0.5
     optimizer.load_state_dict(state)
     assert moved(model, optimizer.step) == pytest.approx([1.0, 0.5])
+    # Its own loading expects no state of another optimizer's.
+    adagrad = optim.Adagrad(optimizer.optimizers["bias"].param_groups)
+    optimizer = CombinedOptimizer({**optimizer.optimizers, "bias": adagrad})
+    optimizer.state[model.weight] = {"momentum_buffer": torch.zeros(2, 2)}
     copied = copy.deepcopy(optimizer)
     assert copied.optimizers["bias"].param_groups[0] is copied.param_groups[1]
     assert copied.optimizers["bias"].state is copied.state
