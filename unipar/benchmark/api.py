@@ -36,6 +36,7 @@ from unipar.benchmark.writing import replace
 from unipar.config import RunConfig
 from unipar.data import batch_size_of, num_samples_of
 from unipar.errors import ConfigError, did_you_mean
+from unipar.grouping import holds_functions
 from unipar.strategy import ModelFactory, Precision
 
 Show = Callable[[Cell, str], None]

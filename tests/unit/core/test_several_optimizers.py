@@ -90,7 +90,7 @@ def train(session: Session, engine: Any, num_steps: int) -> None:
     ids=["named", "functions"],
 )
 def test_muon_beside_adamw_is_the_loop_written_by_hand(session: Session, optimizer: Any) -> None:
-    engine = session.prepare(network(), optimizer=optimizer)
+    engine: Any = session.prepare(network(), optimizer=optimizer)
     train(session, engine, 5)
     assert isinstance(engine.lr_scheduler, CombinedScheduler)
     assert [group["optimizer"] for group in engine.optimizer.param_groups] == ["matrices", "rest"]
@@ -179,7 +179,7 @@ def test_one_scheduler_is_of_all_groups_or_each_has_its_own(session: Session) ->
         session.prepare(network(), optimizer=groups, lr_scheduler=with_metric, name="other")
 
 
-def combined() -> tuple[nn.Module, CombinedOptimizer]:
+def combined() -> tuple[nn.Linear, CombinedOptimizer]:
     model = nn.Linear(2, 2)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
