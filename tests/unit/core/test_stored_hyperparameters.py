@@ -60,6 +60,7 @@ def test_schedulers_of_other_optimizers_are_refused() -> None:
         return CombinedScheduler(several, built)
 
     stored = each("a", "b")
+    stored.optimizer.step()
     stored.step()
     restored = each("a", "b")
     import_scheduler(restored, source(lr_scheduler=stored.state_dict()))
