@@ -250,11 +250,11 @@ def _optimizer(given: Any) -> Any:
     return given
 
 
-def _scheduler(given: Any, key: str = "lr_scheduler") -> Any:
+def _scheduler(given: Any) -> Any:
     if isinstance(given, str):
         return NamedScheduler(given)
     if isinstance(given, Mapping):
-        return _built_by(key, dict(given), ("optimizer",))
+        return _built_by("lr_scheduler", dict(given), ("optimizer",))
     return given
 
 
@@ -267,18 +267,17 @@ def _group(name: Any, given: Any) -> OptimizerGroup:
         )
     values = dict(given)
     params, scheduler = _params(key, values.pop("params", None)), values.pop("lr_scheduler", None)
-    build = _scheduler(scheduler, f"{key}.lr_scheduler")
-    if build is not None:
-        refuse_built(None, build)
-        check_function(build, f"{key}.lr_scheduler", ("optimizer",))
-    if isinstance(build, NamedScheduler) and build.metric is not None:
-        raise _waits_for_metric(name)
     try:
-        return OptimizerGroup(
-            name, _built_by("optimizer", values, ("named_parameters",)), params, build
-        )
+        build, schedule = _built_by("optimizer", values, ("named_parameters",)), None
+        if scheduler is not None:
+            schedule = _scheduler(scheduler)
+            refuse_built(None, schedule)
+            check_function(schedule, "lr_scheduler", ("optimizer",))
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
+    if isinstance(schedule, NamedScheduler) and schedule.metric is not None:
+        raise _waits_for_metric(name)
+    return OptimizerGroup(name, build, params, schedule)
 
 
 def _params(key: str, given: Any) -> tuple[str, ...] | Predicate | None:
