@@ -100,7 +100,8 @@ def _type(annotation: Any) -> str:
     if origin is typing.Literal:
         return ", ".join(f"`{str(a).lower() if a is False else a}`" for a in arguments)
     if origin in (typing.Union, types.UnionType):
-        return ", ".join(_type(a) for a in arguments if a is not type(None))
+        kinds = [kind for a in arguments if a is not type(None) for kind in _type(a).split(", ")]
+        return ", ".join(dict.fromkeys(kinds))
     if origin is tuple:
         return "list"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

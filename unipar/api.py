@@ -19,6 +19,7 @@ from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
 from unipar.errors import CheckpointError, ConfigError
 from unipar.evaluate import Metric, Predict
 from unipar.functions import refuse_built
+from unipar.grouping import check_choice, factories, holds_functions
 from unipar.job import Job
 from unipar.loaders import evaluation_loader
 from unipar.loop import train
@@ -92,8 +93,9 @@ def fit(
             options object, or ``"auto"``.
         loss: ``loss(model, batch)`` returns a mean over samples or a :class:`unipar.LossSum`; or a
             :class:`unipar.Objective`; left out: the model's output has ``.loss``.
-        optimizer: a function of the named parameters, the name of a class of ``torch.optim``, or
-            a mapping of ``name`` and its arguments. Default: AdamW.
+        optimizer: a function of the named parameters, the name of a class of ``torch.optim``, a
+            mapping of ``name`` and its arguments, or a mapping of several such, each with the
+            ``params`` that it is for and an ``lr_scheduler`` of its own. Default: AdamW.
         lr_scheduler: a function of the optimizer, or a name or mapping likewise; stepped once for
             each optimizer step; a ``ReduceLROnPlateau`` at each evaluation, with its ``loss`` or
             the ``metric`` that a mapping names.
@@ -149,7 +151,9 @@ def fit(
     """
     given = {name: value for name, value in locals().items() if name in RunConfig.model_fields}
     objects = {
-        name: given.pop(name) for name in ("optimizer", "lr_scheduler") if callable(given.get(name))
+        name: given.pop(name)
+        for name in ("optimizer", "lr_scheduler")
+        if holds_functions(given.get(name))
     }
     refuse_built(given.get("optimizer"), given.get("lr_scheduler"))
     loggers_given = given.pop("loggers")
@@ -186,10 +190,13 @@ class _Launch:
         strategy, self.placement = planned.strategy, planned.placement
         # Every process resolves the same strategy, with what this one found out for "auto".
         config = self.config.model_copy(update={"strategy": strategy.options})
-        optimizer = objects.pop("optimizer", None) or config.optimizer.factory()
         scheduler = objects.pop("lr_scheduler", None)
         if scheduler is None and config.lr_scheduler is not None:
             scheduler = config.lr_scheduler.factory()
+        optimizer, scheduler = factories(
+            objects.pop("optimizer", None) or config.optimizer.factory(), scheduler
+        )
+        assert optimizer is not None
         output_dir = self._output_dir(strategy)
         job = Job(
             model,
@@ -257,6 +264,8 @@ class _Launch:
         check_objects(job)
         _check_metrics(job)
         resolve_loggers(job.loggers)
+        if isinstance(job.model, nn.Module):
+            check_choice(job.optimizer, job.model)
         if isinstance(job.config.resume, Path):
             checkpoint.find(job.config.resume)
         loader = preflight.check(

@@ -14,11 +14,13 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    Discriminator,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
+    Tag,
     ValidationError,
     field_serializer,
     field_validator,
@@ -28,7 +30,14 @@ from pydantic import (
 from unipar.documents import Document, KeyPath, read_document
 from unipar.errors import ConfigError
 from unipar.merging import merge
-from unipar.optim import NamedOptimizer, NamedScheduler
+from unipar.optimizer_config import (
+    BY_NAME,
+    GROUPED,
+    OptimizerConfig,
+    OptimizerGroups,
+    SchedulerConfig,
+    form,
+)
 from unipar.problems import check_plain, config_error
 from unipar.registry import as_mapping
 from unipar.strategy import OnNaN, Precision, StrategyOptions
@@ -73,45 +82,6 @@ def _possible(path: Path) -> Path:
 
 
 RunPath = Annotated[Path, AfterValidator(_possible)]
-
-
-class OptimizerConfig(BaseModel, frozen=True, extra="allow"):
-    """An optimizer of ``torch.optim``; all keys but ``name`` are its own arguments."""
-
-    name: str = Field("adamw", description="Class of torch.optim, lower-cased: adamw, sgd, …")
-
-    @model_validator(mode="after")
-    def _can_be_built(self) -> OptimizerConfig:
-        try:
-            self.factory()
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-    def factory(self) -> NamedOptimizer:
-        """The function that builds it over a model's trainable parameters."""
-        return NamedOptimizer(self.name, self.model_extra or {})
-
-
-class SchedulerConfig(BaseModel, frozen=True, extra="allow"):
-    """A scheduler of ``torch.optim.lr_scheduler``; all keys but ``name`` are its own arguments."""
-
-    name: str = Field(
-        description="Class of torch.optim.lr_scheduler, lower-cased: cosineannealinglr, …. "
-        "Its lengths count optimizer steps."
-    )
-
-    @model_validator(mode="after")
-    def _can_be_built(self) -> SchedulerConfig:
-        try:
-            self.factory()
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-    def factory(self) -> NamedScheduler:
-        """The function that builds it over an optimizer."""
-        return NamedScheduler(self.name, self.model_extra or {})
 
 
 class KeepBest(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -291,8 +261,12 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 class RunConfig(RunFields, frozen=True):
     """Everything about a run that is a plain value."""
 
-    optimizer: OptimizerConfig = OptimizerConfig(name="adamw")
-    """An optimizer of torch.optim by its lower-cased name, with its arguments."""
+    optimizer: Annotated[
+        Annotated[OptimizerConfig, Tag(BY_NAME)] | Annotated[OptimizerGroups, Tag(GROUPED)],
+        Discriminator(form),
+    ] = OptimizerConfig(name="adamw")
+    """An optimizer of torch.optim by its lower-cased name, with its arguments; or several by names
+    of their own, each with its params and lr_scheduler."""
     lr_scheduler: SchedulerConfig | None = None
     """A scheduler of torch.optim.lr_scheduler by its lower-cased name, with its arguments."""
 

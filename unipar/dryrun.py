@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unipar import preflight
+from unipar.grouping import factories
 from unipar.settings import Settings
 
 
@@ -30,6 +31,8 @@ def resolve_run(settings: Settings) -> ResolvedRun:
     """
     run = settings.run
     arguments = run.arguments(settings.where)
+    # Groups of optimizers may be by functions, which are known only now.
+    factories(arguments.get("optimizer"), arguments.get("lr_scheduler"))
     planned = preflight.plan(run, arguments["model"])
     strategy, placement = planned.strategy, planned.placement
     given = {name: arguments.get(name) for name in ("loss", "predict")}

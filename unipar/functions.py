@@ -88,6 +88,11 @@ class CheckedOptimizer:
 
     build: OptimizerFactory
 
+    @property
+    def __wrapped__(self) -> OptimizerFactory:
+        """What it is around; see :attr:`unipar.strategy.EngineSpec.named_optimizer`."""
+        return self.build
+
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         # A list, since a function may go through it once for each of its groups.
         named = list(named_parameters)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unipar.errors import ConfigError
+from unipar.grouping import is_groups
 from unipar.registry import as_mapping
 
 _EXCLUSIVE = (("epochs", "steps"),)
@@ -18,7 +19,8 @@ def merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
     A mapping without ``name`` or ``target`` adds to what is named below it, whether that was
     written short or long: ``optimizer: adamw`` under ``optimizer: {lr: 0.1}`` gives both. One that
-    names something replaces what it lies on, options and all.
+    names something replaces what it lies on, options and all; so do groups of optimizers what is
+    one.
     """
     merged = dict(under)
     for pair in _EXCLUSIVE:
@@ -37,6 +39,8 @@ def _merge_value(key: str, under: Any, over: Any) -> Any:
     if expand is not None and under is not None and not isinstance(under, Mapping):
         under = expand(under)
     if not isinstance(under, Mapping) or "name" in over or "target" in over:
+        return dict(over)
+    if key == "optimizer" and is_groups(over) and not is_groups(under):
         return dict(over)
     return merge(under, over)
 

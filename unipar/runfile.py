@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Discriminator, Field, StringConstraints, Tag, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    RootModel,
+    StringConstraints,
+    Tag,
+    field_validator,
+)
 
-from unipar.config import OptimizerConfig, RunFields, SchedulerConfig
+from unipar.config import RunFields
 from unipar.documents import KeyPath
 from unipar.errors import ConfigError
 from unipar.importing import PATTERN, load
+from unipar.optimizer_config import (
+    BY_NAME,
+    BY_PATH,
+    BY_TARGET,
+    GROUPED,
+    OptimizerConfig,
+    Params,
+    SchedulerConfig,
+    form,
+    form_of_one,
+)
 from unipar.problems import dotted
 
 ImportPath = Annotated[
@@ -31,18 +51,48 @@ class Target(BaseModel, frozen=True, extra="allow"):
         return dict(self.model_extra or {})
 
 
-def _form(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return _BY_TARGET if "target" in value else _BY_NAME
-    if isinstance(value, Target):
-        return _BY_TARGET
-    return _BY_PATH if isinstance(value, str) else _BY_NAME
+_ByPath = Annotated[ImportPath, Tag(BY_PATH)]
+_ByTarget = Annotated[Target, Tag(BY_TARGET)]
+_Scheduler = Annotated[
+    _ByPath | Annotated[SchedulerConfig, Tag(BY_NAME)] | _ByTarget, Discriminator(form_of_one)
+]
 
 
-# Spelled so that they cannot be taken for keys in the location of an error.
-_BY_PATH, _BY_NAME, _BY_TARGET = "<path>", "<name>", "<target>"
-_ByPath = Annotated[ImportPath, Tag(_BY_PATH)]
-_ByTarget = Annotated[Target, Tag(_BY_TARGET)]
+def _name_only(given: Any) -> Any:
+    return {"name": given} if isinstance(given, str) and ":" not in given else given
+
+
+class NamedGroup(OptimizerConfig, frozen=True, extra="allow"):
+    """One of several optimizers, of torch.optim; the keys beside those below are its arguments."""
+
+    params: Params = None
+    lr_scheduler: Annotated[_Scheduler | None, BeforeValidator(_name_only)] = Field(
+        None, description="The scheduler of these parameters."
+    )
+
+
+class TargetGroup(Target, frozen=True, extra="allow"):
+    """One of several optimizers, that a function builds; other keys are arguments of it."""
+
+    params: Params = None
+    lr_scheduler: Annotated[_Scheduler | None, BeforeValidator(_name_only)] = Field(
+        None, description="The scheduler of these parameters."
+    )
+
+
+class Groups(
+    RootModel[
+        dict[
+            str,
+            Annotated[
+                Annotated[NamedGroup, Tag(BY_NAME)] | Annotated[TargetGroup, Tag(BY_TARGET)],
+                Discriminator(form_of_one),
+            ],
+        ]
+    ],
+    frozen=True,
+):
+    """Several optimizers by name, each for other parameters."""
 
 
 class RunFile(RunFields, frozen=True):
@@ -63,23 +113,22 @@ class RunFile(RunFields, frozen=True):
     callbacks: tuple[ImportPath | Target, ...] = ()
     """Callback classes, or functions that give callbacks."""
     optimizer: Annotated[
-        _ByPath | Annotated[OptimizerConfig, Tag(_BY_NAME)] | _ByTarget, Discriminator(_form)
+        _ByPath
+        | Annotated[OptimizerConfig, Tag(BY_NAME)]
+        | _ByTarget
+        | Annotated[Groups, Tag(GROUPED)],
+        Discriminator(form),
     ] = OptimizerConfig(name="adamw")
-    """An optimizer of torch.optim by its lower-cased name, with its arguments; or a function of
-    the named parameters by import path."""
-    lr_scheduler: (
-        Annotated[
-            _ByPath | Annotated[SchedulerConfig, Tag(_BY_NAME)] | _ByTarget, Discriminator(_form)
-        ]
-        | None
-    ) = None
+    """An optimizer of torch.optim by its lower-cased name, with its arguments; a function of
+    the named parameters by import path; or several of these by names, each with its params."""
+    lr_scheduler: _Scheduler | None = None
     """A scheduler of torch.optim.lr_scheduler by its lower-cased name, with its arguments; or a
     function of the optimizer by import path."""
 
     @field_validator("optimizer", "lr_scheduler", mode="before")
     @classmethod
     def _name_only(cls, given: Any) -> Any:
-        return {"name": given} if isinstance(given, str) and ":" not in given else given
+        return _name_only(given)
 
     def arguments(self, where: Callable[[KeyPath], str] = lambda key: "") -> dict[str, Any]:
         """Import everything and give the arguments of :func:`unipar.fit`.
@@ -112,11 +161,29 @@ class RunFile(RunFields, frozen=True):
             ],
         }
         for key in ("optimizer", "lr_scheduler"):
-            value = getattr(self, key)
-            named = isinstance(value, (OptimizerConfig, SchedulerConfig))
-            arguments[key] = value if named else imported(key, _bind)
+            arguments[key] = _factory(getattr(self, key), (key,), where)
         plain = {key: getattr(self, key) for key in RunFields.model_fields}
         return {**plain, **{key: value for key, value in arguments.items() if value is not None}}
+
+
+def _factory(value: Any, key: KeyPath, where: Callable[[KeyPath], str]) -> Any:
+    """What ``fit`` takes for an optimizer or a scheduler as it is written here."""
+    if value is None or isinstance(value, (OptimizerConfig, SchedulerConfig)):
+        return value
+    if not isinstance(value, Groups):
+        return _import(value, _bind, key, where)
+    groups: dict[str, Any] = {}
+    for name, group in value.root.items():
+        own = (*key, name)
+        if isinstance(group, TargetGroup):
+            given = {"target": _import(group, _bind, own, where), "params": group.params}
+        else:
+            given = group.model_dump(exclude={"lr_scheduler"})
+        scheduler = _factory(group.lr_scheduler, (*own, "lr_scheduler"), where)
+        named = isinstance(scheduler, SchedulerConfig)
+        given["lr_scheduler"] = scheduler.model_dump() if named else scheduler
+        groups[name] = given
+    return groups
 
 
 def _import(

@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 from unipar import registry
 from unipar.errors import ConfigError
 from unipar.optim import OPTIMIZERS, SCHEDULERS
-from unipar.runfile import RunFile
+from unipar.runfile import Groups, NamedGroup, RunFile, TargetGroup
 from unipar.strategy import StrategyOptions
 
 _SHORT_FORMS: dict[str, dict[str, Any]] = {
@@ -46,11 +46,12 @@ def run_schema() -> dict[str, Any]:
     ]
     inline = {"type": "string", "pattern": f"^({'|'.join(options)}):.+=.+$"}
     _replace(run, "strategy", [{"enum": [*options, registry.AUTO]}, inline, *strategies])
-    for key, short in _SHORT_FORMS.items():
-        field = run["properties"][key]
-        # Any form, not exactly one: an optimizer's arguments could be a target's too.
-        described = field.get("oneOf") or field.get("anyOf")
-        _replace(run, key, [short, *(described or [_without_notes(field)])])
+    for key in _SHORT_FORMS:
+        _offer_short(run, key)
+    groups = definitions[Groups.__name__]["additionalProperties"]
+    groups["anyOf"] = groups.pop("oneOf")
+    for group in (NamedGroup, TargetGroup):
+        _offer_short(definitions[group.__name__], "lr_scheduler")
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **run,
@@ -60,6 +61,13 @@ def run_schema() -> dict[str, Any]:
 
 
 _NOTES = ("default", "description", "title")
+
+
+def _offer_short(described: dict[str, Any], key: str) -> None:
+    field = described["properties"][key]
+    # Any form, not exactly one: an optimizer's arguments could be a target's too.
+    forms = field.get("oneOf") or field.get("anyOf") or [_without_notes(field)]
+    _replace(described, key, [_SHORT_FORMS[key], *forms])
 
 
 def _replace(run: dict[str, Any], key: str, forms: list[dict[str, Any]]) -> None:

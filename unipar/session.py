@@ -25,6 +25,7 @@ from unipar.errors import ConfigError, UniparError
 from unipar.evaluate import Metric, Predict, evaluate
 from unipar.functions import CheckedOptimizer, CheckedScheduler, check_factories
 from unipar.garbage import no_collection
+from unipar.grouping import check_choice, factories
 from unipar.launch import peers
 from unipar.loss import LossFn
 from unipar.sizing import resolve_for
@@ -184,8 +185,8 @@ class Session:
         self,
         model: nn.Module | ModelFactory,
         *,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
+        optimizer: OptimizerFactory | str | Mapping[str, Any] | None = None,
+        lr_scheduler: SchedulerFactory | str | Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
         activation_checkpointing: Literal["off", "full"] | Iterable[str] = "off",
         compile: bool | dict[str, Any] = False,
@@ -200,10 +201,14 @@ class Session:
         Args:
             model: a module, or a function that builds one, without arguments or from a
                 :class:`unipar.strategy.ModelContext`.
-            optimizer: called with the named parameters once they have their final form.
-            lr_scheduler: called with the optimizer; stepped once for each optimizer step, but for
-                a ``ReduceLROnPlateau``: call ``engine.lr_scheduler.step(metric)`` with what
-                :meth:`evaluate` gives, on every rank.
+            optimizer: a function, called with the named parameters once they have their final
+                form; the name of a class of ``torch.optim``; a mapping of ``name`` and its
+                arguments; or a mapping of several such, each with the ``params`` that it is for
+                and an ``lr_scheduler`` of its own.
+            lr_scheduler: a function, called with the optimizer, or a name or mapping likewise;
+                stepped once for each optimizer step, but for a ``ReduceLROnPlateau``: call
+                ``engine.lr_scheduler.step(metric)`` with what :meth:`evaluate` gives, on every
+                rank.
             max_grad_norm: the 2-norm that gradients are clipped to; ``math.inf`` only measures.
             activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
             compile: ``True``, or keyword arguments of :meth:`torch.nn.Module.compile`.
@@ -229,12 +234,18 @@ class Session:
                 "Train the models one after the other, or use another strategy."
             )
         check_model(model)
-        check_factories(optimizer, lr_scheduler)
+        if isinstance(lr_scheduler, Mapping) and "metric" in lr_scheduler:
+            raise ConfigError(
+                "lr_scheduler has a metric, by which fit steps it. In a loop of your own leave it "
+                "out, and call engine.lr_scheduler.step(metric) on every rank."
+            )
+        build, schedule = factories(optimizer, lr_scheduler)
+        check_factories(build, schedule)
         policy = activation_checkpointing
         spec = self._spec(
             model,
-            optimizer=CheckedOptimizer(optimizer) if optimizer is not None else None,
-            lr_scheduler=CheckedScheduler(lr_scheduler) if lr_scheduler is not None else None,
+            optimizer=CheckedOptimizer(build) if build is not None else None,
+            lr_scheduler=CheckedScheduler(schedule) if schedule is not None else None,
             max_grad_norm=max_grad_norm,
             activation_checkpointing=policy if isinstance(policy, str) else tuple(policy),
             compile=compile,
@@ -248,15 +259,16 @@ class Session:
 
         def check(built: nn.Module) -> None:
             self._refuse_shared(built, name)
-            if optimizer is not None:
+            if build is not None:
                 check_gradients(built, self.strategy, spec)
+                check_choice(build, built)
 
         if isinstance(model, nn.Module):
             check(model)
             prepared = spec
         else:
             prepared = replace(spec, model=CheckedModel(model, check, self._context()))
-        if optimizer is not None:
+        if build is not None:
             with no_collection():
                 # Torch's optimizers import it when the first of them is made.
                 importlib.import_module("torch._dynamo")

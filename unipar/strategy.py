@@ -24,6 +24,7 @@ from unipar.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.loss import Loss, LossFn, LossSum
+from unipar.optim import NamedOptimizer
 from unipar.state import EngineState, StateSource
 from unipar.world import Placement, World, join
 
@@ -188,6 +189,18 @@ class EngineSpec:
     micro_batch_size: int | None = None
     accumulation: int | None = None
     name: str = "model"
+
+    @property
+    def named_optimizer(self) -> NamedOptimizer | None:
+        """The name and the arguments of the optimizer, for a framework that has its own of it.
+
+        ``None`` where no name was given, but a function, or several optimizers. Checks that the
+        core and ``with_divisible_optimizer`` have put around the factory are looked through, as
+        around any function that has ``__wrapped__``; where a framework builds the optimizer itself,
+        they are not made.
+        """
+        found = None if self.optimizer is None else inspect.unwrap(self.optimizer)
+        return found if isinstance(found, NamedOptimizer) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from unipar.benchmark.writing import replace
 from unipar.config import RunConfig
 from unipar.data import batch_size_of, num_samples_of
 from unipar.errors import ConfigError, did_you_mean
+from unipar.grouping import holds_functions
 from unipar.strategy import ModelFactory, Precision
 
 Show = Callable[[Cell, str], None]
@@ -279,7 +280,9 @@ def _config(arguments: dict[str, Any], cell: Cell) -> RunConfig:
     given = BenchJob(arguments, 1, 1).of(cell, 1)
     objects = ("model", "data", "loss")
     plain = {
-        key: value for key, value in given.items() if key not in objects and not callable(value)
+        key: value
+        for key, value in given.items()
+        if key not in objects and not holds_functions(value)
     }
     # Which options a strategy has is known to the environment that has the strategy.
     return RunConfig.build(**{**plain, "strategy": REFERENCE})
@@ -340,4 +343,7 @@ def _described(thing: Any) -> str:
         return f"{_name(thing)} of {sum(p.numel() for p in thing.parameters())} parameters"
     if isinstance(thing, functools.partial):
         return f"{_name(thing)}({', '.join(f'{k}={v!r}' for k, v in thing.keywords.items())})"
-    return repr(thing) if isinstance(thing, (str, BaseModel, Mapping)) else _name(thing)
+    if isinstance(thing, Mapping) and holds_functions(thing):
+        return f"{{{', '.join(f'{key}: {_described(value)}' for key, value in thing.items())}}}"
+    plain = (str, int, float, list, tuple, BaseModel, Mapping)
+    return repr(thing) if isinstance(thing, plain) else _name(thing)

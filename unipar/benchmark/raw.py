@@ -33,6 +33,7 @@ from unipar.config import RunConfig
 from unipar.data import epoch_order, open_source, shuffles, slicing_of
 from unipar.devices import resolve_device_type
 from unipar.errors import ConfigError
+from unipar.grouping import factories, holds_functions
 from unipar.loss import LossSum
 from unipar.objective import Objective
 from unipar.strategy import EngineSpec, seeded_model
@@ -64,7 +65,7 @@ def work(
     job: BenchJob, cell: Cell, loop: Path, directory: Path, began: float, placement: Placement
 ) -> None:
     """One rank of :func:`run`."""
-    config, loss, factories = _settings(job, cell)
+    config, loss, built = _settings(job, cell)
     source = open_source(job.arguments["data"])
     if source.is_stream:
         raise ConfigError(
@@ -94,7 +95,7 @@ def work(
             "collate": source.collate_fn,
             "batches": batches,
             "loss": mean_loss,
-            **factories,
+            **built,
             "max_grad_norm": config.max_grad_norm,
             "precision": config.precision,
             "device": placement.device,
@@ -132,16 +133,17 @@ class _Clock:
 
 def _settings(job: BenchJob, cell: Cell) -> tuple[RunConfig, Any, dict[str, Any]]:
     given = job.of(cell, job.warmup + job.steps)
-    objects = {
-        name: given.pop(name) for name in ("optimizer", "lr_scheduler") if callable(given.get(name))
-    }
+    names = ("optimizer", "lr_scheduler")
+    objects = {name: given.pop(name) for name in names if holds_functions(given.get(name))}
     for name in ("model", "data", "strategy"):
         given.pop(name)
     loss = given.pop("loss", None)
     config = RunConfig.build(**given)
-    scheduler = config.lr_scheduler.factory() if config.lr_scheduler else None
-    factories = {"optimizer": config.optimizer.factory(), "lr_scheduler": scheduler, **objects}
-    return config, loss, factories
+    built = factories(
+        objects.get("optimizer") or config.optimizer.factory(),
+        objects.get("lr_scheduler") or (config.lr_scheduler and config.lr_scheduler.factory()),
+    )
+    return config, loss, dict(zip(names, built, strict=True))
 
 
 def _batches(config: RunConfig, steps: int, source: Any, placement: Placement) -> list[Any]:

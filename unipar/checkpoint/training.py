@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from unipar.checkpoint.manifest import Manifest
+from unipar.combined import OPTIMIZER as GROUP
+from unipar.combined import optimizers_in, schedulers_in
 from unipar.strategy import Engine
 
 OPTIMIZER, SCHEDULER = "optimizer_class", "lr_scheduler_class"
@@ -22,12 +24,24 @@ def class_names(engine: Engine) -> dict[str, str]:
     another framework the same optimizer has another class.
     """
     names: dict[str, str] = {}
-    optimizer = _innermost(engine.optimizer)
-    if type(optimizer).__module__.startswith("torch.optim."):
-        names[OPTIMIZER] = type(optimizer).__name__
+    if engine.optimizer is not None:
+        kinds = {name: _innermost(one) for name, one in optimizers_in(engine.optimizer).items()}
+        if listed := _listed(kinds, "torch.optim."):
+            names[OPTIMIZER] = listed
     if engine.lr_scheduler is not None:
-        names[SCHEDULER] = type(engine.lr_scheduler).__name__
+        names[SCHEDULER] = _listed(schedulers_in(engine.lr_scheduler))
     return names
+
+
+def _listed(built: Mapping[str, Any], module: str = "") -> str:
+    """The classes' names, each after its group's; without those of other modules."""
+    texts = []
+    for group, one in built.items():
+        # Some of torch's say that they are of the package itself.
+        known = f"{type(one).__module__}.".startswith(module)
+        kind = type(one).__name__ if known else ""
+        texts.append(": ".join(text for text in (group, kind) if text))
+    return ", ".join(texts)
 
 
 def other_training(manifest: Manifest, engines: Mapping[str, Engine]) -> list[str]:
@@ -74,8 +88,10 @@ def training_values(engines: Mapping[str, Engine]) -> dict[str, Any]:
         prefix = "" if len(engines) == 1 else f"{name}: "
         optimizer = engine.optimizer
         groups = [] if optimizer is None else optimizer.param_groups
+        several = {} if optimizer is None else optimizers_in(optimizer)
         for number, group in enumerate(groups):
-            known = _arguments(_innermost(optimizer)) | {"initial_lr"}
+            own = several.get(group.get(GROUP, ""), optimizer)
+            known = _arguments(_innermost(own)) | {"initial_lr"}
             suffix = "" if len(groups) == 1 else f" of group {number}"
             moved: set[str] = set()
             if "initial_lr" in group:
@@ -84,10 +100,10 @@ def training_values(engines: Mapping[str, Engine]) -> dict[str, Any]:
                 moved |= {"momentum", "betas"}
             for key in known & group.keys() - moved:
                 values[f"{prefix}{key}{suffix}"] = _plain(group[key])
-        if engine.lr_scheduler is not None:
-            held = vars(engine.lr_scheduler)
-            for key in _arguments(engine.lr_scheduler) & held.keys() - {"last_epoch"}:
-                values[f"{prefix}{key} of lr_scheduler"] = _plain(held[key])
+        for name, scheduler in schedulers_in(engine.lr_scheduler).items():
+            held, whose = vars(scheduler), f" of '{name}'" * bool(name)
+            for key in _arguments(scheduler) & held.keys() - {"last_epoch"}:
+                values[f"{prefix}{key} of lr_scheduler{whose}"] = _plain(held[key])
     return values
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from unipar.combined import optimizers_in
 from unipar.engine.divisions import Division, Part, Undivided, whole_of
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec, OptimizerFactory
@@ -69,6 +70,11 @@ class _CheckedOptimizer:
     world: World
     divisions: Sequence[Division]
 
+    @property
+    def __wrapped__(self) -> OptimizerFactory:
+        """What it is around; see :attr:`unipar.strategy.EngineSpec.named_optimizer`."""
+        return self.build
+
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         optimizer = self.build(named_parameters)
         check_divisible(optimizer, self.strategy, self.world, *self.divisions)
@@ -82,7 +88,8 @@ def check_divisible(
 
     A copy of it takes a few steps on small tensors, whole and divided, and the two are compared.
     The optimizer itself is left as it is. A dimension beyond 256 is cut off, so what an optimizer
-    does to larger tensors only is not seen; neither is what it begins in later steps.
+    does to larger tensors only is not seen; neither is what it begins in later steps. Of several
+    optimizers each is tried by itself, on what it updates.
 
     Args:
         optimizer: as the user's function has built it.
@@ -93,26 +100,33 @@ def check_divisible(
     Raises:
         ConfigError: on every rank, if it differs on one, or cannot be tried.
     """
-    # torch 2.13, optim/optimizer.py.
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if type(optimizer) in ELEMENTWISE and not hooks:
-        return
-    for division in divisions:
-        problem = next(filter(None, world.gather(_problem(optimizer, division))), None)
-        if problem:
-            raise ConfigError(_refusal(optimizer, strategy, problem, world))
+    for name, one in optimizers_in(optimizer).items():
+        # torch 2.13, optim/optimizer.py.
+        hooks = one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks
+        # Frameworks that begin Adagrad's sums again look for an Adagrad, and see several.
+        begun = one is not optimizer and any(
+            p in one.state for group in one.param_groups for p in group["params"]
+        )
+        if type(one) in ELEMENTWISE and not hooks and not begun:
+            continue
+        for division in divisions:
+            problem = next(filter(None, world.gather(_problem(one, division))), None)
+            if problem:
+                raise ConfigError(_refusal(one, name, strategy, problem, world))
 
 
-def _refusal(optimizer: Optimizer, strategy: str, problem: str, world: World) -> str:
+def _refusal(optimizer: Optimizer, name: str, strategy: str, problem: str, world: World) -> str:
     # It is a floor above, and only this message needs it.
     from unipar.registry import keeping_tensors_whole
 
     whole = ", ".join(keeping_tensors_whole(world.placement)) or "none is installed"
+    others = sorted(kind.__name__ for kind in ELEMENTWISE - {type(optimizer)})
+    group = f" of group '{name}'" if name else ""
     return (
-        f"{strategy}: the optimizer {type(optimizer).__qualname__} cannot be used where ranks "
-        f"divide what it updates: in a trial on small tensors {problem}. Use a strategy that keeps "
-        f"tensors whole ({whole}), or an optimizer whose update of an element depends on that "
-        f"element alone, like {', '.join(sorted(kind.__name__ for kind in ELEMENTWISE))}."
+        f"{strategy}: the optimizer {type(optimizer).__qualname__}{group} cannot be used where "
+        f"ranks divide what it updates: in a trial on small tensors {problem}. Use a strategy that "
+        f"keeps tensors whole ({whole}), or an optimizer whose update of an element depends on "
+        f"that element alone, like {', '.join(others)}."
     )
 
 
@@ -287,6 +301,10 @@ def _copied(
     for real, own in zip(optimizer.param_groups, groups, strict=True):
         memo |= {id(real): own, id(real["params"]): own["params"]}
     for name, value in vars(optimizer).items():
+        if name == "step":
+            # A scheduler has put it there, and it steps the real one (torch 2.13,
+            # optim/lr_scheduler.py, LRScheduler._patch_track_step_called).
+            continue
         try:
             made.__dict__[name] = copy.deepcopy(value, memo)
         except Exception:

@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unipar.combined import OPTIMIZER, optimizers_in
 from unipar.errors import CheckpointError, first_few
 from unipar.plain import check_like, from_json, to_json
 from unipar.state import (
@@ -164,21 +165,25 @@ def import_scaler(scaler: GradScaler, source: StateSource) -> None:
     scaler.load_state_dict(dict(stored))
 
 
-def _local(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds this rank's state (``ZeroRedundancyOptimizer`` wraps one)."""
-    return getattr(optimizer, "optim", optimizer)
+def _local(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that hold this rank's state (``ZeroRedundancyOptimizer`` wraps one)."""
+    return [getattr(one, "optim", one) for one in optimizers_in(optimizer).values()]
 
 
 def _is_partial(optimizer: Optimizer) -> bool:
     """Whether ranks hold the state of different parameters."""
-    return _local(optimizer) is not optimizer
+    return any(hasattr(one, "optim") for one in optimizers_in(optimizer).values())
 
 
-def _local_parameters(module: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Any, Any]]:
+def _local_parameters(
+    module: nn.Module, optimizer: Optimizer
+) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
+    """Name, parameter, group and the mapping that has the state, of what this rank updates."""
     names = {id(p): name for name, p in module.named_parameters()}
-    for group in _local(optimizer).param_groups:
-        for parameter in group["params"]:
-            yield names[id(parameter)], parameter, group
+    for local in _local(optimizer):
+        for group in local.param_groups:
+            for parameter in group["params"]:
+                yield names[id(parameter)], parameter, group, local.state
 
 
 def _moments(
@@ -186,8 +191,7 @@ def _moments(
 ) -> tuple[list[LocalState], dict[str, dict[str, Any]]]:
     moments: list[LocalState] = []
     scalars: dict[str, dict[str, Any]] = {}
-    state = _local(optimizer).state
-    for name, parameter, _ in _local_parameters(module, optimizer):
+    for name, parameter, _, state in _local_parameters(module, optimizer):
         for key, value in state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 moments.append(LocalState.of(f"{name}.{key}", value))
@@ -210,7 +214,6 @@ def _allocate_moments(
     source: StateSource, module: nn.Module, optimizer: Optimizer
 ) -> list[LocalState]:
     """Give each of this rank's parameters the state that is stored for it, yet to be filled."""
-    local = _local(optimizer)
     scalars = source.extra.get("scalars", {})
     known = {name for name, _ in module.named_parameters()}
     strangers = sorted(set(source.optimizer) - known)
@@ -220,16 +223,16 @@ def _allocate_moments(
             f"does not have: {first_few(strangers, 8)}."
         )
     states: list[LocalState] = []
-    for name, parameter, group in _local_parameters(module, optimizer):
+    for name, parameter, group, state in _local_parameters(module, optimizer):
         stored = source.optimizer.get(name, {})
         values: dict[str, Any] = dict(scalars.get(name, {}))
         for key, info in stored.items():
             values[key] = _allocate(f"{name}.{key}", key, info, parameter, group)
             states.append(LocalState.of(f"{name}.{key}", values[key]))
         # What the optimizer holds may be of a newer checkpoint, which turned out to be damaged.
-        local.state.pop(parameter, None)
+        state.pop(parameter, None)
         if values:
-            local.state[parameter] = values
+            state[parameter] = values
     return states
 
 
@@ -260,6 +263,10 @@ def _hyperparameter(where: str, value: Any, own: Any) -> Any:
     return value
 
 
+def _one_of_several(name: str | None) -> str:
+    return "the only optimizer" if name is None else f"the optimizer '{name}' of several"
+
+
 def restore_groups(
     stored: tuple[GroupState, ...], names: Sequence[tuple[str, ...]], optimizer: Optimizer
 ) -> None:
@@ -271,8 +278,8 @@ def restore_groups(
         optimizer: what takes them over.
 
     Raises:
-        CheckpointError: the optimizer groups its parameters in another way, or a value is of
-            another kind than this optimizer has.
+        CheckpointError: the optimizer groups its parameters in another way, a group is of another
+            one of several optimizers, or a value is of another kind than this optimizer has.
     """
     if not stored:
         return
@@ -287,7 +294,18 @@ def restore_groups(
                 f"{[len(g.params) for g in stored]} parameters, this optimizer "
                 f"{[len(n) for n in names]}. Build the same groups as the saved run did."
             )
-        chosen.append(next(iter(indices), number))  # pyright: ignore[reportArgumentType]
+        index: Any = next(iter(indices), number)
+        was, now = (
+            values.get(OPTIMIZER)
+            for values in (stored[index].hyperparameters, optimizer.param_groups[number])
+        )
+        if was != now:
+            raise CheckpointError(
+                f"the parameters of group {number} of the optimizer ({first_few(params)}) are of "
+                f"{_one_of_several(was)} in the checkpoint, and of {_one_of_several(now)} in this "
+                "run. Build the same groups, by the same names, as the saved run did."
+            )
+        chosen.append(index)
     for number, index in enumerate(chosen):
         group = optimizer.param_groups[number]
         for key, value in stored[index].hyperparameters.items():

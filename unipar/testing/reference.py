@@ -24,6 +24,9 @@ Terms = Callable[[Any, Any], tuple[torch.Tensor, Any]]
 """``terms(model, batch)``: the loss summed over the batch's items, and how many items those are."""
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
+MakeSeveral = Callable[
+    [Iterable[tuple[str, nn.Parameter]]], Sequence[tuple[Optimizer, LRScheduler | None]]
+]
 
 
 @dataclass
@@ -54,6 +57,7 @@ def train(
     make_optimizer: MakeOptimizer,
     *,
     make_scheduler: MakeScheduler | None = None,
+    make_several: MakeSeveral | None = None,
     max_grad_norm: float | None = None,
     autocast: torch.dtype | None = None,
     half_weights: torch.dtype | None = None,
@@ -68,24 +72,30 @@ def train(
         make_optimizer: called with the model's named parameters.
         make_scheduler: called with the optimizer; stepped after each step that was taken. One that
             waits for a metric is given the number of steps, which never gets better.
+        make_several: builds, in place of both, several optimizers and the scheduler of each.
         max_grad_norm: the 2-norm that the gradient is scaled down to.
         autocast: the dtype of the forward pass, where it is not fp32 and the weights are.
         half_weights: the dtype of a copy of the model that computes in place of it; the optimizer
             updates the fp32 model by the copy's gradients, and the copy is rounded from it anew.
         leave_out: batches (from 0) that must change nothing.
     """
-    optimizer = make_optimizer(model.named_parameters())
-    scheduler = make_scheduler(optimizer) if make_scheduler else None
+    if make_several is None:
+        optimizer = make_optimizer(model.named_parameters())
+        pairs = [(optimizer, make_scheduler(optimizer) if make_scheduler else None)]
+    else:
+        pairs = make_several(model.named_parameters())
     copied = copy.deepcopy(model).to(half_weights) if half_weights else None
     compute = model if copied is None else rounding(copied)
     trace = Trace()
     for index, parts in enumerate(batches):
-        trace.lrs.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
-        optimizer.zero_grad()
+        groups = [group for optimizer, _ in pairs for group in optimizer.param_groups]
+        trace.lrs.append(tuple(float(group["lr"]) for group in groups))
+        for optimizer, _ in pairs:
+            optimizer.zero_grad()
         with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
-            pairs = [terms(compute, part) for part in parts]
-        count = sum(part_count for _, part_count in pairs)
-        loss = torch.stack([total for total, _ in pairs]).sum() / count
+            sums = [terms(compute, part) for part in parts]
+        count = sum(part_count for _, part_count in sums)
+        loss = torch.stack([total for total, _ in sums]).sum() / count
         trace.losses.append(loss.item())
         trace.num_items.append(float(count))
         trace.skipped.append(index in leave_out)
@@ -96,13 +106,15 @@ def train(
         if copied is not None:
             _take_gradients(model, copied)
         trace.grad_norms.append(_clip(model, max_grad_norm))
-        optimizer.step()
+        for optimizer, _ in pairs:
+            optimizer.step()
         if copied is not None:
             _round_weights(model, copied)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(float(index + 1))
-        elif scheduler is not None:
-            scheduler.step()
+        for _, scheduler in pairs:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(float(index + 1))
+            elif scheduler is not None:
+                scheduler.step()
     if copied is not None:
         for buffer, rounded in zip(model.buffers(), copied.buffers(), strict=True):
             buffer.copy_(rounded)

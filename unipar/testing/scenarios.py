@@ -21,7 +21,7 @@ from unipar.objective import Objective
 from unipar.strategy import EngineSpec, OnNaN, Precision
 from unipar.testing import models, reference
 from unipar.testing.models import Samples
-from unipar.testing.reference import Terms, Trace
+from unipar.testing.reference import MakeSeveral, Terms, Trace
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -118,6 +118,8 @@ class Scenario:
         objective: what a strategy is given instead, the same loss in its parts.
         accumulation: micro-batches of a full global batch.
         factory: give the strategy a function that builds the model, not the model.
+        by_hand: where ``optimizer`` and ``scheduler`` are several in one, the same as the reference
+            takes them.
     """
 
     model: Callable[[], nn.Module] = models.Network
@@ -136,6 +138,7 @@ class Scenario:
     activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"
     compile_backend: str | None = None
     factory: bool = False
+    by_hand: MakeSeveral | None = None
     seed: int = 0
     leave_out: frozenset[int] = field(default=frozenset())
 
@@ -235,6 +238,7 @@ def _reference_trace(scenario: Scenario, parts: int, half_weights: bool) -> Trac
         scenario.terms,
         scenario.optimizer,
         make_scheduler=scenario.scheduler,
+        make_several=scenario.by_hand,
         max_grad_norm=None if clip is None or math.isinf(clip) else clip,
         autocast=None if half_weights else dtype,
         half_weights=dtype if half_weights else None,

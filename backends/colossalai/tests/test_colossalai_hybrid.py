@@ -80,6 +80,27 @@ def test_losses_and_gradient_norms_are_those_of_a_plain_loop(
     assert_same(world_pool(ranks).run(train, strategy, micro, settings), settings)
 
 
+def is_flat(name: str, parameter: torch.Tensor) -> bool:
+    return "norm" in name or name.endswith("bias")
+
+
+def train_by_two(placement: Placement, strategy: str) -> list[Step]:
+    """By an optimizer for each parameter group of the plain loop's, with a scheduler for each."""
+    common = {"eps": 1e-4, "lr_scheduler": {"name": "steplr", "step_size": 3, "gamma": 0.8}}
+    two = {
+        "flat": {**common, "lr": 5e-3, "weight_decay": 0.0, "params": is_flat},
+        "deep": {**common, "lr": 1e-2, "weight_decay": 0.1},
+    }
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine, loader = prepare(session, language_model(), optimizer=two, lr_scheduler=None)
+        return take(engine, loader, 6)
+
+
+@pytest.mark.parametrize("strategy", [TP, PP])
+def test_several_optimizers_train_the_same_run(strategy: str, world_pool: WorldPools) -> None:
+    assert_same(world_pool(2).run(train_by_two, strategy))
+
+
 @pytest.mark.parametrize("strategy", [TP, PP])
 def test_recomputed_activations_change_nothing(strategy: str, world_pool: WorldPools) -> None:
     done = world_pool(2).run(train, strategy, 4, {}, None, 5, "full")

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unipar.combined import CombinedOptimizer
 from unipar.engine import (
     ByTensor,
     DDPReducer,
@@ -161,8 +162,13 @@ class ReplicatedModule(DistributedDataParallel):
         return value
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer) -> ZeroRedundancyOptimizer:
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer,
+) -> ZeroRedundancyOptimizer | CombinedOptimizer:
     """The same optimizer with its state divided among ranks, parameter by parameter."""
+    if isinstance(optimizer, CombinedOptimizer):
+        parts = optimizer.optimizers.items()
+        return CombinedOptimizer({name: shard_optimizer(one) for name, one in parts})
     # Compiles optimizers when it is imported, which takes as long as torch itself.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

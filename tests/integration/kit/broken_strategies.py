@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unipar.batch import Batch
+from unipar.combined import optimizers_in
 from unipar.engine import DDPReducer, ModuleState, OptimizerStepper, StepEngine
 from unipar.loss import LossFn, LossSum
 from unipar.state import EngineState
@@ -79,6 +80,11 @@ class TensorsSplit(OptimizerStepper):
                     next(halves).grad = half
         self.optimizer.step()
         return True
+
+
+class FirstOptimizerStepped(OptimizerStepper):
+    def update(self) -> bool:
+        return self.precision.step(next(iter(optimizers_in(self.optimizer).values())))
 
 
 class PartsUnsaved(StepEngine):

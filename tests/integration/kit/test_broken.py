@@ -130,6 +130,12 @@ BROKEN = [
         "splits_only_what_can_be_split",
         "adafactor: the (loss|gradient norm) of step 2",
     ),
+    (
+        "the first optimizer stepped alone",
+        made_of(stepper=broken.FirstOptimizerStepped),
+        "steps_every_optimizer",
+        "the (loss|gradient norm) of step 2",
+    ),
     ("precision ignored", broken.precision_ignored, "keeps_to_bf16", "changed nothing"),
     (
         "sharding pretended",

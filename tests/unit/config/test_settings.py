@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from unipar.config import OptimizerConfig
 from unipar.documents import parse_value, read_document
 from unipar.errors import ConfigError
+from unipar.grouping import GroupedOptimizer, GroupedScheduler, factories
+from unipar.optim import NamedOptimizer, NamedScheduler
 from unipar.settings import load_settings
 
 MODULE = """
@@ -101,6 +103,27 @@ strategy: ddp
     assert arguments["optimizer"].__name__ == "adamw"
     assert arguments["lr_scheduler"].name == "steplr"
     assert (arguments["strategy"], arguments["epochs"], arguments["steps"]) == ("ddp", 1, None)
+
+
+def test_several_optimizers_are_of_names_and_import_paths(directory: Path) -> None:
+    text = """
+optimizer:
+  matrices: {target: "parts_of_a_run:adamw", params: "*.weight", lr_scheduler: steplr}
+  rest: {name: sgd, lr: 0.1, lr_scheduler: {name: steplr, step_size: 2}}
+"""
+    with pytest.raises(
+        ConfigError, match=r"run.yaml, line 5: optimizer.matrices.lr_scheduler.*step_size"
+    ):
+        load_settings(write(directory, BASE + text), environ={})
+    path = write(directory, BASE + text.replace(", lr_scheduler: steplr", ""))
+    run = load_settings(path, environ={}, sets=["optimizer.rest.lr=0.5"]).run
+    asked = run.arguments()["optimizer"]
+    build, schedule = factories(asked, None)
+    assert isinstance(build, GroupedOptimizer)
+    assert build.groups[0].build is sys.modules["parts_of_a_run"].adamw
+    assert build.groups[1].build == NamedOptimizer("sgd", {"lr": 0.5})
+    assert isinstance(schedule, GroupedScheduler)
+    assert schedule.builds == (NamedScheduler("steplr", {"step_size": 2}),)
 
 
 def test_a_loss_in_parts_is_imported_as_it_is(directory: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from unipar.engine import ByTensor, Division, Flat, Sliced, check_divisible
+from unipar.combined import CombinedOptimizer
+from unipar.engine import ByTensor, Division, Flat, Sliced, check_divisible, divisible
 from unipar.errors import ConfigError
 from unipar.testing.optimizers import adafactor, layerwise
 from unipar.world import Placement, World
@@ -107,6 +108,49 @@ def test_what_would_go_wrong_is_refused_and_nothing_else(
     for division in (FLAT, ROWS, COLUMNS, TENSORS, REBUILT):
         optimizer = build(model().named_parameters())
         assert bool(refusal(optimizer, division)) is (division in refused), division
+
+
+def beside_adamw(kind: Callable[..., optim.Optimizer]) -> optim.Optimizer:
+    named = list(model().named_parameters())
+    matrices = [p for _, p in named if p.ndim == 2]
+    others = optim.AdamW([p for _, p in named if p.ndim != 2], lr=0.1)
+    return CombinedOptimizer({"rest": others, "matrices": kind(matrices, lr=0.1)})
+
+
+def test_of_several_each_is_tried_on_what_it_gets() -> None:
+    for division in (FLAT, ROWS, COLUMNS):
+        said = refusal(beside_adamw(optim.Muon), division)
+        assert said.startswith("mine: the optimizer Muon of group 'matrices' cannot be used")
+    for division in (TENSORS, REBUILT):
+        assert not refusal(beside_adamw(optim.Muon), division)
+    for division in (FLAT, ROWS, COLUMNS, TENSORS, REBUILT):
+        assert not refusal(beside_adamw(optim.SGD), division)
+
+
+def test_what_a_constructor_makes_is_missed_among_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    # DeepSpeed makes Adagrad's sums once more for its flat parts, and sees no Adagrad in several.
+    class Begun(optim.SGD):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, lr)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["sum"] = torch.ones_like(p)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # pyright: ignore
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad / self.state[p]["sum"])
+
+    monkeypatch.setattr(divisible, "ELEMENTWISE", divisible.ELEMENTWISE | {Begun})
+    said = refusal(beside_adamw(Begun), FLAT)
+    assert "it raised KeyError ('sum')" in said
+    assert "Begun" not in said.partition("element alone, like")[2]
+    assert not refusal(beside_adamw(Begun), Flat(comes_first=True))
+
+
+def test_a_scheduler_does_not_hide_what_is_tried() -> None:
+    optimizer = layerwise(model().named_parameters())
+    optim.lr_scheduler.StepLR(optimizer, 2)
+    assert "% off" in refusal(optimizer, FLAT)
 
 
 def test_adamw_itself_is_elementwise() -> None:

@@ -21,7 +21,8 @@ OPTIMIZERS: list[tuple[Any, str]] = [
     (lambda named: optim.SGD([{"params": []}]), r"no parameter. It was called with 2 pairs"),
     (lambda named: optim.SGD(OTHER.parameters()), r"SGD a tensor of shape \(5, 3\) that is none"),
     (lambda named: optim.LBFGS([p for _, p in named]), r"LBFGS .* its step\(\) needs a closure"),
-    ("adamw", r"optimizer is a str. Pass a function optimizer\(named_parameters\)"),
+    (3, r"optimizer is a int. Pass a function optimizer\(named_parameters\)"),
+    ("admw", r"there is no optimizer 'admw'\. Did you mean 'adamw'\?"),
     (lambda: None, r"is called as optimizer\(named_parameters\): too many positional arguments"),
     (optim.SGD(OTHER.parameters()), r"a SGD that is built already.*Pass a function: optimizer=la"),
 ]

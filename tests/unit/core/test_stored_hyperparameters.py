@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from unipar.combined import CombinedOptimizer, CombinedScheduler
 from unipar.engine.state import import_scaler, import_scheduler, restore_groups
 from unipar.errors import CheckpointError
 from unipar.state import GroupState
@@ -50,6 +51,22 @@ def test_the_state_of_another_scheduler_is_refused(stored: Any) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer(), 3)
     with pytest.raises(CheckpointError, match="lr_scheduler"):
         import_scheduler(scheduler, source(lr_scheduler=stored))
+
+
+def test_schedulers_of_other_optimizers_are_refused() -> None:
+    def each(*names: str) -> CombinedScheduler:
+        several = CombinedOptimizer({name: optimizer() for name in names})
+        built = {n: torch.optim.lr_scheduler.StepLR(o, 3) for n, o in several.optimizers.items()}
+        return CombinedScheduler(several, built)
+
+    stored = each("a", "b")
+    stored.optimizer.step()
+    stored.step()
+    restored = each("a", "b")
+    import_scheduler(restored, source(lr_scheduler=stored.state_dict()))
+    assert (restored.last_epoch, restored.schedulers["b"].last_epoch) == (1, 1)
+    with pytest.raises(CheckpointError, match=r"has schedulers of a, b, and this run of a, c"):
+        import_scheduler(each("a", "c"), source(lr_scheduler=stored.state_dict()))
 
 
 def test_a_schedulers_own_refusal_is_named() -> None:

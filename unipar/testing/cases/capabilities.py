@@ -12,13 +12,25 @@ from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.cases.numbers import PLAIN
 from unipar.testing.harness import Part, RankRun, train
 from unipar.testing.kit import Kit, Run, merge
-from unipar.testing.optimizers import adafactor, layerwise
+from unipar.testing.optimizers import (
+    adafactor,
+    each_schedule,
+    layerwise,
+    orthogonal_and_adamw,
+    orthogonal_and_adamw_by_hand,
+)
 from unipar.testing.scenarios import Scenario
 from unipar.world import Placement, World
 
 NOT_ELEMENTWISE = (
     Scenario(optimizer=adafactor, num_steps=6),
     Scenario(optimizer=layerwise, num_steps=6),
+    Scenario(
+        optimizer=orthogonal_and_adamw,
+        scheduler=each_schedule,
+        by_hand=orthogonal_and_adamw_by_hand,
+        num_steps=6,
+    ),
 )
 
 
@@ -80,7 +92,10 @@ def _held(part: Part) -> int:
 
 @case
 def splits_only_what_can_be_split(kit: Kit) -> None:
-    """An optimizer that needs whole tensors makes the reference's run, or is refused."""
+    """Optimizers that need whole tensors, alone or beside another, make the reference's run.
+
+    Or they are refused.
+    """
     for scenario in map(kit.fit, NOT_ELEMENTWISE):
         outcomes = kit.run(_train_or_refuse, scenario)
         refusals = [one for one in outcomes if isinstance(one, str)]

@@ -11,6 +11,7 @@ from unipar.testing.cases.case import Case, case
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assert_equal_weights
 from unipar.testing.kit import Kit
+from unipar.testing.optimizers import each_schedule, sgd_and_adamw, sgd_and_adamw_by_hand
 from unipar.testing.reference import copy_weights
 from unipar.testing.scenarios import (
     Scenario,
@@ -26,6 +27,12 @@ TIED = replace(TOKENS, num_steps=5)
 FROZEN = Scenario(model=models.Frozen, num_steps=10)
 SPARSE = replace(TOKENS, model=models.Sparse, optimizer=plain_sgd, max_grad_norm=None, num_steps=5)
 GROUPS = Scenario(optimizer=grouped, scheduler=warmup_and_decay, num_steps=10)
+SEVERAL = Scenario(
+    optimizer=sgd_and_adamw,
+    scheduler=each_schedule,
+    by_hand=sgd_and_adamw_by_hand,
+    num_steps=10,
+)
 BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
     Scenario(model=models.TakesDict, terms=pass_dict, num_steps=3),
@@ -89,6 +96,13 @@ def keeps_parameter_groups(kit: Kit) -> None:
     """Learning rate, decay and betas of each group are its own, under one scheduler."""
     (run,) = kit.train(GROUPS)
     kit.check(run, GROUPS)
+
+
+@case
+def steps_every_optimizer(kit: Kit) -> None:
+    """Two optimizers over parameters of their own, one with two groups, each with its scheduler."""
+    (run,) = kit.train(SEVERAL)
+    kit.check(run, SEVERAL)
 
 
 @case

@@ -10,7 +10,7 @@ from unipar.scratch import scratch
 from unipar.strategy import Strategy
 from unipar.testing.cases.case import case_also_at
 from unipar.testing.cases.numbers import TOKENS
-from unipar.testing.cases.shapes import GROUPS
+from unipar.testing.cases.shapes import SEVERAL
 from unipar.testing.harness import Exported, RankRun, batches, learning_rates, record, trained_on
 from unipar.testing.kit import Kit, merge_all
 from unipar.testing.reference import Trace
@@ -24,7 +24,7 @@ SAVED_AT = 5
 def resumes(kit: Kit) -> None:
     """Saved after five steps and loaded into a fresh engine, a run goes on as if undisturbed."""
     scenarios = [
-        GROUPS,
+        SEVERAL,
         replace(TOKENS, max_grad_norm=0.5, num_steps=10),
     ]
     scenarios = [kit.fit(scenario) for scenario in scenarios if not kit.refuses(scenario)]
