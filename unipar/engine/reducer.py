@@ -21,10 +21,11 @@ class Reducer:
     :meth:`discard`; and :meth:`clear`.
 
     Args:
-        module: the user's module.
+        module: the user's module, with its parameters in their final form.
         world: the joined processes.
 
     Attributes:
+        parameters: of the module, frozen ones too: they may be thawed between steps.
         holds_forwards: whether a user's own loop may do several forward passes before their
             backward passes.
         hides_gradients: whether ``parameter.grad`` is kept from a user's own loop between its
@@ -40,6 +41,8 @@ class Reducer:
 
     def __init__(self, module: nn.Module, world: World) -> None:
         self.module, self.world = module, world
+        # Some frameworks put others in their places between a forward and a backward pass.
+        self.parameters = list(module.parameters())
 
     def begin(self, *, whole_step: bool) -> None:
         """Prepare for the first forward pass of a step. Collective.
@@ -91,7 +94,7 @@ class Reducer:
         other engines may have gone through this model.
         """
         # An optimizer's `zero_grad()` does no more, and takes twenty times as long.
-        for parameter in self.module.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
 
     def forget(self) -> None:
