@@ -148,6 +148,20 @@ def test_options_change_where_things_are_and_no_number(
     )
 
 
+def test_trying_a_micro_batch_leaves_nothing_to_the_first_step(world_pool: WorldPools) -> None:
+    def tried(engine: Any, world: Any) -> Any:
+        engine.probe(MicroBatch(rows(5), 2), square)
+        return train(engine, world)
+
+    found = world_pool(2).run(with_engine, GEMINI, tried, network())
+    plain = world_pool(2).run(with_engine, GEMINI, train, network())
+    assert_equal_weights(
+        assemble_weights([state for state, _ in found]),
+        assemble_weights([state for state, _ in plain]),
+        0.0,
+    )
+
+
 def test_automatic_placement_evaluates_before_it_has_seen_a_step(world_pool: WorldPools) -> None:
     def run(engine: Any, world: Any) -> tuple[float, float]:
         batch = Batch((MicroBatch(rows(0), 2),), 2)

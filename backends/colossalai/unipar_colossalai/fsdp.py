@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._common_utils import (
+    HandleTrainingState,
+    TrainingState,
+    clean_tensor_name,
+)
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim import Optimizer
 
@@ -191,7 +196,9 @@ class FlatReducer(Reducer):
 
     def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any, whole: Whole) -> None:
         super().__init__(start.module, start.world)
-        self.booster, self.framework_optimizer = start.booster, framework_optimizer
+        self.booster, self.wrapper = start.booster, wrapper
+        self.framework_optimizer = framework_optimizer
+        self._interrupted = False
         self._trained = {id(p): n for n, (p, _) in whole.shapes.items() if p.requires_grad}
         self._without: set[int] = set()
         self._watches = [
@@ -216,8 +223,15 @@ class FlatReducer(Reducer):
         self._without.discard(parameter)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        self._without = set(self._trained)
+        if self._interrupted:
+            raise ConfigError(
+                "colossalai: an error has ended an earlier backward pass before its end, and "
+                "plugin='fsdp' cannot begin another: FSDP is left in the middle of it. "
+                "Start again from a checkpoint, or use strategy='fsdp'."
+            )
+        self._without, self._interrupted = set(self._trained), True
         self.booster.backward(loss, self.framework_optimizer)
+        self._interrupted = False
         without = [self._trained[p] for p in self._trained if p in self._without]
         if without:
             raise ConfigError(
@@ -226,6 +240,20 @@ class FlatReducer(Reducer):
                 "plugin would update them all the same. Freeze them with requires_grad_(False), or "
                 "use strategy='fsdp'."
             )
+
+    def forget(self) -> None:
+        """Let go of the weights that an interrupted forward pass has gathered.
+
+        The next one would compute with them, and they would get no gradient (torch 2.13,
+        distributed/fsdp/_runtime_utils.py: a unit that is gathered is not gathered again).
+        """
+        for unit in FullyShardedDataParallel.fsdp_modules(self.wrapper):
+            handle = unit._handle
+            if unit.training_state is TrainingState.FORWARD_BACKWARD:
+                unit.training_state = TrainingState.IDLE
+            if handle is not None and handle._training_state is HandleTrainingState.FORWARD:
+                _reshard(unit, handle, handle.uses_sharded_strategy)
+                handle._training_state = HandleTrainingState.IDLE
 
     def close(self) -> None:
         for handle in self._watches:

@@ -15,6 +15,7 @@ from unipar.engine import (
     Reducer,
     build_optimizer,
     checkpoint_activations,
+    disarm,
     refuse_inner_gradients,
     scale_gradients,
 )
@@ -84,6 +85,10 @@ class HybridReducer(Reducer):
         super().__init__(start.module, start.world)
         self.booster, self.wrapper = start.booster, wrapper
         self.framework_optimizer = framework_optimizer
+        self._begun = False
+
+    def begin(self, *, whole_step: bool) -> None:
+        self._begun = True
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         if last:
@@ -94,8 +99,14 @@ class HybridReducer(Reducer):
         self.booster.backward(loss, self.framework_optimizer)
 
     def finish(self) -> None:
+        self._begun = False
         # Colossal-AI averages, once or, in a user's own loop, what it has averaged already.
         scale_gradients(self.parameters, self.booster.plugin.dp_size)
+
+    def forget(self) -> None:
+        if self._begun and self.wrapper.use_ddp:
+            disarm(self.wrapper.module)
+        self._begun = False
 
     def probing(self) -> NoReturn:
         raise ConfigError(
