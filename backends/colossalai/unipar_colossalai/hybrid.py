@@ -143,8 +143,7 @@ class HybridNorm:
     def __call__(self, gradients: Collection[torch.Tensor]) -> torch.Tensor:
         found = [(p.grad, holders) for p, holders in self._holders if p.grad is not None]
         assert len(found) == len(gradients)
-        device = found[0][0].device if found else None
-        squared = torch.zeros((), dtype=torch.float64, device=device)
+        squared = torch.zeros((), dtype=torch.float64, device=self._holders[0][0].device)
         for gradient, holders in found:
             squared += gradient.double().square().sum() / holders
         for group in (self._plugin.tp_group, self._plugin.pp_group):
