@@ -82,6 +82,7 @@ class Collectives(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace in _NAMESPACES:
+            # torch 2.13, _ops.py, OpOverload.
             name = func._schema.name.partition("::")[2]
             if name in _KINDS:
                 kind, place = _KINDS[name]

@@ -58,7 +58,8 @@ class StreamShare(IterableDataset):
         worker = get_worker_info()
         every, first = (worker.num_workers, worker.id) if worker else (1, 0)
         # A stream that divides itself among worker processes (Hugging Face's do) would lose samples
-        # here, where each worker reads all of it. torch has no public way to hide them.
+        # here, where each worker reads all of it. torch 2.13 has no public way to hide them
+        # (utils/data/_utils/worker.py).
         torch_worker._worker_info = None
         size = self._slicing.global_batch_size
         begin = 0

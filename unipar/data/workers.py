@@ -20,7 +20,7 @@ def items_of(loader: DataLoader) -> Iterator[Iterator[Any]]:
     """What a DataLoader gives, and the end of its processes.
 
     An error's traceback holds the iterator until the garbage collector comes, which closes pipes
-    in any order. Torch (2.13, ``_MultiProcessingDataLoaderIter.__del__``) then uses a closed one,
+    in any order. torch 2.13 (``_MultiProcessingDataLoaderIter.__del__``) then uses a closed one,
     and a thread of its queue closes whatever file has been opened in its place.
     """
     items = iter(loader)

@@ -18,13 +18,14 @@ class LossAverage:
     gradients once by the rest before they are clipped.
 
     Attributes:
+        world: the ranks.
         normalizer: what the losses of this step are divided by for their backward passes.
         items_per_sample: the most that were seen; kept in checkpoints, for in fp16 it decides what
             overflows.
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self.world = world
         self.items_per_sample = 1.0
         self.clear()
 
@@ -85,7 +86,7 @@ class LossAverage:
     def start(self) -> None:
         """Begin to sum over ranks; nothing is added after it. Collective."""
         assert self._total is not None
-        self._reduction = self._world.start_reduce_loss(self._total, self._count, self._scale)
+        self._reduction = self.world.start_reduce_loss(self._total, self._count, self._scale)
 
     def finish(self) -> tuple[float, float, float]:
         """The loss of the step, its number of items, and what gradients are still to be divided by.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class DDPReducer(Reducer):
         only_overlapped: an option under which gradients can only be reduced while the last
             backward pass runs, as a user writes it; empty: none is set.
         averages: whether the wrapper has a communication hook, which averages.
+        run_backward: the backward pass itself, for a framework that has its own way.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class DDPReducer(Reducer):
         wire_dtype: torch.dtype | None = None,
         only_overlapped: str = "",
         averages: bool = False,
+        run_backward: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
-        super().__init__(ddp.module, world)
+        super().__init__(ddp.module, world, run_backward)
         self.ddp = ddp
         self._averages = averages
         if not averages:
@@ -112,11 +114,7 @@ class DDPReducer(Reducer):
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         if last and not self._whole_step:
             self._arm(loss)
-        self.run_backward(loss)
-
-    def run_backward(self, loss: torch.Tensor) -> None:
-        """The backward pass itself, for a framework that has its own way."""
-        loss.backward()
+        super().backward(loss, last=last)
 
     def _arm(self, loss: torch.Tensor) -> None:
         """Let the next backward pass sum all gradients, accumulated ones too. Collective.

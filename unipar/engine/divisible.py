@@ -93,6 +93,7 @@ def check_divisible(
     Raises:
         ConfigError: on every rank, if it differs on one, or cannot be tried.
     """
+    # torch 2.13, optim/optimizer.py.
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     if type(optimizer) in ELEMENTWISE and not hooks:
         return

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unipar.engine.absent import AbsentGradient
 from unipar.engine.inner import passes_begun
+from unipar.engine.reducer import Reducer
 from unipar.errors import ConfigError, first_few
 
 Mark = tuple[int, int]
@@ -26,16 +27,13 @@ class GradientGuard:
     It looks at addresses and counts of changes on the host, and never at a value.
 
     Args:
-        module: whose parameters.
-        hides: whether to put in ``parameter.grad`` what refuses to be used.
-        watches: whether to look at all.
+        reducer: says where the gradients of its module are.
     """
 
-    def __init__(self, module: nn.Module, *, hides: bool, watches: bool) -> None:
-        self._module = module
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
         # Frozen ones too: they may be thawed between steps.
-        self._parameters = list(module.parameters())
-        self._hides, self._watches = hides, watches
+        self._parameters = list(reducer.module.parameters())
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._marks: list[Mark] = []
         self._passes = 0
@@ -50,7 +48,7 @@ class GradientGuard:
 
     def mark(self) -> list[Mark]:
         """What to give to :meth:`compare` after the user's code."""
-        if not self._watches:
+        if not self._reducer.watches_gradients:
             return []
         return [_mark(parameter.grad) for parameter in self._parameters]
 
@@ -86,7 +84,7 @@ class GradientGuard:
 
     def hide(self) -> None:
         """After a backward pass: let nobody take for the step's what is in ``parameter.grad``."""
-        if self._hides:
+        if self._reducer.hides_gradients:
             # A framework's own class of parameters may do things when they are set.
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in self._parameters:
@@ -127,7 +125,7 @@ class GradientGuard:
         if not changed:
             return
         ids = {id(parameter) for parameter in changed}
-        names = [name for name, p in self._module.named_parameters() if id(p) in ids]
+        names = [name for name, p in self._reducer.module.named_parameters() if id(p) in ids]
         raise ConfigError(
             f"gradients were changed by something else than the engine's own backward pass: "
             f"{first_few(names)}. They are not yet what the "

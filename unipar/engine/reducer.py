@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +24,7 @@ class Reducer:
     Args:
         module: the user's module, with its parameters in their final form.
         world: the joined processes.
+        run_backward: the backward pass itself, for a framework that has its own way.
 
     Attributes:
         parameters: of the module, frozen ones too: they may be thawed between steps.
@@ -39,10 +41,16 @@ class Reducer:
     hides_gradients: bool = False
     watches_gradients: bool = True
 
-    def __init__(self, module: nn.Module, world: World) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        world: World,
+        run_backward: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
         self.module, self.world = module, world
         # Some frameworks put others in their places between a forward and a backward pass.
         self.parameters = list(module.parameters())
+        self._run_backward = run_backward
 
     def begin(self, *, whole_step: bool) -> None:
         """Prepare for the first forward pass of a step. Collective.
@@ -70,7 +78,10 @@ class Reducer:
         Raises:
             ConfigError: the framework cannot sum these gradients.
         """
-        loss.backward()
+        if self._run_backward is None:
+            loss.backward()
+        else:
+            self._run_backward(loss)
 
     def finish(self) -> None:
         """Leave in ``.grad`` of what the stepper steps the sum over ranks, each counted once.

@@ -61,6 +61,8 @@ class StepEngine(Engine):
 
     Attributes:
         model: what a loss function is given in training.
+        eval_model: what it is given in evaluation.
+        loop_model: what ``engine(…)`` calls in a user's own loop.
         reducer: runs backward passes, and sums gradients over ranks.
         precision: surrounds forward passes, and scales losses.
         stepper: divides, clips and steps; ``None`` without an optimizer.
@@ -91,8 +93,8 @@ class StepEngine(Engine):
         if optimizer is not None and spec.lr_scheduler is not None:
             self.lr_scheduler = spec.lr_scheduler(optimizer)
         self.model = module if model is None else model
-        self._eval_model = module if eval_model is None else eval_model
-        self._loop_model = self.model if loop_model is None else loop_model
+        self.eval_model = module if eval_model is None else eval_model
+        self.loop_model = self.model if loop_model is None else loop_model
         self.reducer = Reducer(module, world) if reducer is None else reducer
         if precision is None:
             precision = PrecisionPolicy(spec.precision, world.device)
@@ -103,11 +105,7 @@ class StepEngine(Engine):
         self.state = ModuleState(module, optimizer, world) if state is None else state
         self.average = LossAverage(world)
         self._schedule = schedule
-        self._guard = GradientGuard(
-            module,
-            hides=self.reducer.hides_gradients,
-            watches=self.reducer.watches_gradients,
-        )
+        self._guard = GradientGuard(self.reducer)
         self._undo = [self.reducer.close, *undo]
         if optimizer is not None:
             clearing = self.reducer.hides_gradients
@@ -270,7 +268,7 @@ class StepEngine(Engine):
                 self.reducer.begin(whole_step=False)
             self._forwards += 1
         with self.precision.forward():
-            return self._loop_model(*args, **kwargs)
+            return self.loop_model(*args, **kwargs)
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -399,7 +397,7 @@ class StepEngine(Engine):
                 self._evaluate_stages(self._schedule, batch, loss_fn, sums)
             else:
                 for microbatch in batch.microbatches:
-                    loss = self._loss(self._eval_model, microbatch, loss_fn, training=False)
+                    loss = self._loss(self.eval_model, microbatch, loss_fn, training=False)
                     samples = microbatch.num_samples
                     if isinstance(loss, LossSum):
                         total, count = loss.total, loss.count

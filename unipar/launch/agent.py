@@ -112,7 +112,8 @@ class Agent(LocalElasticAgent):
         self._store = self._worker_group.store = None
 
     # -- what torch's agent calls ----------------------------------------------------------------
-    # Torch's ``prof`` decorator hides the signatures of the methods that it wraps from checkers.
+    # torch 2.13, distributed/elastic/agent/server/local_elastic_agent.py. Its ``prof`` decorator
+    # hides the signatures of the methods that it wraps from checkers.
 
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: api.WorkerGroup

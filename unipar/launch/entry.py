@@ -37,6 +37,7 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     open_marks(attempt.mark(placement.rank))
     open_notes(attempt.note(placement.rank))
     # A killed process cannot remove the directory that it makes for its sockets.
+    # CPython 3.11, Lib/multiprocessing/util.py, get_temp_dir.
     process.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
     stack = attempt.stack(placement.rank).open("w")
     faulthandler.register(start["stack_signal"], file=stack, all_threads=False)

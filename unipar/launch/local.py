@@ -191,6 +191,7 @@ def _run_agent(
     from unipar.launch.agent import WORKER, Agent
     from unipar.launch.rendezvous import LoopbackRendezvous
 
+    # CPython 3.11, Lib/subprocess.py.
     flags = util._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
     spec = WorkerSpec(
         role="unipar",

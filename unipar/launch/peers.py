@@ -262,6 +262,7 @@ def watch(world: World) -> Peers | None:
     """
     if world.size == 1 or progress.watched() or not dist.is_initialized():
         return None
+    # torch 2.13, distributed/distributed_c10d.py; nothing public gives the store of the group.
     peers = Peers(world, dist.distributed_c10d._get_default_store())
     # Whoever asks for a word finds one.
     world.barrier()

@@ -18,7 +18,10 @@ BLOCKS = (cst.IndentedBlock, cst.SimpleStatementSuite, cst.Module)
 
 
 class _Spans(ByteSpanPositionProvider):
-    """The bytes of all nodes, without LibCST's other walk for visitors that nobody asks for."""
+    """The bytes of all nodes, without LibCST's other walk for visitors that nobody asks for.
+
+    LibCST 1.9.0, metadata/base_provider.py.
+    """
 
     def __init__(self, tree: cst.Module) -> None:
         super().__init__()

@@ -91,8 +91,8 @@ def use_accelerator(placement: Placement) -> list[dict[str, Any]]:
                 {
                     "numbers": numbers,
                     "kind": accelerator.distributed_type.value,
-                    "wrapped": type(engine._model).__name__,
-                    "is plain": type(accelerator.unwrap_model(engine._model)) is nn.Sequential,
+                    "wrapped": type(engine.model).__name__,
+                    "is plain": type(accelerator.unwrap_model(engine.model)) is nn.Sequential,
                     "ranks": accelerator.gather(rank).tolist(),
                     "own": own.distributed_type.value,
                     "zero.Init": is_deepspeed_zero3_enabled(),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,19 +13,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from unipar.batch import MicroBatch
 from unipar.engine import (
     AsDTensors,
-    DDPModuleEngine,
     DDPReducer,
-    ModuleEngine,
+    OptimizerStepper,
+    PrecisionPolicy,
+    Reducer,
+    StepEngine,
     Undo,
+    build_optimizer,
     check_divisible,
     sum_shards,
 )
 from unipar.engine.sharded import refuse_gradients_outside
 from unipar.errors import ConfigError
-from unipar.loss import LossFn
 from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
 from unipar.world import World
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from unipar_accelerate.options import AccelerateOptions
 
 
-class AccelerateEngine(ModuleEngine):
+class AccelerateEngine(StepEngine):
     """Model and optimizer as ``Accelerator.prepare`` gives them back.
 
     Attributes:
@@ -45,112 +47,183 @@ class AccelerateEngine(ModuleEngine):
             ``gather``, trackers, ``is_main_process``. Each engine has one; they share their state.
     """
 
+    accelerator: Accelerator
+
+
+def prepare_replica(
+    spec: EngineSpec,
+    world: World,
+    module: nn.Module,
+    accelerator: Accelerator,
+    options: AccelerateOptions,
+    undo: list[Undo],
+) -> AccelerateEngine:
+    """A replica under DDP, unless the process is alone. Collective."""
+    optimizer = build_optimizer(spec, module)
+    undo = [accelerator.free_memory, *undo, _restored(module)]
+    prepared: Any = None
+    with quiet():
+        if optimizer is None:
+            model = accelerator.prepare_model(module, evaluation_mode=True)
+        else:
+            model, prepared = accelerator.prepare(module, optimizer)
+    check_wrapped(accelerator, options, model, world)
+    backward = partial(_backward, accelerator)
+    reducer = Reducer(module, world, backward)
+    if isinstance(model, DistributedDataParallel):
+        hook = options.compression
+        reducer = DDPReducer(
+            model,
+            world,
+            allow_unused="accelerate:find_unused_parameters=true",
+            only_overlapped="" if hook == "none" else f"accelerate:compression={hook}",
+            averages=hook != "none",
+            run_backward=backward,
+        )
+    return _engine(spec, world, module, optimizer, accelerator, model, prepared, reducer, undo)
+
+
+def prepare_shards(
+    spec: EngineSpec,
+    world: World,
+    module: nn.Module,
+    accelerator: Accelerator,
+    options: AccelerateOptions,
+    undo: list[Undo],
+) -> AccelerateEngine:
+    """Shards under the FSDP2 plugin. Collective."""
+    optimizer = build_optimizer(spec, module)
+    undo = [accelerator.free_memory, *undo, _restored(module)]
+    # FSDP2 is prepared with an optimizer, or not at all.
+    steps = optimizer or torch.optim.SGD(module.parameters(), lr=0.0)
+    with quiet():
+        model, prepared = accelerator.prepare(module, steps)
+    check_wrapped(accelerator, options, model, world)
+    sum_shards(module)
+    check_divisible(steps, "accelerate", world, AsDTensors(comes_first=False))
+    undo += refuse_gradients_outside(module, "accelerate")
+    reducer = ShardReducer(module, world, accelerator)
+    return _engine(spec, world, module, optimizer, accelerator, model, prepared, reducer, undo)
+
+
+def _engine(
+    spec: EngineSpec,
+    world: World,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    accelerator: Accelerator,
+    model: nn.Module,
+    prepared: Any,
+    reducer: Reducer,
+    undo: list[Undo],
+) -> AccelerateEngine:
+    precision = AcceleratePrecision(spec.precision, world.device, scaler=accelerator.scaler)
+    stepper = None
+    if optimizer is not None:
+        stepper = AccelerateStepper(optimizer, precision, module, accelerator, prepared)
+    engine = AccelerateEngine(
+        spec,
+        world,
+        module,
+        optimizer,
+        model=model,
+        loop_model=module if isinstance(reducer, DDPReducer) else model,
+        reducer=reducer,
+        precision=precision,
+        stepper=stepper,
+        undo=undo,
+    )
+    engine.accelerator = accelerator
+    return engine
+
+
+class AcceleratePrecision(PrecisionPolicy):
+    """Scales in ``accelerator.backward``; unscales where Accelerate clips, or else steps."""
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+class AccelerateStepper(OptimizerStepper):
+    """Clips by the Accelerator, and steps what it has made of the optimizer.
+
+    Args:
+        optimizer: the user's.
+        precision: of the engine.
+        module: whose parameters are clipped.
+        accelerator: what has prepared them.
+        prepared: what it has made of the optimizer.
+    """
+
     def __init__(
         self,
-        spec: EngineSpec,
-        world: World,
+        optimizer: torch.optim.Optimizer,
+        precision: PrecisionPolicy,
         module: nn.Module,
         accelerator: Accelerator,
-        options: AccelerateOptions,
-        undo: Iterable[Undo],
+        prepared: Any,
     ) -> None:
-        self.accelerator = accelerator
-        self._options = options
-        super().__init__(spec, world, module, undo=undo)
-        self._undo.append(_restored(module))
-        self._prepared: Any = None
-        with quiet():
-            self._prepare()
-        check_wrapped(accelerator, options, self._model, world)
-        self._scaler = accelerator.scaler
-
-    def _prepare(self) -> None:
-        if self.optimizer is None:
-            self._model = self.accelerator.prepare_model(self.module, evaluation_mode=True)
-        else:
-            self._model, self._prepared = self.accelerator.prepare(self.module, self.optimizer)
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        self._check_shared_state()
-        self.accelerator.backward(loss)
-
-    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Left to Accelerate, which does so when it clips, or else when it steps."""
-
-    def _gradient_norm(self, max_norm: float) -> float:
         # Accelerate knows an FSDP2 model by the list of all its parameters, frozen ones included.
-        norm: Any = self.accelerator.clip_grad_norm_(self._all_parameters, max_norm)
+        super().__init__(optimizer, precision, module.parameters())
+        self._accelerator, self._prepared = accelerator, prepared
+
+    def clip(self, max_norm: float) -> float:
+        norm: Any = self._accelerator.clip_grad_norm_(self.parameters, max_norm)
         return (norm.full_tensor() if is_dtensor(norm) else norm).item()
 
-    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        self._check_shared_state()
+    def update(self) -> bool:
+        _check_shared_state(self._accelerator)
         self._prepared.step()
         return not self._prepared.step_was_skipped
 
-    def _check_shared_state(self) -> None:
-        """Refuse what another Accelerator may have set for all of them, which is not seen else.
 
-        It would divide the loss once more, and leave steps out.
-        """
-        steps = self.accelerator.gradient_accumulation_steps
-        synced = self.accelerator.sync_gradients
-        if steps == 1 and synced:
-            return
-        raise ConfigError(
-            f"accelerate: gradient_accumulation_steps={steps} (sync_gradients={synced}) was set in "
-            "this process, by an Accelerator of your own or on engine.accelerator, and all "
-            "Accelerators share it. Micro-batches are unipar's: set micro_batch_size, and leave "
-            "gradient_accumulation_steps at 1 and accumulate() out."
-        )
+class ShardReducer(Reducer):
+    """Gradients are reduce-scattered by FSDP2 in the last backward pass."""
 
-    def close(self) -> None:
-        super().close()
-        self._model, self._prepared = self.module, None
-        self.accelerator.free_memory()
+    # Between micro-batches they are inside FSDP; and a DTensor does not tell of all changes.
+    hides_gradients = True
 
+    def __init__(self, module: nn.Module, world: World, accelerator: Accelerator) -> None:
+        super().__init__(module, world, partial(_backward, accelerator))
+        self._accelerator = accelerator
 
-class ReplicatedEngine(DDPModuleEngine, AccelerateEngine):
-    """Under DDP, unless the process is alone: gradients are summed in the last backward pass."""
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self._accelerator.no_sync(self.module)
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        if isinstance(self._model, DistributedDataParallel):
-            hook = self._options.compression
-            self._reducer = DDPReducer(
-                self._model,
-                allow_unused="accelerate:find_unused_parameters=true",
-                only_overlapped="" if hook == "none" else f"accelerate:compression={hook}",
-                averages=hook != "none",
-            )
-
-
-class ShardedEngine(AccelerateEngine):
-    """Under the FSDP2 plugin: gradients are reduce-scattered in the last backward pass."""
-
-    def _prepare(self) -> None:
-        # FSDP2 is prepared with an optimizer, or not at all.
-        optimizer = self.optimizer or torch.optim.SGD(self.module.parameters(), lr=0.0)
-        self._model, self._prepared = self.accelerator.prepare(self.module, optimizer)
-        sum_shards(self.module)
-        check_divisible(optimizer, "accelerate", self.world, AsDTensors(comes_first=False))
-        self._all_parameters = list(self.module.parameters())
-        self._parameters = self._all_parameters
-        self._undo += refuse_gradients_outside(self.module, "accelerate")
-
-    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self._model)
-
-    def _probing(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
         # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.
-        return contextlib.nullcontext()
-
-    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
         try:
-            super().probe(microbatch, loss_fn)
+            yield
         finally:
             # After running out of memory in a forward pass, parameters are still gathered.
             assert isinstance(self.module, FSDPModule)
             self.module.reset_iter_state()
+
+
+def _backward(accelerator: Accelerator, loss: torch.Tensor) -> None:
+    _check_shared_state(accelerator)
+    accelerator.backward(loss)
+
+
+def _check_shared_state(accelerator: Accelerator) -> None:
+    """Refuse what another Accelerator may have set for all of them, which is not seen else.
+
+    It would divide the loss once more, and leave steps out.
+    """
+    steps = accelerator.gradient_accumulation_steps
+    synced = accelerator.sync_gradients
+    if steps == 1 and synced:
+        return
+    raise ConfigError(
+        f"accelerate: gradient_accumulation_steps={steps} (sync_gradients={synced}) was set in "
+        "this process, by an Accelerator of your own or on engine.accelerator, and all "
+        "Accelerators share it. Micro-batches are unipar's: set micro_batch_size, and leave "
+        "gradient_accumulation_steps at 1 and accumulate() out."
+    )
 
 
 def _restored(module: nn.Module) -> Undo:

@@ -102,6 +102,7 @@ class Framework:
 
         self._states: Any = (AcceleratorState, GradientState)
         self._environment = _accelerates_own()
+        # Accelerate 1.15.0, state.py: what all instances share.
         self._owns = PartialState._shared_state == {}
         with quiet(), _placed(world.placement):
             state = PartialState(cpu=world.device.type == "cpu")

@@ -102,16 +102,16 @@ class AccelerateStrategy(Strategy):
         if self.options.plugin == "deepspeed":
             return self._prepare_deepspeed(spec, world)
         from unipar_accelerate.accelerator import make_accelerator
-        from unipar_accelerate.engine import ReplicatedEngine, ShardedEngine
+        from unipar_accelerate.engine import prepare_replica, prepare_shards
 
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
         undo.append(compile_modules([module], spec.compile))
         accelerator = make_accelerator(self._framework, self.options, spec, module, world)
         if self.options.plugin == "ddp":
-            return ReplicatedEngine(spec, world, module, accelerator, self.options, undo)
+            return prepare_replica(spec, world, module, accelerator, self.options, undo)
         _make_equal(module)
-        return ShardedEngine(spec, world, module, accelerator, self.options, undo)
+        return prepare_shards(spec, world, module, accelerator, self.options, undo)
 
     def _prepare_deepspeed(self, spec: EngineSpec, world: World) -> Engine:
         prepared = zero.Prepared(self._framework, self.options)

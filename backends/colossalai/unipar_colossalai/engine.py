@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -95,6 +95,12 @@ def prepare(start: Start) -> BoosterEngine:
     stepper = None
     if optimizer is not None:
         stepper = OptimizerStepper(stepped, precision, module.parameters())
+    reducer = DDPReducer(
+        wrapper.module,
+        start.world,
+        allow_unused="colossalai:plugin=ddp,find_unused_parameters=true",
+        run_backward=partial(start.booster.backward, optimizer=stepped),
+    )
     return BoosterEngine(
         start,
         wrapper,
@@ -102,20 +108,8 @@ def prepare(start: Start) -> BoosterEngine:
         stepped,
         model=Boosted(module, wrapper),
         loop_model=module,
-        reducer=ReplicaReducer(start, wrapper, stepped),
+        reducer=reducer,
         precision=precision,
         stepper=stepper,
         undo=start.undo,
     )
-
-
-class ReplicaReducer(DDPReducer):
-    """Sums gradients during the backward pass of the last micro-batch."""
-
-    def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any) -> None:
-        unused = "colossalai:plugin=ddp,find_unused_parameters=true"
-        super().__init__(wrapper.module, start.world, allow_unused=unused)
-        self.booster, self.framework_optimizer = start.booster, framework_optimizer
-
-    def run_backward(self, loss: torch.Tensor) -> None:
-        self.booster.backward(loss, self.framework_optimizer)

@@ -195,9 +195,9 @@ class FlatReducer(Reducer):
     holds_forwards = False
 
     def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any, whole: Whole) -> None:
-        super().__init__(start.module, start.world)
-        self.booster, self.wrapper = start.booster, wrapper
-        self.framework_optimizer = framework_optimizer
+        run_backward = partial(start.booster.backward, optimizer=framework_optimizer)
+        super().__init__(start.module, start.world, run_backward)
+        self.wrapper = wrapper
         self._interrupted = False
         self._trained = {id(p): n for n, (p, _) in whole.shapes.items() if p.requires_grad}
         self._without: set[int] = set()
@@ -230,7 +230,7 @@ class FlatReducer(Reducer):
                 "Start again from a checkpoint, or use strategy='fsdp'."
             )
         self._without, self._interrupted = set(self._trained), True
-        self.booster.backward(loss, self.framework_optimizer)
+        super().backward(loss, last=last)
         self._interrupted = False
         without = [self._trained[p] for p in self._trained if p in self._without]
         if without:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -82,7 +83,8 @@ class HybridReducer(Reducer):
     """
 
     def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any) -> None:
-        super().__init__(start.module, start.world)
+        run_backward = partial(start.booster.backward, optimizer=framework_optimizer)
+        super().__init__(start.module, start.world, run_backward)
         self.booster, self.wrapper = start.booster, wrapper
         self.framework_optimizer = framework_optimizer
         self._begun = False
@@ -94,9 +96,6 @@ class HybridReducer(Reducer):
         if last:
             return super().microbatch(last=last)
         return self.booster.no_sync(self.wrapper, self.framework_optimizer)
-
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        self.booster.backward(loss, self.framework_optimizer)
 
     def finish(self) -> None:
         self._begun = False

@@ -99,6 +99,7 @@ class Logical:
             dim = get_shard_dim_1d(held)
             start = tp_rank * held.shape[dim]
         elif is_padded_tensor(held):
+            # Colossal-AI 0.5.0, tensor/padded_tensor/api.py.
             dim, start = held._padding_dim, 0  # pyright: ignore[reportAttributeAccessIssue]
         else:
             return Shard(name, shape, 0, held)

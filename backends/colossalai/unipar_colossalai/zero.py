@@ -120,10 +120,11 @@ class ZeROReducer(Reducer):
             self.zero.require_grad_sync = False
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        # Its own `backward` would reduce at once, with no moment to look at what there is.
+        # Its own `backward` would reduce at once, with no moment to look at what there is
+        # (Colossal-AI 0.5.0, zero/low_level/low_level_optim.py).
         zero = self.zero
         if self._probing:
-            loss.backward()
+            super().backward(loss, last=last)
             return
         self._without.update(self._trained)
         if self._reduces_now and self._partial:

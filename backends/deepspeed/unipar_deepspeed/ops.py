@@ -77,6 +77,7 @@ def load(operator: str) -> None:
     from deepspeed.ops.op_builder.builder import OpBuilder  # pyright: ignore
 
     for name in NEEDED[operator]:
+        # DeepSpeed 0.19.8, ops/op_builder/builder.py.
         if name in OpBuilder._loaded_ops:
             continue
         path = _library(name)

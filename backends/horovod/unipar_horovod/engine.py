@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unipar.batch import Batch
-from unipar.engine import ModuleEngine, sparse_parameters
+from unipar.engine import Reducer, StepEngine, build_optimizer, share_buffers, sparse_parameters
 from unipar.errors import ConfigError
-from unipar.loss import LossFn
-from unipar.strategy import EngineSpec, StepResult
+from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_horovod.processes import import_horovod
 from unipar_horovod.telling import telling
@@ -29,36 +27,58 @@ _NEVER = 1 << 60
 DTYPES = frozenset({torch.float16, torch.float32, torch.float64})
 
 
-class HorovodEngine(ModuleEngine):
-    """A replica on each rank; gradients are summed while the last backward pass goes on.
+def make_engine(
+    spec: EngineSpec,
+    world: World,
+    module: nn.Module,
+    undo: list[Callable[[], None]],
+    options: HorovodOptions,
+) -> HorovodEngine:
+    """An engine over a module whose weights become those of rank 0. Collective."""
+    check_dtypes(module)
+    import_horovod().broadcast_parameters(
+        {f"{spec.name}.{name}": p.data for name, p in module.named_parameters()}, root_rank=0
+    )
+    share_buffers(module, world)
+    optimizer = build_optimizer(spec, module)
+    reducer = None
+    if optimizer is not None and world.size > 1:
+        reducer = HorovodReducer(module, world, spec.name, options)
+    return HorovodEngine(spec, world, module, optimizer, reducer=reducer, undo=undo)
+
+
+class HorovodEngine(StepEngine):
+    """A replica on each rank; gradients are summed while the last backward pass goes on."""
+
+    def tell_collectives(self, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
+        return telling(seen)
+
+
+class HorovodReducer(Reducer):
+    """Sums gradients by Horovod, each as soon as the last backward pass has added to it.
+
+    The update itself is done by the user's own optimizer: Horovod would make a new one of its
+    class, whose arguments other than hyperparameters are lost.
+
+    Args:
+        module: the user's module; a gradient is summed over ranks under its parameter's name.
+        world: the joined processes.
+        name: of the engine: reductions meet by name, and engines of one session must not meet.
+        options: of the strategy.
 
     Attributes:
-        reducer: Horovod's DistributedOptimizer, which sums the gradients. The update itself is
-            done by the user's own optimizer: Horovod would make a new one of its class, whose
-            arguments other than hyperparameters are lost.
+        optimizer: Horovod's DistributedOptimizer.
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        world: World,
-        module: nn.Module,
-        undo: list[Callable[[], None]],
-        options: HorovodOptions,
-    ) -> None:
+    def __init__(self, module: nn.Module, world: World, name: str, options: HorovodOptions) -> None:
+        super().__init__(module, world)
         self._hvd = import_horovod()
-        self._options = options
-        check_dtypes(module)
-        self._hvd.broadcast_parameters(
-            {f"{spec.name}.{name}": p.data for name, p in module.named_parameters()}, root_rank=0
-        )
-        super().__init__(spec, world, module, undo=undo)
-        self._sync_buffers()
-        self.reducer: Any = None
-        if self.optimizer is not None and world.size > 1:
-            self.reducer = self._build_reducer()
+        self._name, self._options = name, options
+        self._all_parameters = list(module.parameters())
+        self.optimizer = self._make_optimizer()
+        self._used = torch.ones(len(self._all_parameters), device=world.device)
 
-    def _build_reducer(self) -> Any:
+    def _make_optimizer(self) -> Any:
         options = self._options
         sparse = list(sparse_parameters(self.module).values())
         if sparse and options.num_groups is not None:
@@ -70,11 +90,10 @@ class HorovodEngine(ModuleEngine):
         if options.gradient_predivide_factor != 1.0:
             # Horovod 0.28.1 refuses the factor beside a sum, and leaves it out of groups.
             compression = Predivided(compression, options.gradient_predivide_factor)
-        reducer = self._hvd.DistributedOptimizer(
+        return self._hvd.DistributedOptimizer(
             torch.optim.SGD(self._all_parameters, lr=0.0),
-            # Reductions meet by name, and engines of one session must not meet.
             named_parameters=[
-                (f"{self.spec.name}.{name}", p) for name, p in self.module.named_parameters()
+                (f"{self._name}.{name}", p) for name, p in self.module.named_parameters()
             ],
             compression=compression,
             backward_passes_per_step=_NEVER,
@@ -82,8 +101,6 @@ class HorovodEngine(ModuleEngine):
             groups=None if sparse else self._groups(),
             sparse_as_dense=options.sparse_as_dense,
         )
-        self._used = torch.ones(len(self._all_parameters), device=self._device)
-        return reducer
 
     def _groups(self) -> list[list[nn.Parameter]]:
         """The gradients that are reduced together, in about the order in which they form.
@@ -108,38 +125,25 @@ class HorovodEngine(ModuleEngine):
                 filled = size
         return groups
 
-    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        self._share_buffers()
-        return super().train_step(batch, loss_fn)
-
-    def _begin_by_hand(self) -> None:
-        self._share_buffers()
-
-    def _share_buffers(self) -> None:
+    def begin(self, *, whole_step: bool) -> None:
         if self._options.broadcast_buffers:
-            self._sync_buffers()
+            self.share_buffers()
 
-    def tell_collectives(self, seen: Callable[[str, int], None]) -> AbstractContextManager[None]:
-        return telling(seen)
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if last:
+            self.optimizer.set_backward_passes_per_step(1)
+        super().backward(loss, last=last)
 
-    def _add(self, loss: torch.Tensor, weight: float, count: Any, *, last: bool, **known) -> None:
-        if last and self.reducer is not None:
-            # Each gradient is summed as soon as this backward pass has added to it.
-            self.reducer.set_backward_passes_per_step(1)
-        super()._add(loss, weight, count, last=last, **known)
-
-    def _finish_gradients(self) -> None:
-        reducer = self.reducer
-        if reducer is None:
-            return
+    def finish(self) -> None:
+        optimizer = self.optimizer
         begin = time.monotonic()
         try:
             unused = self._start_telling_unused()
-            if reducer._groups is None:
+            if optimizer._groups is None:
                 self._complete_each()
             else:
                 self._complete_groups()
-            reducer.synchronize()
+            optimizer.synchronize()
             unused = self._hvd.synchronize(unused)
         except self._hvd.HorovodInternalError as error:
             patience = self.world.placement.timeout
@@ -148,7 +152,7 @@ class HorovodEngine(ModuleEngine):
             what = f"timed out after {patience:g} s" if stalled else "connection closed"
             raise dist.DistNetworkError(f"Horovod's reduction of gradients: {what}") from error
         # Backward passes of other engines may go through this model before its own next one.
-        reducer.set_backward_passes_per_step(_NEVER)
+        optimizer.set_backward_passes_per_step(_NEVER)
         if not unused.all():
             for parameter, used in zip(self._all_parameters, unused.tolist(), strict=True):
                 if not used:
@@ -162,7 +166,7 @@ class HorovodEngine(ModuleEngine):
             if parameter.grad is None:
                 self._used[index] = 0.0
         # As a tensor like the gradients, it travels in one buffer with them.
-        return self._hvd.allreduce_async_(self._used, name=f"{self.spec.name}..used")
+        return self._hvd.allreduce_async_(self._used, name=f"{self._name}..used")
 
     def _complete_groups(self) -> None:
         """Reduce as groups, too, those of which some parameter got no gradient on this rank.
@@ -170,28 +174,28 @@ class HorovodEngine(ModuleEngine):
         Horovod 0.28.1 would reduce their parameters one by one, and wait forever for the ranks
         that reduce the group (horovod/torch/optimizer.py, ``synchronize``).
         """
-        reducer = self.reducer
+        optimizer = self.optimizer
         for parameter in self._all_parameters:
-            if parameter.requires_grad and parameter not in reducer._p_to_group:
+            if parameter.requires_grad and parameter not in optimizer._p_to_group:
                 # It was frozen when the groups were made.
-                reducer._p_to_group[parameter] = (parameter,)
-                reducer._group_counts[parameter,] = 0
-        for group in reducer._group_counts:
-            if group in reducer._handles:
+                optimizer._p_to_group[parameter] = (parameter,)
+                optimizer._group_counts[parameter,] = 0
+        for group in optimizer._group_counts:
+            if group in optimizer._handles:
                 continue
             for parameter in group:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                reducer._handles.pop(parameter, None)
-            reducer._handles[group] = reducer._grouped_allreduce_grad_async(group)
-            reducer._group_counts[group] = 0
+                optimizer._handles.pop(parameter, None)
+            optimizer._handles[group] = optimizer._grouped_allreduce_grad_async(group)
+            optimizer._group_counts[group] = 0
 
     def _complete_each(self) -> None:
         """The same where each gradient is reduced by itself, since some are sparse."""
-        reducer, sparse = self.reducer, set(sparse_parameters(self.module).values())
+        optimizer, sparse = self.optimizer, set(sparse_parameters(self.module).values())
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                reducer._requires_update.add(parameter)
+                optimizer._requires_update.add(parameter)
                 if parameter.grad is None and name in sparse:
                     # Horovod would give dense zeros, and wait for the ranks that send indices.
                     parameter.grad = torch.zeros_like(parameter).to_sparse(1)

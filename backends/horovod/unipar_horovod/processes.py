@@ -51,6 +51,7 @@ def import_horovod() -> Any:
             import horovod.torch as hvd  # pyright: ignore[reportMissingImports]
         except Exception as error:
             raise _broken(error) from error
+    # Horovod 0.28.1, horovod/torch/__init__.py.
     if not hvd._MPI_LIB_AVAILABLE:
         # Horovod prints why its library does not load, and goes on without it.
         try:

@@ -175,12 +175,12 @@ class HorovodStrategy(Strategy):
         return world
 
     def prepare(self, spec: EngineSpec, world: World) -> HorovodEngine:
-        from unipar_horovod.engine import HorovodEngine
+        from unipar_horovod.engine import make_engine
 
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
         undo.append(compile_modules([module], spec.compile))
-        return HorovodEngine(spec, world, module, undo, self.options)
+        return make_engine(spec, world, module, undo, self.options)
 
     def teardown(self) -> None:
         processes.stop()

@@ -65,7 +65,8 @@ def by_hand(loss: Any) -> Callable[[Engine, torch.Tensor], None]:
 
 
 def evaluated(engine: Engine, data: torch.Tensor) -> None:
-    engine.eval_step(unipar.MicroBatch(data, len(data)), projected)
+    microbatch = unipar.MicroBatch(data, len(data))
+    engine.eval_batch(unipar.Batch((microbatch,), len(data)), projected)
 
 
 def averaged(engine: Engine, data: torch.Tensor) -> None:

@@ -157,7 +157,7 @@ class Column(Engine):
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         raise NotImplementedError
 
-    def eval_step(self, microbatch: MicroBatch, loss_fn: LossFn) -> LossSum:
+    def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
         raise NotImplementedError
 
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from unipar.data import Loader
-from unipar.engine import ModuleEngine
+from unipar.engine import Reducer, StepEngine
 from unipar.errors import ConfigError
 from unipar.evaluate import evaluate
 from unipar.layout import Layout
@@ -30,12 +30,12 @@ WEIGHTED = (X.sum(1, keepdim=True) > 2).float() + 0.5
 LAYOUT = Layout(dp_replicate=2, pp=2)
 
 
-class Summing(ModuleEngine):
+class Summing(Reducer):
     """Both ranks of a replica have its whole gradient here, so the sum is over replicas."""
 
-    def _finish_gradients(self) -> None:
+    def finish(self) -> None:
         group = self.world.mesh("batch").get_group()
-        for parameter in self._parameters:
+        for parameter in self.module.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad, group=group)
 
@@ -60,7 +60,9 @@ def mean(model: Any, batch: Any) -> torch.Tensor:
 
 def train(placement: Placement, loss: Any) -> list[tuple[float, float]]:
     with joined(placement, LAYOUT) as world:
-        engine = Summing(EngineSpec(make_model(), optimizer=sgd), world, make_model())
+        model = make_model()
+        spec, optimizer = EngineSpec(model, optimizer=sgd), sgd(model.named_parameters())
+        engine = StepEngine(spec, world, model, optimizer, reducer=Summing(model, world))
         loader = Loader(
             (X, WEIGHTED),
             global_batch_size=8,
@@ -99,7 +101,7 @@ def measure(placement: Placement) -> dict[str, float]:
         return LossSum((weight * predictions).sum(), weight.sum())
 
     with joined(placement, LAYOUT) as world:
-        engine = ModuleEngine(EngineSpec(make_model()), world, make_model())
+        engine = StepEngine(EngineSpec(make_model()), world, make_model())
         loader = Loader(
             (X, WEIGHTED),
             global_batch_size=8,

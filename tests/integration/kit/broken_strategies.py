@@ -10,171 +10,62 @@ from typing import Any
 import torch
 from torch import nn
 
-from unipar.batch import Batch, MicroBatch
+from unipar.batch import Batch
+from unipar.engine import DDPReducer, ModuleState, OptimizerStepper, StepEngine
 from unipar.loss import LossFn, LossSum
 from unipar.state import EngineState
 from unipar.strategy import EngineSpec, StepResult, Strategy
 from unipar.world import World
-from unipar_torch.ddp import DDPEngine, DDPOptions, DDPStrategy
+from unipar_torch.ddp import DDPOptions, DDPStrategy
 from unipar_torch.fsdp import FSDPOptions, FSDPStrategy
-from unipar_torch.sharding import FSDPEngine
+
+# -- wrong parts -----------------------------------------------------------------------------------
 
 
-class ClipIgnored(DDPEngine):
-    def _gradient_norm(self, max_norm: float) -> float:
-        return super()._gradient_norm(float("inf"))
+class ClipIgnored(OptimizerStepper):
+    def clip(self, max_norm: float) -> float:
+        return super().clip(float("inf"))
 
 
-class GradientsSummed(DDPEngine):
-    def _backward(self, loss: torch.Tensor) -> None:
-        super()._backward(loss * self.world.size)
+class GradientsSummed(DDPReducer):
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        super().backward(loss * self.world.size, last=last)
 
 
-class NeverReduced(DDPEngine):
-    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        assert self._reducer is not None
-        with self._reducer.ddp.no_sync():
-            return super().train_step(batch, loss_fn)
-
-    def _finish_gradients(self) -> None:
+class UnusedUnnoticed(DDPReducer):
+    def finish(self) -> None:
         pass
 
 
-class UnusedUnnoticed(DDPEngine):
-    def _finish_gradients(self) -> None:
-        pass
+class NeverReduced(UnusedUnnoticed):
+    def begin(self, *, whole_step: bool) -> None:
+        super().begin(whole_step=whole_step)
+        self.ddp.require_backward_grad_sync = False
 
 
-class ReducedAfterForward(DDPEngine):
-    """Each forward pass of a user's loop makes the next backward pass, and only that, reduce."""
-
-    def _call_by_hand(self, *args: Any, **kwargs: Any) -> Any:
-        return self._model(*args, **kwargs)
-
-    def _finish_gradients(self) -> None:
-        pass
+class GradientsUnguarded(DDPReducer):
+    watches_gradients = False
 
 
-class InnerGradientTaken(DDPEngine):
-    """Takes the first gradient that goes through the model for that of the step."""
+class StrayGradients(DDPReducer):
+    """Adds to a step what another model's has left."""
 
-    def _loss(
-        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
-    ) -> Any:
-        passes = 0
+    def begin(self, *, whole_step: bool) -> None:
+        super().begin(whole_step=whole_step)
+        self._strays = [parameter.grad for parameter in self.module.parameters()]
 
-        def once(grad: torch.Tensor) -> torch.Tensor:
-            nonlocal passes
-            passes += 1
-            return grad if passes == 1 else torch.zeros_like(grad)
-
-        def watch(_: nn.Module, args: Any, output: torch.Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(once)
-
-        handle = self.module.register_forward_hook(watch)
-        try:
-            return super()._loss(model, microbatch, loss_fn, training=training)
-        finally:
-            handle.remove()
-
-
-class WeightsGathered(DDPEngine):
-    """What a forward pass does to weights is done to copies, as where they are gathered for it."""
-
-    def _loss(
-        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
-    ) -> Any:
-        kept = [p.detach().clone() for p in self._all_parameters]
-        loss = super()._loss(model, microbatch, loss_fn, training=training)
-        for parameter, weights in zip(self._all_parameters, kept, strict=True):
-            parameter.data.copy_(weights)
-        return loss
-
-
-class GradientsUnguarded(DDPEngine):
-    def _check_left_alone(self) -> None:
-        pass
-
-
-class LastBatchDropped(DDPEngine):
-    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        if batch.global_num_samples < (self.spec.global_batch_size or 0):
-            return StepResult(0.0, 0, 0.0, skipped=True)
-        return super().train_step(batch, loss_fn)
-
-
-class SchedulerPerRank(DDPEngine):
-    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        result = super().train_step(batch, loss_fn)
-        for _ in range(self.world.size - 1):
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        return result
-
-
-class PlateauStepped(DDPEngine):
-    def _step_scheduler(self) -> None:
-        scheduler: Any = self.lr_scheduler
-        scheduler.step(float(self.num_steps))
-
-
-class MeanOfMeans(DDPEngine):
-    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        def mean(model: Any, data: Any) -> LossSum | torch.Tensor:
-            loss = loss_fn(model, data)
-            if not isinstance(loss, LossSum):
-                return loss
-            return loss.total / torch.as_tensor(loss.count).clamp(min=1)
-
-        return super().train_step(batch, mean)
-
-
-class PaddingEvaluated(DDPEngine):
-    def eval_step(self, microbatch: MicroBatch, loss_fn: LossFn) -> LossSum:
-        counted = replace(microbatch, num_samples=len(microbatch.data["index"]))
-        return super().eval_step(counted, loss_fn)
-
-
-class Undetermined(DDPEngine):
-    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        result = super().train_step(batch, loss_fn)
-        seed = self.world.broadcast(int.from_bytes(os.urandom(4), "big"))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.mul_(1 + 2e-7 * torch.rand(parameter.shape, generator=generator))
-        return result
-
-
-class NanSteppedOnOneRank(DDPEngine):
-    def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        return super()._not_finite(what, loss, count)
-
-
-class StrayGradients(DDPEngine):
-    def _add(self, *args: Any, **kwargs: Any) -> None:
-        strays = [p.grad for p in self._parameters]
-        super()._add(*args, **kwargs)
-        for parameter, stray in zip(self._parameters, strays, strict=True):
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        super().backward(loss, last=last)
+        for parameter, stray in zip(self.module.parameters(), self._strays, strict=True):
             if stray is not None and parameter.grad is not None:
                 parameter.grad.add_(stray)
 
 
-class MomentsForgotten(DDPEngine):
-    def import_state(self, source: Any, *, optimizer: bool = True) -> None:
-        super().import_state(source, optimizer=optimizer)
-        assert self.optimizer is not None
-        self.optimizer.state.clear()
-
-
-class TensorsSplit(DDPEngine):
+class TensorsSplit(OptimizerStepper):
     """Gives the optimizer flat halves of tensors, as ZeRO does with ranks' shares of them."""
 
-    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        for group in optimizer.param_groups:
+    def update(self) -> bool:
+        for group in self.optimizer.param_groups:
             if "whole" not in group:
                 group["whole"] = group["params"]
                 group["params"] = [
@@ -186,8 +77,12 @@ class TensorsSplit(DDPEngine):
             for p in group["whole"]:
                 for half in p.grad.flatten().tensor_split(2):
                     next(halves).grad = half
-        optimizer.step()
+        self.optimizer.step()
         return True
+
+
+class PartsUnsaved(StepEngine):
+    """What :class:`TensorsSplit` leaves can be saved."""
 
     def export_state(self) -> EngineState:
         assert self.optimizer is not None
@@ -197,18 +92,133 @@ class TensorsSplit(DDPEngine):
         return super().export_state()
 
 
-class EarlyOptimizer(FSDPEngine):
+# -- wrong steps -----------------------------------------------------------------------------------
+
+
+class ReducedAfterForward(StepEngine):
+    """Each forward pass of a user's loop makes the next backward pass, and only that, reduce."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.loop_model = self.model
+        return super().__call__(*args, **kwargs)
+
+
+class InnerGradientTaken(StepEngine):
+    """Takes the first gradient that goes through the model for that of the step."""
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        def watched(model: Any, data: Any) -> Any:
+            passes = 0
+
+            def once(grad: torch.Tensor) -> torch.Tensor:
+                nonlocal passes
+                passes += 1
+                return grad if passes == 1 else torch.zeros_like(grad)
+
+            def watch(_: nn.Module, args: Any, output: torch.Tensor) -> None:
+                if output.requires_grad:
+                    output.register_hook(once)
+
+            handle = self.module.register_forward_hook(watch)
+            try:
+                return loss_fn(model, data)
+            finally:
+                handle.remove()
+
+        return super().train_step(batch, watched)
+
+
+class WeightsGathered(StepEngine):
+    """What a forward pass does to weights is done to copies, as where they are gathered for it."""
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        def on_copies(model: Any, data: Any) -> Any:
+            kept = [p.detach().clone() for p in self.module.parameters()]
+            loss = loss_fn(model, data)
+            for parameter, weights in zip(self.module.parameters(), kept, strict=True):
+                parameter.data.copy_(weights)
+            return loss
+
+        return super().train_step(batch, on_copies)
+
+
+class LastBatchDropped(StepEngine):
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        if batch.global_num_samples < (self.spec.global_batch_size or 0):
+            return StepResult(0.0, 0, 0.0, skipped=True)
+        return super().train_step(batch, loss_fn)
+
+
+class SchedulerPerRank(StepEngine):
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        result = super().train_step(batch, loss_fn)
+        for _ in range(self.world.size - 1):
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        return result
+
+
+class PlateauStepped(StepEngine):
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        result = super().train_step(batch, loss_fn)
+        scheduler: Any = self.lr_scheduler
+        scheduler.step(float(self.num_steps))
+        return result
+
+
+class MeanOfMeans(StepEngine):
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        def mean(model: Any, data: Any) -> LossSum | torch.Tensor:
+            loss = loss_fn(model, data)
+            if not isinstance(loss, LossSum):
+                return loss
+            return loss.total / torch.as_tensor(loss.count).clamp(min=1)
+
+        return super().train_step(batch, mean)
+
+
+class PaddingEvaluated(StepEngine):
+    def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
+        counted = [replace(m, num_samples=len(m.data["index"])) for m in batch.microbatches]
+        return super().eval_batch(replace(batch, microbatches=tuple(counted)), loss_fn)
+
+
+class Undetermined(StepEngine):
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        result = super().train_step(batch, loss_fn)
+        seed = self.world.broadcast(int.from_bytes(os.urandom(4), "big"))
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.mul_(1 + 2e-7 * torch.rand(parameter.shape, generator=generator))
+        return result
+
+
+class NanSteppedOnOneRank(StepEngine):
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        result = super().train_step(batch, loss_fn)
+        if result.skipped and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        return result
+
+
+class MomentsForgotten(StepEngine):
+    def import_state(self, source: Any, *, optimizer: bool = True) -> None:
+        super().import_state(source, optimizer=optimizer)
+        assert self.optimizer is not None
+        self.optimizer.state.clear()
+
+
+class EarlyOptimizer(StepEngine):
     def export_state(self) -> EngineState:
         # Its optimizer holds parameters that no module has any more.
-        optimizer, self.optimizer = self.optimizer, None
-        try:
-            return super().export_state()
-        finally:
-            self.optimizer = optimizer
+        assert isinstance(self.state, ModuleState)
+        self.state.optimizer = None
+        return super().export_state()
 
 
 class EarlyOptimizerStrategy(FSDPStrategy):
-    def prepare(self, spec: EngineSpec, world: World) -> FSDPEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         assert isinstance(spec.model, nn.Module)
         assert spec.optimizer is not None
         early = spec.optimizer(list(spec.model.named_parameters()))
@@ -222,7 +232,7 @@ class EarlyOptimizerStrategy(FSDPStrategy):
 
 
 class PrecisionIgnored(DDPStrategy):
-    def prepare(self, spec: EngineSpec, world: World) -> DDPEngine:
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         return super().prepare(replace(spec, precision="fp32"), world)
 
 
@@ -231,13 +241,18 @@ class ShardingPretended(DDPStrategy):
         return replace(super().capabilities(), sharded=frozenset({"parameters"}))
 
 
-def with_engine(engine_type: type[DDPEngine]) -> Callable[[], Strategy]:
-    """A maker of ``ddp`` whose engines are of that type."""
+def with_classes(**classes: type) -> Callable[[], Strategy]:
+    """A maker of ``ddp`` whose engines are made of parts of these classes.
+
+    Args:
+        classes: of the ``engine``, its ``reducer``, its ``stepper``.
+    """
 
     class Broken(DDPStrategy):
-        def prepare(self, spec: EngineSpec, world: World) -> DDPEngine:
+        def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
             engine = super().prepare(spec, world)
-            engine.__class__ = engine_type
+            for part, its_class in classes.items():
+                (engine if part == "engine" else getattr(engine, part)).__class__ = its_class
             return engine
 
     return lambda: Broken(DDPOptions.model_validate({}))

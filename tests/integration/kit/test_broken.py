@@ -13,98 +13,108 @@ from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
 
 CASES = {case.name: case for case in ALL}
-engine = broken.with_engine
+made_of = broken.with_classes
 
 BROKEN = [
-    ("clip ignored", engine(broken.ClipIgnored), "clips", "the (loss|gradient norm) of step"),
+    (
+        "clip ignored",
+        made_of(stepper=broken.ClipIgnored),
+        "clips",
+        "the (loss|gradient norm) of step",
+    ),
     (
         "gradients summed, not averaged",
-        engine(broken.GradientsSummed),
+        made_of(reducer=broken.GradientsSummed),
         "equals_the_reference",
         "the gradient norm of step 1 ",
     ),
     (
         "gradients never reduced",
-        engine(broken.NeverReduced),
+        made_of(reducer=broken.NeverReduced),
         "equals_the_reference",
         "rank 1 was told other grad_norms than rank 0|holds other values of",
     ),
     (
         "an unused parameter unnoticed",
-        engine(broken.UnusedUnnoticed),
+        made_of(reducer=broken.UnusedUnnoticed),
         "knows_unused_parameters",
         "rank 1 was told other grad_norms",
     ),
     (
         "reduced after each forward pass",
-        engine(broken.ReducedAfterForward),
+        made_of(engine=broken.ReducedAfterForward, reducer=broken.UnusedUnnoticed),
         "holds_forwards",
         "holds other values of|rank 1 was told other",
     ),
     (
         "an inner gradient taken for the step's",
-        engine(broken.InnerGradientTaken),
+        made_of(engine=broken.InnerGradientTaken),
         "lets_losses_differentiate",
         "the (loss|gradient norm) of step",
     ),
     (
         "changed weights lost",
-        engine(broken.WeightsGathered),
+        made_of(engine=broken.WeightsGathered),
         "loses_no_change_of_weights",
         "weights clamped: the (loss|gradient norm) of step",
     ),
     (
         "gradients clipped by hand",
-        engine(broken.GradientsUnguarded),
+        made_of(reducer=broken.GradientsUnguarded),
         "guards_gradients",
         "rank 0 clips between backward and step, and trains on",
     ),
     (
         "last batch dropped",
-        engine(broken.LastBatchDropped),
+        made_of(engine=broken.LastBatchDropped),
         "equals_the_reference",
         r"the number of items of step 5 is 0\.0, and 2\.0 in the reference",
     ),
     (
         "scheduler stepped on every rank's account",
-        engine(broken.SchedulerPerRank),
+        made_of(engine=broken.SchedulerPerRank),
         "equals_the_reference",
         "the learning rate of step 2 ",
     ),
     (
         "scheduler given the loss of a step for a metric",
-        engine(broken.PlateauStepped),
+        made_of(engine=broken.PlateauStepped),
         "leaves_a_plateau_to_its_metric",
         "the learning rate of step 3 ",
     ),
-    ("mean of means", engine(broken.MeanOfMeans), "weighs_tokens", "the number of items of step 1"),
+    (
+        "mean of means",
+        made_of(engine=broken.MeanOfMeans),
+        "weighs_tokens",
+        "the number of items of step 1",
+    ),
     (
         "padding evaluated",
-        engine(broken.PaddingEvaluated),
+        made_of(engine=broken.PaddingEvaluated),
         "evaluates_every_sample_once",
         r"evaluation counted 68 items, and there are 66",
     ),
     (
         "not deterministic",
-        engine(broken.Undetermined),
+        made_of(engine=broken.Undetermined),
         "repeats_itself",
         "the same run twice gave other losses",
     ),
     (
         "scheduler stepped by a skipped step",
-        engine(broken.NanSteppedOnOneRank),
+        made_of(engine=broken.NanSteppedOnOneRank),
         "skips_a_loss_that_is_not_finite",
         "the learning rate of step",
     ),
     (
         "gradients left from another model's step",
-        engine(broken.StrayGradients),
+        made_of(reducer=broken.StrayGradients),
         "trains_several_models",
         "discriminator: the loss of step 3",
     ),
     (
         "moments not restored",
-        engine(broken.MomentsForgotten),
+        made_of(engine=broken.MomentsForgotten),
         "resumes",
         "resumed: the (loss|gradient norm) of step",
     ),
@@ -116,7 +126,7 @@ BROKEN = [
     ),
     (
         "tensors split whatever the optimizer",
-        engine(broken.TensorsSplit),
+        made_of(stepper=broken.TensorsSplit, engine=broken.PartsUnsaved),
         "splits_only_what_can_be_split",
         "adafactor: the (loss|gradient norm) of step 2",
     ),

@@ -11,7 +11,7 @@ from torch import nn
 
 from unipar import Session
 from unipar.batch import Batch, MicroBatch
-from unipar.engine import ModuleEngine
+from unipar.engine import Reducer, StepEngine, build_optimizer
 from unipar.loss import LossSum
 from unipar.strategy import EngineSpec, StepResult
 from unipar.world import LossReduction, Placement, World
@@ -46,18 +46,18 @@ class Telling(World):
         return Told(self.events, super().start_reduce_loss(total, count, scale))
 
 
-class TellingEngine(ModuleEngine):
-    def _backward(self, loss: torch.Tensor) -> None:
+class TellingReducer(Reducer):
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         assert isinstance(self.world, Telling)
         self.world.events.append("backward")
-        super()._backward(loss)
+        super().backward(loss, last=last)
 
 
 def terms(model: Any, x: torch.Tensor) -> LossSum:
     return LossSum(model(x).square().sum(), 3 * len(x))
 
 
-def by_hand(engine: ModuleEngine, batch: Batch, *, told: bool) -> StepResult:
+def by_hand(engine: StepEngine, batch: Batch, *, told: bool) -> StepResult:
     for number, part in enumerate(batch, start=1):
         if told:
             with engine.microbatch(last=number == len(batch)):
@@ -86,8 +86,10 @@ def test_a_step_reduces_once_and_waits_after_its_last_backward_pass(
     step: Any, events: list[str]
 ) -> None:
     world = Telling()
-    spec = EngineSpec(nn.Linear(2, 1), optimizer=adamw)
-    engine = TellingEngine(spec, world, spec.model)  # pyright: ignore[reportArgumentType]
+    model = nn.Linear(2, 1)
+    spec = EngineSpec(model, optimizer=adamw)
+    reducer = TellingReducer(model, world)
+    engine = StepEngine(spec, world, model, build_optimizer(spec, model), reducer=reducer)
     parts = tuple(MicroBatch(torch.randn(2, 2), 2) for _ in range(3))
     for _ in range(2):
         world.events.clear()
@@ -132,7 +134,7 @@ def train(
     model = build()
     with Session("single", device="cpu", precision=precision) as session:
         engine: Any = session.prepare(model, optimizer=adamw, max_grad_norm=0.5)
-        engine._items_per_sample = known
+        engine.average.items_per_sample = known
         loader = session.loader(sequences(), global_batch_size=8, micro_batch_size=4)
         seen = 0
         if resume:

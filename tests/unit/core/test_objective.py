@@ -154,7 +154,7 @@ def test_an_engine_takes_it_as_a_loss_function():
         assert step.num_items == 4
         # The batches themselves, not what moving them to the device would make of them.
         assert all(one is part.data for one, part in zip(counted, parts, strict=True))
-        assert engine.eval_step(parts[0], objective).count == 3
+        assert engine.eval_batch(Batch((parts[0],), 3), objective).count == 3
 
 
 # -- models that compute their own loss ----------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unipar.batch import Batch, MicroBatch
-from unipar.engine import ModuleEngine
+from unipar.engine import StepEngine, build_optimizer
 from unipar.layout import Layout
 from unipar.loss import LossSum
 from unipar.strategy import EngineSpec
@@ -40,6 +40,7 @@ def test_only_the_number_of_items_divides(layout: Layout, loss: Any) -> None:
     model = nn.Linear(2, 1, bias=False)
     before = model.weight.detach().clone()
     spec = EngineSpec(model, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1.0))
-    engine = ModuleEngine(spec, Unheard(Placement(rank=1, size=4), layout), model)
+    world = Unheard(Placement(rank=1, size=4), layout)
+    engine = StepEngine(spec, world, model, build_optimizer(spec, model))
     engine.train_step(Batch((MicroBatch(X, 3),), ITEMS), loss)
     torch.testing.assert_close(before - model.weight.detach(), X.sum(0, keepdim=True) / ITEMS)

@@ -97,39 +97,37 @@ class _Sums:
 
     def __init__(self):
         self.losses, self.counted = [], lambda: None
-        self._engines, self._counts, self._open = [], {}, []
+        self._next, self._counts, self._open = None, {}, []
 
-    def note(self, engine):
-        add, finish = engine._add, engine._finish_loss
+    def note(self, average):
+        add, finish = average.add, average.finish
 
-        def noting(own, *args, **kwargs):
-            self._engines.append(own)
-            try:
-                return add(own, *args, **kwargs)
-            finally:
-                self._engines.pop()
+        def adding(own, *args):
+            # The backward pass of what is added comes next.
+            self._next = own
+            return add(own, *args)
 
         def finishing(own):
             found = finish(own)
             count = found[1]
             if count:
-                for engine, index, assumed in self._open:
-                    if engine is own:
+                for one, index, assumed in self._open:
+                    if one is own:
                         self.losses[index] *= assumed / count
                 self._counts[own] = count
                 self.counted()
             self._open = [one for one in self._open if one[0] is not own]
             return found
 
-        engine._add, engine._finish_loss = noting, finishing
+        average.add, average.finish = adding, finishing
 
     def factor(self, index):
-        if not self._engines:
+        average, self._next = self._next, None
+        if average is None:
             return 1
-        engine = self._engines[-1]
-        count = self._counts.get(engine) or engine._normalizer
-        self._open.append((engine, index, count))
-        return engine.world.data_size * engine._normalizer / count
+        count = self._counts.get(average) or average.normalizer
+        self._open.append((average, index, count))
+        return average.world.data_size * average.normalizer / count
 
 
 def _scale_of(node):
@@ -179,7 +177,7 @@ _SCALE, _NEAR = "unipar-scale", 64
 _SUMS = _Sums()
 _ACTS = {
     "torch": _record,
-    "unipar.engine.module": lambda module: _SUMS.note(module.ModuleEngine),
+    "unipar.engine.average": lambda module: _SUMS.note(module.LossAverage),
     "torch.distributed.fsdp.sharded_grad_scaler": lambda module: _note_scale(
         module.ShardedGradScaler, "scale", lambda scaler: scaler.get_scale()
     ),

@@ -28,6 +28,7 @@ class Paced:
             scheduler.step(*args, **kwargs)
         elif not run.sync_gradients:
             if run.adjust_scheduler:
+                # As Accelerate 1.15.0 does it (scheduler.py, AcceleratedScheduler.step).
                 scheduler._step_count += 1
         elif not run.optimizer_step_was_skipped:
             for _ in range(1 if run.split_batches else run.num_replicas):

@@ -447,9 +447,8 @@ def _evaluate(
     loader = scenario.loader(world.data_rank, world.data_size, shuffle=False)
     total, count = 0.0, 0.0
     for batch in loader:
-        for microbatch in batch:
-            part = engine.eval_step(microbatch, watched)
-            total, count = total + float(part.total), count + float(part.count)
+        part = engine.eval_batch(batch, watched)
+        total, count = total + float(part.total), count + float(part.count)
     evaluating = any(modes)
     shares = world.gather((total, count))
     mean = evaluate(engine, loader, scenario.loss, world)["loss"]
