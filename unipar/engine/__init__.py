@@ -6,7 +6,7 @@ plain loop: a :class:`Reducer`, a :class:`PrecisionPolicy`, a :class:`Stepper`, 
 """
 
 from unipar.engine.average import LossAverage
-from unipar.engine.ddp import DDPReducer, sparse_parameters
+from unipar.engine.ddp import DDPReducer, disarm, sparse_parameters
 from unipar.engine.divisible import check_divisible, with_divisible_optimizer
 from unipar.engine.divisions import (
     AsDTensors,
@@ -72,6 +72,7 @@ __all__ = [
     "checkpoint_activations",
     "compile_modules",
     "constructor_arguments",
+    "disarm",
     "flat_state",
     "group_names",
     "group_states",

@@ -139,17 +139,20 @@ class DDPReducer(Reducer):
                 raise ConfigError(_ELSEWHERE)
             self._reduce(list(self.ddp.module.parameters()))
             return
-        self._armed = self._records = False
+        self._records = False
         try:
             self.ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
             raise self._unused(str(error)) from None
+        self._armed = False
         if self._averages:
             scale_gradients(self._known, dist.get_world_size(self.ddp.process_group))
         # Frozen when the wrapper was made, and thawed since.
         self._reduce([p for p in self._unknown if p.requires_grad])
 
     def forget(self) -> None:
+        if self._armed and not self.ddp.static_graph:
+            disarm(self.ddp)
         self._armed = False
 
     def close(self) -> None:
@@ -224,6 +227,17 @@ class DDPReducer(Reducer):
         work = dist.all_reduce(values, group=group, async_op=True)
         assert work is not None
         return _Flight(bucket, values, work)
+
+
+def disarm(ddp: DistributedDataParallel) -> None:
+    """Have the reducer not wait for a backward pass that will not come to its end.
+
+    It would reduce in the next one, be it the last of its step or not, and what it has reduced once
+    more in the last; or complain that a gradient comes twice.
+    """
+    # As the wrapper does it itself (torch 2.13, nn/parallel/distributed.py, _update_process_group).
+    ddp.reducer._reset_state()
+    ddp._has_rebuilt_buckets = False
 
 
 def _sum(state, bucket):

@@ -22,11 +22,12 @@ class Reducer:
     :meth:`discard`; and :meth:`clear`.
 
     Args:
-        module: the user's module.
+        module: the user's module, with its parameters in their final form.
         world: the joined processes.
         run_backward: the backward pass itself, for a framework that has its own way.
 
     Attributes:
+        parameters: of the module, frozen ones too: they may be thawed between steps.
         holds_forwards: whether a user's own loop may do several forward passes before their
             backward passes.
         hides_gradients: whether ``parameter.grad`` is kept from a user's own loop between its
@@ -47,6 +48,8 @@ class Reducer:
         run_backward: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         self.module, self.world = module, world
+        # Some frameworks put others in their places between a forward and a backward pass.
+        self.parameters = list(module.parameters())
         self._run_backward = run_backward
 
     def begin(self, *, whole_step: bool) -> None:
@@ -106,7 +109,7 @@ class Reducer:
         other engines may have gone through this model.
         """
         # An optimizer's `zero_grad()` does no more, and takes twenty times as long.
-        for parameter in self.module.parameters():
+        for parameter in self.parameters:
             parameter.grad = None
 
     def forget(self) -> None:

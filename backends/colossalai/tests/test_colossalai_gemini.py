@@ -60,7 +60,7 @@ def train(
 
 def shares(engine: Any, world: Any) -> tuple[int, int, int]:
     train(engine, world)
-    chunks = engine._held.chunks
+    chunks = engine.state.held.chunks
     assert not any(chunk.keep_gathered or chunk.is_gathered for chunk in chunks)
     working = sum(chunk.payload.numel() for chunk in chunks)
     masters = sum(chunk.paired_chunk.payload.numel() for chunk in chunks)
@@ -148,11 +148,26 @@ def test_options_change_where_things_are_and_no_number(
     )
 
 
+def test_trying_a_micro_batch_leaves_nothing_to_the_first_step(world_pool: WorldPools) -> None:
+    def tried(engine: Any, world: Any) -> Any:
+        engine.probe(MicroBatch(rows(5), 2), square)
+        return train(engine, world)
+
+    found = world_pool(2).run(with_engine, GEMINI, tried, network())
+    plain = world_pool(2).run(with_engine, GEMINI, train, network())
+    assert_equal_weights(
+        assemble_weights([state for state, _ in found]),
+        assemble_weights([state for state, _ in plain]),
+        0.0,
+    )
+
+
 def test_automatic_placement_evaluates_before_it_has_seen_a_step(world_pool: WorldPools) -> None:
     def run(engine: Any, world: Any) -> tuple[float, float]:
-        before = engine.eval_step(MicroBatch(rows(0), 2), square).total.item()
+        batch = Batch((MicroBatch(rows(0), 2),), 2)
+        before = engine.eval_batch(batch, square).total.item()
         train(engine, world)
-        return before, engine.eval_step(MicroBatch(rows(0), 2), square).total.item()
+        return before, engine.eval_batch(batch, square).total.item()
 
     results = world_pool(2).run(with_engine, f"{GEMINI},placement=auto", run, network())
     plain = world_pool(2).run(with_engine, GEMINI, run, network())

@@ -151,9 +151,9 @@ def test_a_stage_sees_what_the_model_sees(
     logits = Objective(lambda batch: batch, lambda output, batch: output.logits[:, read].sum())
 
     def run(engine: Any) -> list[float]:
-        first, second = (batch_of(()).microbatches[0] for _ in range(2))
-        second.data["input_ids"][:, changed] += 1
-        return [engine.eval_step(one, logits).total.item() for one in (first, second)]
+        first, second = (batch_of(()) for _ in range(2))
+        second.microbatches[0].data["input_ids"][:, changed] += 1
+        return [engine.eval_batch(one, logits).total.item() for one in (first, second)]
 
     def on(placement: Placement) -> list[float]:
         settings = model | {"attn_implementation": "sdpa"}

@@ -1,16 +1,23 @@
-"""The training step of the DDP plugin, and what the engines of all plugins share."""
+"""What the engines of all plugins are made from, and that of the DDP plugin."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
-from unipar.engine import DDPModuleEngine, DDPReducer, ModuleEngine
+from unipar.engine import (
+    DDPReducer,
+    OptimizerStepper,
+    PrecisionPolicy,
+    StepEngine,
+    build_optimizer,
+)
 from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_colossalai.boosted import Boosted
@@ -43,9 +50,22 @@ class Start:
         for tensor in [*self.module.parameters(), *self.module.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
 
+    def boost(self, optimizer: Optimizer | None) -> tuple[Any, Any]:
+        """What Colossal-AI makes of the module and of an optimizer; ``None`` of none."""
+        with quiet():
+            wrapper, boosted, *_ = self.booster.boost(self.module, optimizer)
+        return wrapper, boosted
 
-class BoosterEngine(ModuleEngine):
-    """A module under Colossal-AI's Booster; gradients are reduced by its plugin.
+
+class BoosterEngine(StepEngine):
+    """A module under Colossal-AI's Booster.
+
+    Args:
+        start: what it is made from.
+        wrapper: what Colossal-AI has made of the module.
+        optimizer: the user's.
+        framework_optimizer: what Colossal-AI has made of it.
+        parts: those that :class:`StepEngine` takes.
 
     Attributes:
         booster: Colossal-AI's Booster.
@@ -53,39 +73,43 @@ class BoosterEngine(ModuleEngine):
         framework_optimizer: what it made of the optimizer.
     """
 
-    def __init__(self, start: Start) -> None:
-        self.booster = start.booster
-        self.framework_optimizer: Any = None
-        super().__init__(start.spec, start.world, start.module, undo=start.undo)
-        if self.optimizer is None:
-            self._boost(None)
-        self._model = Boosted(start.module, self.wrapper)
-
-    def _build_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = super()._build_optimizer()
-        self._boost(optimizer)
-        return optimizer
-
-    def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
-        with quiet():
-            self.wrapper, self.framework_optimizer, *_ = self.booster.boost(self.module, optimizer)
-
-    def _require_optimizer(self) -> Any:
-        super()._require_optimizer()
-        # It is what steps; hyperparameters and state are those of the optimizer that it holds.
-        return self.framework_optimizer
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        self.booster.backward(loss, self.framework_optimizer)
+    def __init__(
+        self,
+        start: Start,
+        wrapper: Any,
+        optimizer: Optimizer | None,
+        framework_optimizer: Any,
+        **parts: Any,
+    ) -> None:
+        self.booster, self.wrapper = start.booster, wrapper
+        self.framework_optimizer = framework_optimizer
+        super().__init__(start.spec, start.world, start.module, optimizer, **parts)
 
 
-class DDPEngine(DDPModuleEngine, BoosterEngine):
-    """Gradients are summed during the backward pass of the last micro-batch."""
-
-    def __init__(self, start: Start) -> None:
-        super().__init__(start)
-        self._reducer = DDPReducer(
-            self.wrapper.module, allow_unused="colossalai:plugin=ddp,find_unused_parameters=true"
-        )
+def prepare(start: Start) -> BoosterEngine:
+    """Keep replicas, under the DDP plugin."""
+    module = start.module
+    optimizer = build_optimizer(start.spec, module)
+    wrapper, stepped = start.boost(optimizer)
+    precision = PrecisionPolicy(start.spec.precision, start.world.device)
+    stepper = None
+    if optimizer is not None:
+        stepper = OptimizerStepper(stepped, precision, module.parameters())
+    reducer = DDPReducer(
+        wrapper.module,
+        start.world,
+        allow_unused="colossalai:plugin=ddp,find_unused_parameters=true",
+        run_backward=partial(start.booster.backward, optimizer=stepped),
+    )
+    return BoosterEngine(
+        start,
+        wrapper,
+        optimizer,
+        stepped,
+        model=Boosted(module, wrapper),
+        loop_model=module,
+        reducer=reducer,
+        precision=precision,
+        stepper=stepper,
+        undo=start.undo,
+    )

@@ -1,8 +1,14 @@
-"""The training step of the FSDP plugin, and its state in canonical form."""
+"""FSDP1, as the plugin applies it: weights gathered unit by unit, and parts that ranks update.
+
+The plugin would build the optimizer anew over one parameter group, and clip by the norm of a rank's
+own part. The optimizer stays as the user built it, over parameters that have become parts, and
+clipping takes the norm of the whole gradient.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,25 +16,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._common_utils import (
+    HandleTrainingState,
+    TrainingState,
+    clean_tensor_name,
+)
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.optim import Optimizer
 
-from unipar.batch import MicroBatch
 from unipar.engine import (
+    OptimizerStepper,
+    Reducer,
+    build_optimizer,
+    group_names,
     modules_of_classes,
     refuse_inner_gradients,
     refuse_parameter_hooks,
     repeated_blocks,
 )
 from unipar.errors import ConfigError, first_few
-from unipar.loss import Loss, LossFn
-from unipar.state import EngineState, LocalState, StateSource, named_weights
-from unipar_colossalai import parts
+from unipar.state import LocalState, named_weights
+from unipar.world import World
 from unipar_colossalai.checks import check_no_scalar, check_optimizer, check_parameters
 from unipar_colossalai.engine import BoosterEngine, Start
-from unipar_colossalai.framework import quiet
-from unipar_colossalai.parts import Part
-from unipar_colossalai.scaling import PartScaler, clip_parts
+from unipar_colossalai.parts import Groups, Part, PartsState
+from unipar_colossalai.scaling import part_precision, total_norm_of_parts
 from unipar_colossalai.working import Divided
 
 STRATEGIES = {
@@ -69,108 +82,129 @@ def units(module: nn.Module, wrap: str | tuple[str, ...]) -> list[nn.Module]:
     return chosen
 
 
-class FSDPEngine(BoosterEngine):
-    """Gradients are reduce-scattered in each backward pass, and each rank updates its part.
+def prepare(start: Start) -> BoosterEngine:
+    """Divide weights, gradients and optimizer among ranks, unit by unit."""
+    spec, world, module = start.spec, start.world, start.module
+    check_parameters(module)
+    check_no_scalar(module)
+    refuse_parameter_hooks(module, "colossalai")
+    start.send_weights()
+    optimizer = build_optimizer(spec, module)
+    groups: Groups = []
+    if optimizer is not None:
+        check_optimizer(module, optimizer)
+        groups = group_names(module, optimizer)
+    whole = Whole(module)
+    # Without it, parameters would be one flat tensor, and have no groups.
+    start.booster.plugin.fsdp_kwargs["use_orig_params"] = True
+    wrapper, _ = start.boost(None)
+    # Without a hook FSDP1 averages.
+    wrapper.module.register_comm_hook(None, _sum)
+    state = FlatState(whole, wrapper, optimizer, groups, world)
+    precision = part_precision(spec, world)
+    framework_optimizer = stepper = None
+    if optimizer is not None:
+        from colossalai.booster.plugin.torch_fsdp_plugin import (  # pyright: ignore
+            FSDPOptimizerWrapper,
+        )
 
-    The plugin would build the optimizer anew over one parameter group, and clip by the norm of a
-    rank's own part. The optimizer stays as the user built it, over parameters that have become
-    parts, and clipping takes the norm of the whole gradient.
+        framework_optimizer = FSDPOptimizerWrapper(optimizer, wrapper)
+        state.divide_optimizer()
+        stepper = OptimizerStepper(optimizer, precision, module.parameters(), total_norm_of_parts)
+    # The module alone has no weights to evaluate with.
+    model = Divided(module, wrapper)
+    return BoosterEngine(
+        start,
+        wrapper,
+        optimizer,
+        framework_optimizer,
+        model=model,
+        eval_model=model,
+        reducer=FlatReducer(start, wrapper, framework_optimizer, whole),
+        precision=precision,
+        stepper=stepper,
+        state=state,
+        undo=[
+            *start.undo,
+            _guard_forward(module, wrapper),
+            refuse_inner_gradients(module, "colossalai"),
+        ],
+    )
+
+
+class Whole:
+    """What the user's model was before its weights were divided.
+
+    Args:
+        module: still whole.
+
+    Attributes:
+        module: the user's module.
+        shapes: its parameters by name, and what their shapes were.
+        buffers: the names of its buffers.
+        aliases: other names of tied weights, and the names that they stand for.
     """
 
-    def __init__(self, start: Start) -> None:
-        module = start.module
-        self._groups: list[tuple[str, ...]] = []
-        check_parameters(module)
-        check_no_scalar(module)
-        refuse_parameter_hooks(module, "colossalai")
-        start.send_weights()
-        self._shapes = {name: (p, tuple(p.shape)) for name, p in module.named_parameters()}
-        named, self._aliases = named_weights(module)
-        self._buffers = named.keys() - self._shapes.keys()
-        super().__init__(start)
-        self._model = Divided(module, self.wrapper)
-        self._undo.append(self._guard())
-        self._undo.append(refuse_inner_gradients(module, "colossalai"))
-        self._trained = {id(p): n for n, (p, _) in self._shapes.items() if p.requires_grad}
-        self._without: set[int] = set()
-        for unit, handle in self._handles():
-            watch = partial(self._watch, handle)
-            self._undo.append(unit.module.register_forward_pre_hook(watch).remove)
-        if self._scaler is not None:
-            self._scaler = PartScaler(self._device.type, process_group=None)
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.shapes = {name: (p, tuple(p.shape)) for name, p in module.named_parameters()}
+        named, self.aliases = named_weights(module)
+        self.buffers = named.keys() - self.shapes.keys()
 
-    @property
-    def _holds_forwards(self) -> bool:
-        # FSDP1 frees a unit's parameters after its first backward pass, which other graphs still
-        # hold views of (torch 2.13, distributed/fsdp/_runtime_utils.py, _post_backward_hook).
-        return False
 
-    def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is not None:
-            check_optimizer(self.module, optimizer)
-            names = {id(p): name for name, (p, _) in self._shapes.items()}
-            self._groups = [
-                tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups
-            ]
-        plugin = self.booster.plugin
-        # Without it, parameters would be one flat tensor, and have no groups.
-        plugin.fsdp_kwargs["use_orig_params"] = True
-        with quiet():
-            self.wrapper, *_ = self.booster.boost(self.module)
-        # Without a hook FSDP1 averages.
-        self.wrapper.module.register_comm_hook(None, _sum)
-        if optimizer is not None:
-            from colossalai.booster.plugin.torch_fsdp_plugin import (  # pyright: ignore
-                FSDPOptimizerWrapper,
+def _handles(wrapper: nn.Module) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
+    for unit in FullyShardedDataParallel.fsdp_modules(wrapper):
+        if unit._handle is not None:
+            yield unit, unit._handle
+
+
+def _guard_forward(module: nn.Module, wrapper: nn.Module) -> Callable[[], None]:
+    """Refuse a call of the module itself, whose weights are not there; what takes it back."""
+    inside = [0]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        inside[0] += 1
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        inside[0] -= 1
+
+    def check(module: nn.Module, args: Any) -> None:
+        if not inside[0]:
+            raise ConfigError(
+                "engine.module was called, and FSDP has divided its weights among ranks. Call "
+                "the engine, engine(...), which gathers them."
             )
 
-            self.framework_optimizer = FSDPOptimizerWrapper(optimizer, self.wrapper)
-            self._divide_state(optimizer)
+    wrapper.register_forward_pre_hook(enter)
+    wrapper.register_forward_hook(leave, always_call=True)
+    return module.register_forward_pre_hook(check).remove
 
-    def _divide_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Of what the optimizer has made when it was built, as Adagrad does, keep this rank's."""
-        for parameter, part in self._parts():
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if part.shape and torch.is_tensor(value) and tuple(value.shape) == part.shape:
-                    own = value.flatten()[part.start : part.start + part.held.numel()]
-                    state[key] = own.view(part.held.shape).clone()
 
-    def _require_optimizer(self) -> Any:
-        super()._require_optimizer()
-        return self.optimizer
+class FlatReducer(Reducer):
+    """Reduce-scatters gradients in each backward pass.
 
-    def _guard(self) -> Callable[[], None]:
-        """Refuse a call of the module itself, whose weights are not there."""
-        inside = [0]
+    Args:
+        start: what the engine is made from.
+        wrapper: what Colossal-AI has made of the module.
+        framework_optimizer: what it has made of the optimizer.
+        whole: what the model was before.
+    """
 
-        def enter(module: nn.Module, args: Any) -> None:
-            inside[0] += 1
+    # FSDP1 frees a unit's parameters after its first backward pass, which other graphs still hold
+    # views of (torch 2.13, distributed/fsdp/_runtime_utils.py, _post_backward_hook).
+    holds_forwards = False
 
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            inside[0] -= 1
-
-        def check(module: nn.Module, args: Any) -> None:
-            if not inside[0]:
-                raise ConfigError(
-                    "engine.module was called, and FSDP has divided its weights among ranks. Call "
-                    "the engine, engine(...), which gathers them."
-                )
-
-        self.wrapper.register_forward_pre_hook(enter)
-        self.wrapper.register_forward_hook(leave, always_call=True)
-        return self.module.register_forward_pre_hook(check).remove
-
-    def _loss(
-        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
-    ) -> Loss:
-        # The module alone has no weights to evaluate with.
-        return super()._loss(self._model, microbatch, loss_fn, training=training)
-
-    def _handles(self) -> Iterator[tuple[FullyShardedDataParallel, Any]]:
-        for unit in FullyShardedDataParallel.fsdp_modules(self.wrapper):
-            if unit._handle is not None:
-                yield unit, unit._handle
+    def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any, whole: Whole) -> None:
+        run_backward = partial(start.booster.backward, optimizer=framework_optimizer)
+        super().__init__(start.module, start.world, run_backward)
+        self.wrapper = wrapper
+        self._interrupted = False
+        self._trained = {id(p): n for n, (p, _) in whole.shapes.items() if p.requires_grad}
+        self._without: set[int] = set()
+        self._watches = [
+            unit.module.register_forward_pre_hook(partial(self._watch, handle))
+            for unit, handle in _handles(wrapper)
+        ]
 
     def _watch(self, handle: Any, module: nn.Module, args: Any) -> None:
         """Notice which of the gathered weights get a gradient; FSDP makes up zeros for the others.
@@ -188,9 +222,16 @@ class FSDPEngine(BoosterEngine):
     def _saw(self, parameter: int, gradient: torch.Tensor) -> None:
         self._without.discard(parameter)
 
-    def _backward(self, loss: torch.Tensor) -> None:
-        self._without = set(self._trained)
-        super()._backward(loss)
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if self._interrupted:
+            raise ConfigError(
+                "colossalai: an error has ended an earlier backward pass before its end, and "
+                "plugin='fsdp' cannot begin another: FSDP is left in the middle of it. "
+                "Start again from a checkpoint, or use strategy='fsdp'."
+            )
+        self._without, self._interrupted = set(self._trained), True
+        super().backward(loss, last=last)
+        self._interrupted = False
         without = [self._trained[p] for p in self._trained if p in self._without]
         if without:
             raise ConfigError(
@@ -200,47 +241,84 @@ class FSDPEngine(BoosterEngine):
                 "use strategy='fsdp'."
             )
 
-    def _gradient_norm(self, max_norm: float) -> float:
-        return clip_parts(self._parameters, max_norm)
+    def forget(self) -> None:
+        """Let go of the weights that an interrupted forward pass has gathered.
 
-    # -- state -----------------------------------------------------------------------------------
+        The next one would compute with them, and they would get no gradient (torch 2.13,
+        distributed/fsdp/_runtime_utils.py: a unit that is gathered is not gathered again).
+        """
+        for unit in FullyShardedDataParallel.fsdp_modules(self.wrapper):
+            handle = unit._handle
+            if unit.training_state is TrainingState.FORWARD_BACKWARD:
+                unit.training_state = TrainingState.IDLE
+            if handle is not None and handle._training_state is HandleTrainingState.FORWARD:
+                _reshard(unit, handle, handle.uses_sharded_strategy)
+                handle._training_state = HandleTrainingState.IDLE
 
-    def _parts(self) -> Iterator[tuple[nn.Parameter, Part]]:
+    def close(self) -> None:
+        for handle in self._watches:
+            handle.remove()
+
+
+class FlatState(PartsState):
+    """Parts of the flat tensors that FSDP1 makes of a unit's parameters.
+
+    Args:
+        whole: what the model was before.
+        wrapper: what Colossal-AI has made of it.
+        optimizer: the user's, if there is one.
+        groups: the names of the parameters of each of its groups.
+        world: the joined processes.
+    """
+
+    def __init__(
+        self,
+        whole: Whole,
+        wrapper: nn.Module,
+        optimizer: Optimizer | None,
+        groups: Groups,
+        world: World,
+    ) -> None:
+        super().__init__(optimizer, groups, whole.aliases, world)
+        self.whole, self.wrapper = whole, wrapper
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.whole.shapes.values())
+
+    @property
+    def trained(self) -> Collection[str]:
+        return [name for name, (p, _) in self.whole.shapes.items() if p.requires_grad]
+
+    def weights(self) -> list[LocalState]:
+        weights = [part.state(part.name, part.held) for _, part in self._each()]
+        buffers = {clean_tensor_name(name): b for name, b in self.whole.module.named_buffers()}
+        return weights + [LocalState.of(name, buffers[name]) for name in sorted(self.whole.buffers)]
+
+    def parts(self) -> Iterator[tuple[nn.Parameter, Part]]:
+        return ((p, part) for p, part in self._each() if p.numel())
+
+    def _each(self) -> Iterator[tuple[nn.Parameter, Part]]:
         """What this rank holds of each parameter, in the same order on every rank."""
         starts: dict[int, int] = {}
-        for _, handle in self._handles():
+        for _, handle in _handles(self.wrapper):
             flat = handle.flat_param
             if not handle.uses_sharded_strategy:
                 continue
             for p, info in zip(flat._params, flat._shard_param_infos, strict=True):
                 starts[id(p)] = info.intra_param_start_idx or 0
-        for name, (p, shape) in self._shapes.items():
+        for name, (p, shape) in self.whole.shapes.items():
             yield p, Part(name, shape, starts.get(id(p), 0), p.detach())
 
-    def _states(self) -> list[LocalState]:
-        weights = [part.state(part.name, part.held) for _, part in self._parts()]
-        buffers = {clean_tensor_name(name): b for name, b in self.module.named_buffers()}
-        return weights + [LocalState.of(name, buffers[name]) for name in sorted(self._buffers)]
-
-    def export_state(self) -> EngineState:
-        self._sync_buffers()
-        exported = EngineState(self._states(), aliases=self._aliases)
-        if self.optimizer is not None:
-            held = [(p, part) for p, part in self._parts() if p.numel()]
-            parts.export_optimizer(
-                exported, held, self.optimizer, self._groups, self.lr_scheduler, self.world
-            )
-        return self._with_counters(exported)
-
-    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
-        source.fill_weights(self._states())
-        if optimizer and self.optimizer is not None:
-            held = [(p, part) for p, part in self._parts() if p.requires_grad and p.numel()]
-            trained = [name for name, (p, _) in self._shapes.items() if p.requires_grad]
-            parts.import_optimizer(
-                source, held, trained, self.optimizer, self._groups, self.lr_scheduler
-            )
-            self._restore_counters(source)
+    def divide_optimizer(self) -> None:
+        """Of what the optimizer has made when it was built, as Adagrad does, keep this rank's."""
+        assert self.optimizer is not None
+        for parameter, part in self._each():
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if part.shape and torch.is_tensor(value) and tuple(value.shape) == part.shape:
+                    own = value.flatten()[part.start : part.start + part.held.numel()]
+                    state[key] = own.view(part.held.shape).clone()
 
 
 def _sum(state: None, gradient: torch.Tensor, own: torch.Tensor | None = None) -> None:

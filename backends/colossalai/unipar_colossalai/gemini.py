@@ -1,4 +1,10 @@
-"""The training step of Gemini: chunks of weights, divided among ranks and gathered to be used."""
+"""Gemini: chunks of weights, divided among ranks and gathered to be used.
+
+Half-precision weights compute; each rank updates its part of their fp32 originals. Gemini gathers a
+chunk of weights when an operation needs it, lets go of it afterwards, and reduces its gradients
+once all of them are there, in half precision. What follows is fp32: the sum over micro-batches, the
+norm, and the user's own optimizer.
+"""
 
 from __future__ import annotations
 
@@ -6,89 +12,101 @@ import logging
 from typing import Any
 
 import torch
-from torch import nn
+from colossalai.zero.gemini.chunk import TensorState  # pyright: ignore[reportMissingImports]
+from torch.optim import Optimizer
 
-from unipar.batch import MicroBatch
-from unipar.engine import ModuleEngine, backward_pass, group_names, refuse_changed_weights
+from unipar.engine import (
+    OptimizerStepper,
+    PrecisionPolicy,
+    Reducer,
+    build_optimizer,
+    group_names,
+    refuse_changed_weights,
+    scale_gradients,
+)
 from unipar.errors import ConfigError, first_few
-from unipar.loss import Loss, LossFn, LossSum
-from unipar.state import EngineState, StateSource
-from unipar_colossalai import parts
+from unipar.world import World
 from unipar_colossalai.checks import check_optimizer, check_parameters
 from unipar_colossalai.engine import BoosterEngine, Start
-from unipar_colossalai.gemini_state import Held, floating
-from unipar_colossalai.scaling import PartScaler, clip_parts
+from unipar_colossalai.gemini_state import GeminiState, Held, floating
+from unipar_colossalai.parts import Groups
+from unipar_colossalai.scaling import part_precision, total_norm_of_parts
 from unipar_colossalai.working import Working, guard_forward
 
 
-class GeminiEngine(BoosterEngine):
-    """Half-precision weights compute; each rank updates its part of their fp32 originals.
+def prepare(start: Start) -> BoosterEngine:
+    """Divide weights, gradients and optimizer among ranks, chunk by chunk."""
+    spec, world, module = start.spec, start.world, start.module
+    check_parameters(module)
+    start.send_weights()
+    optimizer = build_optimizer(spec, module)
+    groups: Groups = []
+    if optimizer is not None:
+        check_optimizer(module, optimizer)
+        # Before its groups hold parts of parameters.
+        groups = group_names(module, optimizer)
+    originals = {name: tensor.detach() for name, tensor in floating(module)}
+    wrapper, gemini = start.boost(optimizer)
+    # Colossal-AI's own walks up the stack for each message, and there is one in every step.
+    wrapper._logger = logging.getLogger("colossalai")
+    held = Held(module, wrapper, gemini, originals)
+    reducer = GeminiReducer(wrapper, held, world)
+    # The weights compute in half precision themselves; autocast has nothing to add.
+    precision = part_precision(spec, world, autocast=False)
+    stepper = None
+    if optimizer is not None:
+        stepper = GeminiStepper(optimizer, gemini, reducer, precision)
+    # The module alone has no weights, to evaluate with either.
+    model = Working(module, wrapper)
+    return BoosterEngine(
+        start,
+        wrapper,
+        optimizer,
+        gemini,
+        model=model,
+        eval_model=model,
+        reducer=reducer,
+        precision=precision,
+        stepper=stepper,
+        state=GeminiState(held, optimizer, groups, world),
+        undo=[
+            *start.undo,
+            guard_forward(module),
+            refuse_changed_weights(module, "colossalai:plugin=gemini", ()),
+        ],
+    )
 
-    Gemini gathers a chunk of weights when an operation needs it, lets go of it afterwards, and
-    reduces its gradients once all of them are there, in half precision. What follows is fp32: the
-    sum over micro-batches, the norm, and the user's own optimizer.
+
+class GeminiReducer(Reducer):
+    """Adds up in fp32 what Gemini has averaged over ranks in each backward pass.
+
+    Args:
+        wrapper: what Colossal-AI has made of the module.
+        held: the fp32 values behind what it computes with.
+        world: the joined processes.
     """
 
-    def __init__(self, start: Start) -> None:
-        module = start.module
-        self._groups: list[tuple[str, ...]] = []
+    # A forward pass clears what stands in `parameter.grad`, and there is no gradient to lose.
+    hides_gradients = True
+    watches_gradients = False
+
+    def __init__(self, wrapper: Any, held: Held, world: World) -> None:
+        super().__init__(held.module, world)
+        self.wrapper, self.held = wrapper, held
         self._sums: dict[Any, torch.Tensor] = {}
-        check_parameters(module)
-        start.send_weights()
-        super().__init__(start)
-        self._undo.append(guard_forward(module))
-        self._undo.append(refuse_changed_weights(module, "colossalai:plugin=gemini", ()))
-        self._undo.append(self._forget)
-        # The weights compute in half precision themselves; autocast has nothing to add.
-        self._mixed = False
-        self._model = Working(module, self.wrapper)
-        self._parameters = list(self._parts)
-        if self._scaler is not None:
-            self._scaler = PartScaler(self._device.type, process_group=None)
 
-    def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
-        originals = {name: tensor.detach() for name, tensor in floating(self.module)}
-        if optimizer is not None:
-            check_optimizer(self.module, optimizer)
-            # Before its groups hold parts of parameters.
-            self._groups = group_names(self.module, optimizer)
-        super()._boost(optimizer)
-        # Colossal-AI's own walks up the stack for each message, and there is one in every step.
-        self.wrapper._logger = logging.getLogger("colossalai")
-        self._held = Held(self.module, self.wrapper, originals)
-        self._parts = self._held.parts(self.framework_optimizer)
-
-    def _forget(self) -> None:
-        # Caches of the class, which would keep every model of this process alive.
-        manager = self.wrapper.gemini_manager
-        manager._get_layout_info.cache_clear()
-        sorts = getattr(manager.placement_policy, "_sort_can_evict_chunks", None)
-        if sorts is not None:
-            sorts.cache_clear()
-
-    def _require_optimizer(self) -> Any:
-        return ModuleEngine._require_optimizer(self)
-
-    def _loss(
-        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
-    ) -> Loss:
-        # The module alone has no weights to evaluate with either.
-        return super()._loss(self._model, microbatch, loss_fn, training=training)
-
-    # -- gradients -------------------------------------------------------------------------------
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        self._reduce(loss)
-        for chunk in self._held.chunks:
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        try:
+            self._reduce(loss)
+        finally:
             # Gemini's own sum would be half precision, and weigh micro-batches unequally.
+            self.wrapper.chunk_manager.accumulating_grads = False
+        for chunk in self.held.chunks:
             reduced = chunk.grad_chunk.payload
             if chunk in self._sums:
                 self._sums[chunk] += reduced
             else:
                 self._sums[chunk] = reduced.float()
-        self.wrapper.chunk_manager.accumulating_grads = False
 
     def _reduce(self, loss: torch.Tensor) -> None:
         try:
@@ -97,7 +115,7 @@ class GeminiEngine(BoosterEngine):
             if "ZERO DDP error" not in str(error.args[:1]):
                 raise
         # It says nothing itself where all of a chunk has no gradient.
-        without = [n for n, p in self._held.trained.items() if not p._gemini_reduced]
+        without = [n for n, p in self.held.trained.items() if not p._gemini_reduced]
         if without:
             raise ConfigError(
                 f"colossalai: the loss does not depend on {len(without)} of the parameters to "
@@ -106,86 +124,67 @@ class GeminiEngine(BoosterEngine):
                 "requires_grad_(False), or use plugin='ddp' with find_unused_parameters=true."
             )
 
-    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
-        self._enter_training()
-        buffers = [buffer.clone() for buffer in self.module.buffers()]
-        with torch.random.fork_rng([]):
-            try:
-                loss = self._loss(self._model, microbatch, loss_fn, training=True)
-                with backward_pass():
-                    self._reduce(loss.total if isinstance(loss, LossSum) else loss)
-            finally:
-                self._drop_gradients()
-                with torch.no_grad():
-                    for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
-                        buffer.copy_(saved)
-
-    @property
-    def _gradients_elsewhere(self) -> bool:
-        return True
-
-    def _hide_gradients(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            super()._hide_gradients()
-
-    def _show_gradients(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            super()._show_gradients()
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        # A forward pass clears what stands there, and there is no gradient to lose.
-        return []
-
-    def _finish_gradients(self) -> None:
-        for part, where in self._parts.items():
+    def finish(self) -> None:
+        for part, where in self.held.optimized.items():
             part.data = where.held
             part.grad = self._sums[where.chunk][where.span]
         # Colossal-AI can only average.
-        self._scale_gradients(self.world.size)
+        scale_gradients(self.held.optimized, self.world.size)
 
-    def _drop_gradients(self) -> None:
-        super()._drop_gradients()
+    def clear(self) -> None:
+        super().clear()
         self._sums.clear()
-        for part in self._parameters:
+        for part in self.held.optimized:
             part.grad = None
 
-    def _gradient_norm(self, max_norm: float) -> float:
-        return clip_parts(self._parameters, max_norm)
+    def forget(self) -> None:
+        """Let go of the chunks that an interrupted pass has gathered, so that another can begin."""
+        manager = self.wrapper.chunk_manager
+        if not manager.accessed_chunks:
+            return
+        for chunk in list(manager.accessed_chunks):
+            for tensor in chunk.get_tensors():
+                # From wherever its operation was interrupted; what is no transition does nothing
+                # (Colossal-AI 0.5.0, zero/gemini/chunk/chunk.py, STATE_TRANS).
+                for state in (TensorState.READY_FOR_REDUCE, TensorState.COMPUTE, TensorState.HOLD):
+                    chunk.tensor_trans_state(tensor, state)
+            if chunk.keep_gathered:
+                manager.fake_release_chunk(chunk)
+            else:
+                manager.release_chunk(chunk)
+        self.wrapper.gemini_manager.reset_attributes()
 
-    def _step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
-        stepped = super()._step_optimizer(optimizer)
-        self._drop_gradients()
-        self.framework_optimizer._update_fp16_params()
+    def close(self) -> None:
+        # Caches of the class, which would keep every model of this process alive.
+        manager = self.wrapper.gemini_manager
+        manager._get_layout_info.cache_clear()
+        sorts = getattr(manager.placement_policy, "_sort_can_evict_chunks", None)
+        if sorts is not None:
+            sorts.cache_clear()
+
+
+class GeminiStepper(OptimizerStepper):
+    """Steps each rank's fp32 parts, and rounds what computes of them.
+
+    Args:
+        optimizer: the user's, over the parts.
+        gemini: what Colossal-AI has made of it.
+        reducer: which gives the parts their gradients.
+        precision: what unscales and steps them.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gemini: Any,
+        reducer: GeminiReducer,
+        precision: PrecisionPolicy,
+    ) -> None:
+        super().__init__(optimizer, precision, reducer.held.optimized, total_norm_of_parts)
+        self.gemini, self.reducer = gemini, reducer
+
+    def update(self) -> bool:
+        stepped = super().update()
+        self.reducer.clear()
+        self.gemini._update_fp16_params()
         return stepped
-
-    # -- state -----------------------------------------------------------------------------------
-
-    def export_state(self) -> EngineState:
-        self._sync_buffers()
-        weights, aliases = self._held.states()
-        exported = EngineState(weights, aliases=aliases)
-        if self.optimizer is not None:
-            parts.export_optimizer(
-                exported,
-                self._parts.items(),
-                self.optimizer,
-                self._groups,
-                self.lr_scheduler,
-                self.world,
-            )
-        return self._with_counters(exported)
-
-    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
-        states, _ = self._held.states()
-        source.fill_weights(states)
-        self._held.round()
-        if optimizer and self.optimizer is not None:
-            parts.import_optimizer(
-                source,
-                self._parts.items(),
-                self._held.trained,
-                self.optimizer,
-                self._groups,
-                self.lr_scheduler,
-            )
-            self._restore_counters(source)

@@ -6,15 +6,17 @@ a rank has of a tensor is a run of the tensor's elements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from unipar.state import LocalState, named_weights
-from unipar_colossalai.parts import Part
+from unipar.world import World
+from unipar_colossalai.parts import Groups, Part, Parts, PartsState
 
 
 def floating(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -42,17 +44,28 @@ class Held:
     Gemini makes its fp32 weights of the half-precision ones; here they are what the user gave. It
     also rounds frozen weights and buffers, whose originals are kept beside them.
 
+    Args:
+        module: the user's module.
+        wrapper: what Colossal-AI has made of it.
+        optimizer: what Colossal-AI has made of the optimizer, if there is one.
+        originals: parameters and floating-point buffers as they were.
+
     Attributes:
         module: the user's module.
         trained: the parameters that are divided among ranks, by name.
         chunks: the chunks of half-precision weights that hold them.
+        optimized: the tensors that this rank's optimizer holds, and what of the model each is.
     """
 
     def __init__(
-        self, module: nn.Module, gemini: Any, originals: Mapping[str, torch.Tensor]
+        self,
+        module: nn.Module,
+        wrapper: Any,
+        optimizer: Any,
+        originals: Mapping[str, torch.Tensor],
     ) -> None:
         self.module = module
-        self._manager: Any = gemini.chunk_manager
+        self._manager: Any = wrapper.chunk_manager
         self.trained: dict[str, Any] = {
             name: p for name, p in module.named_parameters() if p.requires_grad
         }
@@ -61,16 +74,16 @@ class Held:
         for name in self.trained:
             part = self._part(name)
             part.held.copy_(originals[name].flatten()[part.start :][: part.held.numel()])
+        self.optimized = self._optimized(optimizer)
 
-    def parts(self, gemini_optimizer: Any) -> dict[nn.Parameter, ChunkPart]:
-        """The tensors that this rank's optimizer holds, and what of the model each of them is."""
-        if gemini_optimizer is None:
+    def _optimized(self, optimizer: Any) -> dict[nn.Parameter, ChunkPart]:
+        if optimizer is None:
             return {}
         names = {id(p): name for name, p in self.trained.items()}
-        real = gemini_optimizer.id_to_real_params
+        real = optimizer.id_to_real_params
         return {
             fake: self._part(names[id(real[number])])
-            for number, fake in gemini_optimizer.id_to_fake_params.items()
+            for number, fake in optimizer.id_to_fake_params.items()
         }
 
     def _part(self, name: str) -> ChunkPart:
@@ -87,12 +100,11 @@ class Held:
         held = chunk.paired_chunk.payload[span]
         return ChunkPart(name, tuple(parameter.shape), first - info.offset, held, chunk, span)
 
-    def states(self) -> tuple[list[LocalState], dict[str, str]]:
-        """Describe the fp32 weights and the buffers, and name what is tied."""
-        named, aliases = named_weights(self.module)
+    def states(self) -> list[LocalState]:
+        """Describe the fp32 weights and the buffers."""
+        named, _ = named_weights(self.module)
         self._follow_buffers()
-        states = [self._weight(name, tensor) for name, tensor in named.items()]
-        return states, aliases
+        return [self._weight(name, tensor) for name, tensor in named.items()]
 
     def _weight(self, name: str, tensor: torch.Tensor) -> LocalState:
         if name in self.trained:
@@ -114,3 +126,38 @@ class Held:
             for name, tensor in floating(self.module):
                 if name in self._exact:
                     tensor.copy_(self._exact[name])
+
+
+class GeminiState(PartsState):
+    """Chunks of weights, and the optimizer over this rank's part of each.
+
+    Args:
+        held: the fp32 values.
+        optimizer: the user's, over the parts, if there is one.
+        groups: the names of the parameters of each of its groups.
+        world: the joined processes.
+    """
+
+    def __init__(
+        self, held: Held, optimizer: Optimizer | None, groups: Groups, world: World
+    ) -> None:
+        _, aliases = named_weights(held.module)
+        super().__init__(optimizer, groups, aliases, world)
+        self.held = held
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.held.module.parameters())
+
+    @property
+    def trained(self) -> Collection[str]:
+        return self.held.trained
+
+    def weights(self) -> list[LocalState]:
+        return self.held.states()
+
+    def parts(self) -> Parts:
+        return self.held.optimized.items()
+
+    def follow_weights(self) -> None:
+        self.held.round()

@@ -1,132 +1,150 @@
-"""The training step under HybridParallelPlugin without a pipeline: tensor parallelism."""
+"""HybridParallelPlugin: ranks hold parts of every layer, and exchange activations; or stages."""
 
 from __future__ import annotations
 
-import contextlib
-import math
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from unipar.batch import MicroBatch
-from unipar.engine import checkpoint_activations, refuse_inner_gradients
+from unipar.engine import (
+    OptimizerStepper,
+    Reducer,
+    build_optimizer,
+    checkpoint_activations,
+    disarm,
+    refuse_inner_gradients,
+    scale_gradients,
+)
 from unipar.errors import ConfigError
-from unipar.loss import LossFn
-from unipar.state import EngineState, StateSource
-from unipar_colossalai import hybrid_state, parts
+from unipar_colossalai.boosted import Boosted
 from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.hybrid_models import check_model, check_training
-from unipar_colossalai.scaling import PartScaler
+from unipar_colossalai.hybrid_pipeline import PipelineSchedule, use_given_microbatches
+from unipar_colossalai.hybrid_state import HybridState, Logical, is_divided
+from unipar_colossalai.scaling import part_precision
 
 
-class HybridEngine(BoosterEngine):
-    """Each rank holds a part of every layer, and ranks exchange activations.
+def prepare(start: Start) -> BoosterEngine:
+    """Divide layers among the ranks of a replica, and the row of layers among its stages."""
+    spec, world, module = start.spec, start.world, start.module
+    plugin = start.booster.plugin
+    pipeline = plugin.pp_size > 1
+    if pipeline:
+        use_given_microbatches(plugin)
+    check_model(module, plugin.tp_size, plugin.pp_size)
+    start.send_weights()
+    # It is given whole parameters, of which Colossal-AI leaves it the parts.
+    optimizer = build_optimizer(spec, module)
+    if optimizer is not None:
+        check_training(module)
+    logical = Logical(module, optimizer)
+    wrapper, stepped = start.boost(optimizer)
+    undo = [*start.undo]
+    if not pipeline:
+        # In a pipeline no loss has the whole model's graph, and PyTorch says so.
+        undo.append(refuse_inner_gradients(module, "colossalai"))
+    # Only now: Colossal-AI replaces the methods of the modules that it divides.
+    undo.append(checkpoint_activations(module, spec.activation_checkpointing))
+    precision = part_precision(spec, world)
+    # A stage without the loss has none to scale, and unscales its gradients all the same.
+    precision.scale(torch.zeros((), device=world.device))
+    parameters = list(module.parameters())
+    stepper = None
+    if optimizer is not None:
+        norm = HybridNorm(plugin, wrapper, parameters)
+        stepper = OptimizerStepper(stepped, precision, parameters, norm)
+    return BoosterEngine(
+        start,
+        wrapper,
+        optimizer,
+        stepped,
+        model=Boosted(module, wrapper),
+        reducer=HybridReducer(start, wrapper, stepped),
+        precision=precision,
+        stepper=stepper,
+        state=HybridState(logical, module, optimizer, dist.get_rank(plugin.tp_group), world),
+        schedule=PipelineSchedule(start, wrapper, stepped) if pipeline else None,
+        undo=undo,
+    )
 
-    Attributes:
-        logical: the model as it was before it was divided.
+
+class HybridReducer(Reducer):
+    """Averages gradients over replicas.
+
+    Args:
+        start: what the engine is made from.
+        wrapper: what Colossal-AI has made of the module.
+        framework_optimizer: what it has made of the optimizer.
     """
 
-    def __init__(self, start: Start) -> None:
-        module = start.module
-        plugin = start.booster.plugin
-        self._plugin = plugin
-        self._tp_rank: int = dist.get_rank(plugin.tp_group)
-        check_model(module, plugin.tp_size, plugin.pp_size)
-        start.send_weights()
-        super().__init__(start)
-        if self._scaler is not None:
-            # Of the parts of a gradient, one may overflow alone.
-            self._scaler = PartScaler(self._device.type, process_group=None)
-            # A stage without the loss has none to scale, and unscales its gradients all the same.
-            self._scaler.scale(torch.zeros((), device=self._device))
-        if plugin.pp_size == 1:
-            # In a pipeline no loss has the whole model's graph, and PyTorch says so.
-            self._undo.append(refuse_inner_gradients(module, "colossalai"))
-        # Only now: Colossal-AI replaces the methods of the modules that it divides.
-        self._undo.append(checkpoint_activations(module, start.spec.activation_checkpointing))
+    def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any) -> None:
+        run_backward = partial(start.booster.backward, optimizer=framework_optimizer)
+        super().__init__(start.module, start.world, run_backward)
+        self.booster, self.wrapper = start.booster, wrapper
+        self.framework_optimizer = framework_optimizer
+        self._begun = False
 
-    def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is not None:
-            check_training(self.module)
-        # The optimizer is given whole parameters, of which Colossal-AI leaves it the parts.
-        self.logical = hybrid_state.Logical(self.module, optimizer)
-        super()._boost(optimizer)
+    def begin(self, *, whole_step: bool) -> None:
+        self._begun = True
 
-    @property
-    def num_parameters(self) -> int:
-        return self.logical.num_parameters
-
-    # -- training --------------------------------------------------------------------------------
-
-    def _microbatch(self, last: bool) -> AbstractContextManager[None]:
+    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         if last:
-            return contextlib.nullcontext()
+            return super().microbatch(last=last)
         return self.booster.no_sync(self.wrapper, self.framework_optimizer)
 
-    def _finish_gradients(self) -> None:
+    def finish(self) -> None:
+        self._begun = False
         # Colossal-AI averages, once or, in a user's own loop, what it has averaged already.
-        self._scale_gradients(self._plugin.dp_size)
+        scale_gradients(self.parameters, self.booster.plugin.dp_size)
 
-    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+    def forget(self) -> None:
+        if self._begun and self.wrapper.use_ddp:
+            disarm(self.wrapper.module)
+        self._begun = False
+
+    def probing(self) -> NoReturn:
         raise ConfigError(
             "colossalai: micro_batch_size='auto' tries what fits, and with plugin='hybrid' a rank "
             "that runs out of memory would leave the others waiting for its part of the model. "
             "Set micro_batch_size to a number."
         )
 
-    def _gradient_norm(self, max_norm: float) -> float:
-        squared = torch.zeros((), dtype=torch.float64, device=self._device)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                part = parameter.grad.double().square().sum()
-                squared += part / self._num_holders(parameter)
-        for group in (self._plugin.tp_group, self._plugin.pp_group):
-            dist.all_reduce(squared, group=group)
-        norm = squared.sqrt().float()
-        if not math.isinf(max_norm):
-            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
-        return norm.item()
+    def share_buffers(self) -> None:
+        """The buffers of the models that are proved never change."""
 
-    def _num_holders(self, parameter: nn.Parameter) -> int:
+
+class HybridNorm:
+    """2-norm of the whole gradient, of which the ranks of a replica hold parts. Collective.
+
+    Args:
+        plugin: Colossal-AI's.
+        wrapper: what it has made of the module.
+        parameters: what this rank holds of the model.
+    """
+
+    def __init__(self, plugin: Any, wrapper: Any, parameters: Iterable[nn.Parameter]) -> None:
+        self._plugin = plugin
+        self._holders = [(p, self._num_holders(p, wrapper.shared_params)) for p in parameters]
+
+    def _num_holders(self, parameter: nn.Parameter, tied: Sequence[dict[int, Any]]) -> int:
         """How many ranks of a replica hold the same elements."""
-        holders = 1 if hybrid_state.is_divided(parameter) else self._plugin.tp_size
-        for stages in self.wrapper.shared_params:
+        holders = 1 if is_divided(parameter) else self._plugin.tp_size
+        for stages in tied:
             if any(parameter is shared for shared in stages.values()):
                 holders *= len(stages)
         return holders
 
-    def _sync_buffers(self) -> None:
-        """The buffers of the models that are proved never change."""
-
-    # -- state -----------------------------------------------------------------------------------
-
-    def export_state(self) -> EngineState:
-        weights = hybrid_state.weights(self.logical, self.module, self._tp_rank)
-        exported = EngineState(weights, aliases=self.logical.aliases)
-        if self.optimizer is not None:
-            parts.export_optimizer(
-                exported,
-                self.logical.parts(self.module, self._tp_rank),
-                self.optimizer,
-                self.logical.groups,
-                self.lr_scheduler,
-                self.world,
-            )
-        return self._with_counters(exported)
-
-    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
-        source.fill_weights(hybrid_state.weights(self.logical, self.module, self._tp_rank))
-        if not optimizer:
-            return
-        if self.optimizer is not None:
-            parts.import_optimizer(
-                source,
-                self.logical.parts(self.module, self._tp_rank),
-                self.logical.weights,
-                self.optimizer,
-                self.logical.groups,
-                self.lr_scheduler,
-            )
-        self._restore_counters(source)
+    def __call__(self, gradients: Collection[torch.Tensor]) -> torch.Tensor:
+        found = [(p.grad, holders) for p, holders in self._holders if p.grad is not None]
+        assert len(found) == len(gradients)
+        squared = torch.zeros((), dtype=torch.float64, device=self._holders[0][0].device)
+        for gradient, holders in found:
+            squared += gradient.double().square().sum() / holders
+        for group in (self._plugin.tp_group, self._plugin.pp_group):
+            dist.all_reduce(squared, group=group)
+        return squared.sqrt().float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,8 @@ from torch import nn
 
 from unipar.engine import group_names
 from unipar.state import Box, LocalState, TensorInfo, named_weights
-from unipar_colossalai.parts import Part
+from unipar.world import World
+from unipar_colossalai.parts import Part, PartsState
 
 
 class Run(NamedTuple):
@@ -125,9 +126,41 @@ def _runs(indices: list[int]) -> Iterator[Run]:
             first = last + 1
 
 
-def weights(logical: Logical, module: nn.Module, tp_rank: int) -> list[LocalState]:
-    """Describe this rank's parts of the weights; the states are views of them."""
-    return list(_each_weight(logical, logical.held(module), tp_rank))
+class HybridState(PartsState):
+    """Shards and stages of a model, and the optimizer over them.
+
+    Args:
+        logical: the model as it was before it was divided.
+        module: the user's, divided.
+        optimizer: the user's, over this rank's parts, if there is one.
+        tp_rank: which of the shards this rank has.
+        world: the joined processes.
+    """
+
+    def __init__(
+        self,
+        logical: Logical,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        tp_rank: int,
+        world: World,
+    ) -> None:
+        super().__init__(optimizer, logical.groups, logical.aliases, world)
+        self.logical, self.module, self.tp_rank = logical, module, tp_rank
+
+    @property
+    def num_parameters(self) -> int:
+        return self.logical.num_parameters
+
+    @property
+    def trained(self) -> Collection[str]:
+        return self.logical.weights
+
+    def weights(self) -> list[LocalState]:
+        return list(_each_weight(self.logical, self.logical.held(self.module), self.tp_rank))
+
+    def parts(self) -> Iterator[tuple[torch.Tensor, Shard]]:
+        return self.logical.parts(self.module, self.tp_rank)
 
 
 def _each_weight(

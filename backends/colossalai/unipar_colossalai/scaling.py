@@ -1,14 +1,17 @@
-"""Loss scaling where ranks hold parts of the gradients."""
+"""Loss scaling and norms where ranks hold parts of the gradients."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from unipar.engine import PrecisionPolicy
+from unipar.strategy import EngineSpec
+from unipar.world import World
 
 
 class PartScaler(ShardedGradScaler):
@@ -25,12 +28,22 @@ class PartScaler(ShardedGradScaler):
         return found or {found_inf.device: torch.zeros_like(found_inf)}
 
 
-def clip_parts(parts: Sequence[torch.Tensor], max_norm: float) -> float:
-    """Clip a gradient of which each rank holds another part; the whole one's norm before."""
-    grads = [p.grad for p in parts if p.grad is not None]
-    squared = nn.utils.get_total_norm(grads).square()
+def part_precision(spec: EngineSpec, world: World, *, autocast: bool = True) -> PrecisionPolicy:
+    """Of ranks that hold parts of a gradient, one of which may overflow alone.
+
+    Args:
+        spec: what the run asks for.
+        world: the joined processes.
+        autocast: whether half precision is autocast's.
+    """
+    scaler = None
+    if spec.precision == "fp16":
+        scaler = PartScaler(world.device.type, process_group=None)
+    return PrecisionPolicy(spec.precision, world.device, autocast=autocast, scaler=scaler)
+
+
+def total_norm_of_parts(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """2-norm of the whole gradient, of which each rank holds another part. Collective."""
+    squared = nn.utils.get_total_norm(gradients).square()
     dist.all_reduce(squared)
-    norm = squared.sqrt()
-    if not math.isinf(max_norm):
-        nn.utils.clip_grads_with_norm_(parts, max_norm, norm)
-    return norm.item()
+    return squared.sqrt()

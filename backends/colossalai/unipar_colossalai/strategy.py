@@ -67,7 +67,7 @@ class ColossalAIStrategy(Strategy):
         undo = self._plugin.change(module, spec)
         booster = self._booster(self._plugin.arguments(module, spec, world))
         spec = with_divisible_optimizer(spec, self.name, world, *self._plugin.divisions(world))
-        return self._plugin.engine()(Start(spec, world, module, booster, undo))
+        return self._plugin.prepare(Start(spec, world, module, booster, undo))
 
     def _booster(self, arguments: dict[str, Any]) -> Any:
         from unipar_colossalai.framework import quiet

@@ -31,7 +31,8 @@ class Working(Divided):
         gemini = self._wrapper
         manager = gemini.gemini_manager
         if manager.need_warmup and manager.is_warmup() and not torch.is_grad_enabled():
-            # Gemini watches the first training step, and asserts that nothing comes before it.
+            # Gemini watches the first training step, and asserts that nothing comes before it
+            # (Colossal-AI 0.5.0, zero/gemini/gemini_ddp.py, forward).
             given = _cast((args, kwargs), gemini.mixed_precision)
             out = gemini._inference_forward(*given[0], **given[1])
             manager.compute_list.clear()

@@ -1,74 +1,100 @@
-"""The training step of ZeRO-1 and ZeRO-2."""
+"""ZeRO-1 and ZeRO-2: each rank updates its part of every parameter, and ranks exchange the parts.
+
+The parts are fp32. Half precision is autocast's: Colossal-AI's own would round the weights too, and
+keep their fp32 originals out of its checkpoints.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from unipar.engine import group_names
+from unipar.engine import (
+    OptimizerStepper,
+    PrecisionPolicy,
+    Reducer,
+    build_optimizer,
+    group_names,
+    scale_gradients,
+)
 from unipar.errors import ConfigError, first_few
-from unipar.state import EngineState, LocalState, StateSource, named_weights
-from unipar_colossalai import parts
+from unipar.state import LocalState, named_weights
+from unipar.world import World
+from unipar_colossalai.boosted import Boosted
 from unipar_colossalai.checks import check_optimizer, check_parameters
 from unipar_colossalai.engine import BoosterEngine, Start
-from unipar_colossalai.parts import Part
+from unipar_colossalai.parts import Groups, Part, PartsState
+from unipar_colossalai.scaling import part_precision, total_norm_of_parts
 
 
-class ZeROEngine(BoosterEngine):
-    """Each rank updates its part of every parameter, in fp32, and ranks exchange the parts.
+def prepare(start: Start) -> BoosterEngine:
+    """Divide the optimizer among ranks, or the gradients too, as the plugin says."""
+    spec, world, module = start.spec, start.world, start.module
+    check_parameters(module)
+    start.send_weights()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
+    optimizer = build_optimizer(spec, module)
+    if optimizer is None:
+        wrapper, _ = start.boost(None)
+        return BoosterEngine(
+            start, wrapper, None, None, model=Boosted(module, wrapper), undo=start.undo
+        )
+    check_optimizer(module, optimizer)
+    # Before its groups hold parts of parameters.
+    groups = group_names(module, optimizer)
+    wrapper, zero = start.boost(optimizer)
+    reducer = ZeROReducer(module, world, zero, partial=start.booster.plugin.stage == 2)
+    precision = part_precision(spec, world)
+    return BoosterEngine(
+        start,
+        wrapper,
+        optimizer,
+        zero,
+        model=Boosted(module, wrapper),
+        reducer=reducer,
+        precision=precision,
+        stepper=ZeROStepper(reducer, precision),
+        state=ZeROState(module, zero, groups, world),
+        undo=start.undo,
+    )
 
-    Half precision is autocast's. Colossal-AI's own would round the weights too, and keep their
-    fp32 originals out of its checkpoints.
+
+class ZeROReducer(Reducer):
+    """Averages gradients in buckets after a backward pass, or in ZeRO-2 while it runs.
+
+    Args:
+        module: the user's module.
+        world: the joined processes.
+        zero: Colossal-AI's optimizer.
+        partial: whether ranks keep parts of gradients (ZeRO-2).
+
+    Attributes:
+        zero: Colossal-AI's optimizer.
+        masters: this rank's fp32 part of each parameter, which is clipped, unscaled and stepped.
     """
 
-    def __init__(self, start: Start) -> None:
-        module = start.module
-        self._partial = start.booster.plugin.stage == 2
-        self._reduces_now = True
-        self._without: set[nn.Parameter] = set()
-        check_parameters(module)
-        start.send_weights()
-        for parameter in module.parameters():
-            parameter.data = parameter.data.contiguous()
-        super().__init__(start)
-        zero = self.framework_optimizer
-        if zero is None:
-            return
+    hides_gradients = True
+
+    def __init__(self, module: nn.Module, world: World, zero: Any, *, partial: bool) -> None:
+        super().__init__(module, world)
+        self.zero, self._partial = zero, partial
+        self.masters: list[torch.Tensor] = [p for g in zero.param_groups for p in g["params"]]
+        self._reduces_now, self._probing = True, False
         # Backward passes of other engines may go through this model; its hooks reduce in its own.
         zero.require_grad_sync = False
-        self._trained = [p for p in self._all_parameters if p.requires_grad]
-        self._undo.extend(
-            p.register_post_accumulate_grad_hook(self._without.discard).remove
-            for p in self._trained
-        )
-        self._undo.append(self._release)
-        # What is clipped, unscaled and stepped is this rank's part of each parameter.
-        self._parameters = [p for group in zero.param_groups for p in group["params"]]
-        if self._scaler is not None:
-            self._scaler = ShardedGradScaler(self._device.type, process_group=None)
-
-    def _boost(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if optimizer is not None:
-            check_optimizer(self.module, optimizer)
-            # Before its groups hold parts of parameters.
-            self._groups = group_names(self.module, optimizer)
-        super()._boost(optimizer)
-
-    def _release(self) -> None:
-        for handle in self.framework_optimizer.grad_handles:
-            handle.remove()
-
-    # -- gradients -------------------------------------------------------------------------------
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._without: set[nn.Parameter] = set()
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._without.discard) for p in self._trained
+        ]
 
     @contextlib.contextmanager
-    def _microbatch(self, last: bool) -> Iterator[None]:
+    def microbatch(self, *, last: bool) -> Iterator[None]:
         # ZeRO-2 keeps no whole gradient, so that it reduces each micro-batch's.
         self._reduces_now = last or self._partial
         try:
@@ -76,37 +102,43 @@ class ZeROEngine(BoosterEngine):
         finally:
             self._reduces_now = True
 
-    def _backward(self, loss: torch.Tensor) -> None:
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        # Its own `backward` would reduce at once, with no moment to look at what there is.
-        zero = self.framework_optimizer
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        self._probing = True
+        try:
+            yield
+        finally:
+            self._probing = False
+
+    @contextlib.contextmanager
+    def synchronizing(self) -> Iterator[None]:
+        """Let Colossal-AI reduce gradients, and exchange what it has updated."""
+        self.zero.require_grad_sync = True
+        try:
+            yield
+        finally:
+            self.zero.require_grad_sync = False
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        # Its own `backward` would reduce at once, with no moment to look at what there is
+        # (Colossal-AI 0.5.0, zero/low_level/low_level_optim.py).
+        zero = self.zero
+        if self._probing:
+            super().backward(loss, last=last)
+            return
         self._without.update(self._trained)
         if self._reduces_now and self._partial:
             # Its hooks fill buckets in the pass, and reduce those that are full.
-            with self._synchronizing():
+            with self.synchronizing():
                 loss.backward()
                 self._check_all_have_gradients()
                 zero._reduce_grad(self._partial)
             return
         with zero.no_sync():
-            self.booster.backward(loss, zero)
+            zero.backward(loss)
         if self._reduces_now:
             self._check_all_have_gradients()
             zero._reduce_grad(self._partial)
-
-    @property
-    def _gradients_elsewhere(self) -> bool:
-        return True
-
-    @contextlib.contextmanager
-    def _synchronizing(self) -> Iterator[None]:
-        zero = self.framework_optimizer
-        zero.require_grad_sync = True
-        try:
-            yield
-        finally:
-            zero.require_grad_sync = False
 
     def _check_all_have_gradients(self) -> None:
         """Colossal-AI pairs ranks' buckets by their order: one gradient less, and all are wrong."""
@@ -120,93 +152,93 @@ class ZeROEngine(BoosterEngine):
             "plugin='ddp' with find_unused_parameters=true."
         )
 
-    def _finish_gradients(self) -> None:
-        zero = self.framework_optimizer
-        for master in self._parameters:
+    def finish(self) -> None:
+        zero = self.zero
+        for master in self.masters:
             working = zero.master_to_working_param[id(master)]
             # The tensor that `zero.step()` will take: what is done to it here, is done there.
             master.grad = zero.get_working_grad_by_param_id(id(working))
         # Colossal-AI can only average.
-        self._scale_gradients(self.world.size)
+        scale_gradients(self.masters, self.world.size)
 
-    def _drop_gradients(self) -> None:
-        super()._drop_gradients()
-        zero = self.framework_optimizer
-        if zero is not None:
-            zero.zero_grad()
-            for master in self._parameters:
-                master.grad = None
+    def clear(self) -> None:
+        super().clear()
+        self.zero.zero_grad()
+        for master in self.masters:
+            master.grad = None
 
-    def _gradient_norm(self, max_norm: float) -> float:
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        squared = nn.utils.get_total_norm(grads).square()
-        dist.all_reduce(squared)
-        norm = squared.sqrt()
-        if not math.isinf(max_norm):
-            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
-        return norm.item()
+    def close(self) -> None:
+        for handle in [*self._hooks, *self.zero.grad_handles]:
+            handle.remove()
 
-    def _step_optimizer(self, optimizer: Any) -> bool:
+
+class ZeROStepper(OptimizerStepper):
+    """Steps each rank's parts, and has ranks exchange them.
+
+    Args:
+        reducer: whose parts.
+        precision: what unscales and steps them.
+    """
+
+    def __init__(self, reducer: ZeROReducer, precision: PrecisionPolicy) -> None:
+        super().__init__(reducer.zero, precision, reducer.masters, total_norm_of_parts)
+        self.reducer = reducer
+
+    def update(self) -> bool:
         self._take_over_weights()
-        with self._synchronizing():
-            return super()._step_optimizer(optimizer)
+        with self.reducer.synchronizing():
+            return super().update()
 
     def _take_over_weights(self) -> None:
         """Have what was done to weights by hand since the last step, such as clamping them.
 
         Else they would be what this rank's fp32 parts say, which are equal if nothing was done.
         """
-        zero = self.framework_optimizer
+        zero, rank = self.reducer.zero, self.reducer.world.rank
         own, given = [], []
-        for master in self._parameters:
+        for master in self.reducer.masters:
             working = zero.master_to_working_param[id(master)].detach().view(-1)
             if master.device == working.device:
-                share = working[self.world.rank * master.numel() :][: master.numel()]
+                share = working[rank * master.numel() :][: master.numel()]
                 own.append(master.detach()[: share.numel()])
                 given.append(share)
         if own:
             torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]
 
-    # -- state -----------------------------------------------------------------------------------
 
-    def export_state(self) -> EngineState:
-        if self.framework_optimizer is None:
-            return super().export_state()
-        self._sync_buffers()
-        weights, aliases = named_weights(self.module)
-        exported = EngineState(
-            [LocalState.of(*named) for named in weights.items()], aliases=aliases
-        )
-        parts.export_optimizer(
-            exported,
-            self._parts(),
-            self.framework_optimizer.optim,
-            self._groups,
-            self.lr_scheduler,
-            self.world,
-        )
-        return self._with_counters(exported)
+class ZeROState(PartsState):
+    """Whole weights, and an optimizer over equal parts of each parameter that is trained.
 
-    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
-        zero = self.framework_optimizer
-        if zero is None:
-            super().import_state(source, optimizer=optimizer)
-            return
+    Args:
+        module: the user's module.
+        zero: Colossal-AI's optimizer.
+        groups: the names of the parameters of each of its groups.
+        world: the joined processes.
+    """
+
+    def __init__(self, module: nn.Module, zero: Any, groups: Groups, world: World) -> None:
+        _, aliases = named_weights(module)
+        super().__init__(zero.optim, groups, aliases, world)
+        self.module, self.zero = module, zero
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def trained(self) -> Collection[str]:
+        return [part.name for _, part in self.parts()]
+
+    def weights(self) -> list[LocalState]:
         weights, _ = named_weights(self.module)
-        source.fill_weights([LocalState.of(*named) for named in weights.items()])
-        with torch.no_grad():
-            zero.update_master_params(self.module)
-        if optimizer:
-            held = list(self._parts())
-            trained = [part.name for _, part in held]
-            parts.import_optimizer(
-                source, held, trained, zero.optim, self._groups, self.lr_scheduler
-            )
-            self._restore_counters(source)
+        return [LocalState.of(*named) for named in weights.items()]
 
-    def _parts(self) -> Iterator[tuple[torch.Tensor, Part]]:
-        """What this rank's optimizer holds of each trained parameter: one of equal parts."""
-        masters = self.framework_optimizer.get_working_to_master_map()
+    def follow_weights(self) -> None:
+        with torch.no_grad():
+            self.zero.update_master_params(self.module)
+
+    def parts(self) -> Iterator[tuple[torch.Tensor, Part]]:
+        masters = self.zero.get_working_to_master_map()
         for name, parameter in self.module.named_parameters():
             if id(parameter) in masters:
                 master = masters[id(parameter)]

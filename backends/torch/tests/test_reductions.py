@@ -136,6 +136,55 @@ def test_compression_holds_where_no_last_backward_pass_is_named(
         assert (gradient - rounded).abs().max() < 1e-6 < gradient.abs().max()
 
 
+def give_up_and_go_on(placement: Placement, strategy: str) -> dict[str, Any]:
+    """The second step is tried twice: the first time its last loss raises, which says nothing."""
+    failing = [False]
+
+    def loss_fn(model: Any, at: tuple[int, int, int]) -> torch.Tensor:
+        loss = model(tokens(*at)).square().mean()
+        if failing[0] and at[2] == 1:
+            raise RuntimeError("this batch is bad")
+        return loss
+
+    with unipar.Session(strategy=strategy, placement=placement) as session:
+        engine = session.prepare(
+            Model(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1, 0.9)
+        )
+        for step in (0, 9, 1):
+            failing[0] = step == 9
+            parts = [(step, placement.rank, number) for number in range(2)]
+            batch = Batch(tuple(MicroBatch(at, SAMPLES) for at in parts), 4 * SAMPLES)
+            if failing[0]:
+                with pytest.raises(RuntimeError, match="this batch is bad"):
+                    engine.train_step(batch, loss_fn)
+            else:
+                engine.train_step(batch, loss_fn)
+        return {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+
+
+def two_steps() -> dict[str, torch.Tensor]:
+    """The plain loop; nothing of unipar in it."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        parts = [(step, rank, number) for rank in range(2) for number in range(2)]
+        optimizer.zero_grad()
+        torch.stack([model(tokens(*at)).square().mean() for at in parts]).mean().backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp:find_unused_parameters=true"])
+def test_a_step_that_is_given_up_leaves_no_reduction_to_the_next(
+    world_pool: Any, strategy: str
+) -> None:
+    """The last forward pass has armed the reducer, and no backward pass came."""
+    expected = two_steps()
+    for weights in world_pool(2).run(give_up_and_go_on, strategy):
+        for name, found in weights.items():
+            torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6)
+
+
 def refusal_of(placement: Placement, strategy: str, loop: Callable[[Engine, int], Any]) -> str:
     with unipar.Session(strategy=strategy, placement=placement) as session:
         engine = session.prepare(

@@ -16,7 +16,7 @@ from unipar.world import Placement, World
 from unipar_colossalai.checks import check_parameters
 
 if TYPE_CHECKING:
-    from unipar_colossalai.engine import BoosterEngine
+    from unipar_colossalai.engine import BoosterEngine, Start
     from unipar_colossalai.options import ColossalAIOptions
 
 SHARDED = ("optimizer", "gradients", "parameters")
@@ -121,8 +121,8 @@ class Plugin(ABC):
         return {}
 
     @abstractmethod
-    def engine(self) -> type[BoosterEngine]:
-        """The engine that trains with it."""
+    def prepare(self, start: Start) -> BoosterEngine:
+        """Boost the model, and put an engine together that trains with it. Collective."""
 
 
 class Dividing(Plugin):

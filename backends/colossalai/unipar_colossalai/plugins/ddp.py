@@ -12,7 +12,7 @@ from unipar.world import World
 from unipar_colossalai.plugins.base import Plugin
 
 if TYPE_CHECKING:
-    from unipar_colossalai.engine import BoosterEngine
+    from unipar_colossalai.engine import BoosterEngine, Start
 
 
 class DDP(Plugin):
@@ -30,7 +30,7 @@ class DDP(Plugin):
     def arguments(self, module: nn.Module, spec: EngineSpec, world: World) -> dict[str, Any]:
         return {name: getattr(self.options, name) for name in self.tunes}
 
-    def engine(self) -> type[BoosterEngine]:
-        from unipar_colossalai.engine import DDPEngine
+    def prepare(self, start: Start) -> BoosterEngine:
+        from unipar_colossalai.engine import prepare
 
-        return DDPEngine
+        return prepare(start)

@@ -14,7 +14,7 @@ from unipar_colossalai.checks import check_no_scalar
 from unipar_colossalai.plugins.base import ALL, DEVICES, SHARDED, Dividing
 
 if TYPE_CHECKING:
-    from unipar_colossalai.engine import BoosterEngine
+    from unipar_colossalai.engine import BoosterEngine, Start
 
 
 class FSDP(Dividing):
@@ -57,7 +57,7 @@ class FSDP(Dividing):
             "auto_wrap_policy": policy(units(module, self.options.wrap)),
         }
 
-    def engine(self) -> type[BoosterEngine]:
-        from unipar_colossalai.fsdp import FSDPEngine
+    def prepare(self, start: Start) -> BoosterEngine:
+        from unipar_colossalai.fsdp import prepare
 
-        return FSDPEngine
+        return prepare(start)

@@ -13,7 +13,7 @@ from unipar.world import Placement, World
 from unipar_colossalai.plugins.base import DEVICES, PRECISION, SHARDED, Dividing
 
 if TYPE_CHECKING:
-    from unipar_colossalai.engine import BoosterEngine
+    from unipar_colossalai.engine import BoosterEngine, Start
     from unipar_colossalai.options import ColossalAIOptions
 
 
@@ -83,7 +83,7 @@ class Gemini(Dividing):
             "enable_async_reduce": False,
         }
 
-    def engine(self) -> type[BoosterEngine]:
-        from unipar_colossalai.gemini import GeminiEngine
+    def prepare(self, start: Start) -> BoosterEngine:
+        from unipar_colossalai.gemini import prepare
 
-        return GeminiEngine
+        return prepare(start)

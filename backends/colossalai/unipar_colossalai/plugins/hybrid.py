@@ -15,7 +15,7 @@ from unipar_colossalai.hybrid_models import check_model, check_sizes, make_layou
 from unipar_colossalai.plugins.base import ALL, DEVICES, PRECISION, SHARDED, Plugin
 
 if TYPE_CHECKING:
-    from unipar_colossalai.engine import BoosterEngine
+    from unipar_colossalai.engine import BoosterEngine, Start
 
 
 class Hybrid(Plugin):
@@ -78,8 +78,7 @@ class Hybrid(Plugin):
             "num_microbatches": 1,
         }
 
-    def engine(self) -> type[BoosterEngine]:
-        from unipar_colossalai.hybrid import HybridEngine
-        from unipar_colossalai.hybrid_pipeline import PipelineEngine
+    def prepare(self, start: Start) -> BoosterEngine:
+        from unipar_colossalai.hybrid import prepare
 
-        return HybridEngine if self.options.pp_size == 1 else PipelineEngine
+        return prepare(start)

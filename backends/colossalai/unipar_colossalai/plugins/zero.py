@@ -12,7 +12,7 @@ from unipar.world import World
 from unipar_colossalai.plugins.base import PRECISION, Dividing
 
 if TYPE_CHECKING:
-    from unipar_colossalai.engine import BoosterEngine
+    from unipar_colossalai.engine import BoosterEngine, Start
 
 
 class ZeRO1(Dividing):
@@ -38,10 +38,10 @@ class ZeRO1(Dividing):
             "overlap_communication": False,
         }
 
-    def engine(self) -> type[BoosterEngine]:
-        from unipar_colossalai.zero import ZeROEngine
+    def prepare(self, start: Start) -> BoosterEngine:
+        from unipar_colossalai.zero import prepare
 
-        return ZeROEngine
+        return prepare(start)
 
 
 class ZeRO2(ZeRO1):
