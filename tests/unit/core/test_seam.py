@@ -34,6 +34,10 @@ NAMES = {
 """What each is called where it is read: a field's name alone may be another class's too."""
 
 
+OFFERED = {EngineSpec: {"named_optimizer"}}
+"""For frameworks with optimizers of their own, none of which is here; ``test_functions`` tries it."""
+
+
 @functools.cache
 def reads() -> set[tuple[str, str]]:
     """Every attribute that is read, behind the last name of what it is read of.
@@ -62,7 +66,7 @@ def public(kind: type) -> set[str]:
 def test_every_field_is_read(kind: type) -> None:
     assert public(kind)
     read = {field for name, field in reads() if name in NAMES[kind]}
-    assert public(kind) - read == set()
+    assert public(kind) - read - OFFERED.get(kind, set()) == set()
 
 
 class LeastOptions(StrategyOptions):
