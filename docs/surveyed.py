@@ -1,4 +1,4 @@
-"""The tables of what was measured under every framework, and of edited files, on a page."""
+"""The tables of what was measured under every framework and torch, and of edited files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ FLAGS = {
     "half_weights": "half-precision weights",
     "splits_tensors": "splits tensors",
 }
+
+SUITES = {"unit": "unit tests", "integration": "integration", "backends/torch": "torch backend"}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -181,3 +183,27 @@ def _worst(precision: str) -> dict[str, dict[str, float]]:
                 row = worst.setdefault(source, {})
                 row[target["strategy"]] = max(apart, row.get(target["strategy"], 0.0))
     return worst
+
+
+def torches() -> tuple[list[str], list[list[str]]]:
+    """A row for each torch: how many tests passed, and how many were skipped or failed."""
+    records = load("torches.json")
+    names = list(dict.fromkeys(name for record in records.values() for name in record["suites"]))
+    rows = []
+    for torch, record in records.items():
+        row = [torch, record["python"]]
+        for name in names:
+            suite = record["suites"].get(name)
+            row.append("not run" if suite is None else _outcome(suite))
+        rows.append(row)
+    return ["torch", "Python", *(SUITES.get(name, f"kit: `{name}`") for name in names)], rows
+
+
+def about_torches() -> str:
+    """When, where and by which command, for each torch."""
+    return "\n\n".join(record["about"] for record in load("torches.json").values())
+
+
+def _outcome(suite: dict[str, Any]) -> str:
+    others = (f"{len(suite['failed'])} failed", f"{suite['skipped']} skipped")
+    return ", ".join([f"{suite['passed']} passed", *(o for o in others if not o.startswith("0 "))])

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from unipar.batch import MicroBatch
@@ -27,6 +26,7 @@ from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
+from unipar.torch_versions import recovering
 from unipar.world import World
 from unipar_accelerate.accelerator import check_wrapped
 from unipar_accelerate.framework import quiet
@@ -145,12 +145,8 @@ class ShardedEngine(AccelerateEngine):
         return contextlib.nullcontext()
 
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
-        try:
+        with recovering(self.module, "accelerate"):
             super().probe(microbatch, loss_fn)
-        finally:
-            # After running out of memory in a forward pass, parameters are still gathered.
-            assert isinstance(self.module, FSDPModule)
-            self.module.reset_iter_state()
 
 
 def _restored(module: nn.Module) -> Undo:

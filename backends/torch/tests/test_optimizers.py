@@ -46,24 +46,28 @@ class Lamb(optim.Optimizer):
                 p.sub_(state["momentum"] / length * group["lr"])
 
 
-class ExactMuon(optim.Muon):
-    """Muon whose matrices are not rounded to bf16 before they are multiplied."""
+NEEDS_MUON = pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 brings Muon")
 
-    def step(self, closure: Any = None) -> Any:
-        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
-            return super().step(closure)
+if hasattr(optim, "Muon"):
+
+    class ExactMuon(optim.Muon):
+        """Muon whose matrices are not rounded to bf16 before they are multiplied."""
+
+        def step(self, closure: Any = None) -> Any:
+            with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+                return super().step(closure)
 
 
 def lamb(named: Any) -> optim.Optimizer:
     return Lamb([p for _, p in named], shortest=1e-6)
 
 
-def muon(named: Any, kind: type[optim.Muon] = optim.Muon) -> optim.Optimizer:
-    return kind([p for _, p in named if p.ndim == 2], lr=0.02)
+def muon(named: Any) -> optim.Optimizer:
+    return optim.Muon([p for _, p in named if p.ndim == 2], lr=0.02)
 
 
 def exact_muon(named: Any) -> optim.Optimizer:
-    return muon(named, ExactMuon)
+    return ExactMuon([p for _, p in named if p.ndim == 2], lr=0.02)
 
 
 def plainly(build_optimizer: Build) -> Weights:
@@ -111,7 +115,7 @@ def apart(one: Weights, other: Weights) -> float:
         ("ddp", lamb),
         ("ddp:shard_optimizer=true", adafactor),
         ("fsdp", layerwise),
-        ("fsdp", exact_muon),
+        pytest.param("fsdp", exact_muon, marks=[pytest.mark.extra, NEEDS_MUON]),
     ],
 )
 def test_what_is_taken_is_trained_as_by_hand(
@@ -122,6 +126,8 @@ def test_what_is_taken_is_trained_as_by_hand(
     assert apart(weights, plainly(build_optimizer)) < TOLERANCE
 
 
+@pytest.mark.extra
+@NEEDS_MUON
 def test_muon_under_fsdp_is_as_far_from_the_plain_loop_as_its_own_bf16_takes_it(
     world_pool: Any,
 ) -> None:

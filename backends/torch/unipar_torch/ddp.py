@@ -114,8 +114,10 @@ class DDPStrategy(Strategy):
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            forward_sync_buffers=options.broadcast_buffers,
         )
+        # The argument has had two names (torch 2.13, nn/parallel/distributed.py: it was called
+        # broadcast_buffers, and then also decided whether buffers start equal); this has had one.
+        model.broadcast_buffers = options.broadcast_buffers
         if options.compression == "powersgd":
             _compress(model, options)
         if options.shard_optimizer:

@@ -41,6 +41,7 @@ from unipar.engine.sharded import refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.strategy import EngineSpec, seeded_model
+from unipar.torch_versions import recovering
 from unipar.world import World
 
 if TYPE_CHECKING:
@@ -100,11 +101,8 @@ class FSDPEngine(ModuleEngine):
             self.module.set_requires_gradient_sync(True)
 
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
-        try:
+        with recovering(self.module, "fsdp"):
             super().probe(microbatch, loss_fn)
-        finally:
-            # After running out of memory in a forward pass, parameters are still gathered.
-            self.module.reset_iter_state()
 
     def _probing(self) -> AbstractContextManager[None]:
         # Gradients that are not reduced stay inside FSDP, which adds them to the next step's.

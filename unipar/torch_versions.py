@@ -1,0 +1,40 @@
+"""What the versions of torch that unipar takes differ in; no other file compares them.
+
+What a torch has is seen by looking, for builds between two versions have some of the next one's.
+Versions are named in messages. All else that is called is in every version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from unipar.errors import ConfigError
+
+
+@contextlib.contextmanager
+def recovering(module: Any, strategy: str) -> Iterator[None]:
+    """Around a forward and backward pass under FSDP2 that may run out of memory.
+
+    Args:
+        module: the root of what ``fully_shard`` was called for.
+        strategy: as the user calls it.
+
+    Raises:
+        ConfigError: this torch could not go on after that.
+    """
+    # torch 2.13, distributed/fsdp/_fully_shard/_fully_shard.py; 2.11 has nothing of the kind.
+    if not hasattr(module, "reset_iter_state"):
+        raise ConfigError(
+            "micro_batch_size='auto' tries sizes until one fits in memory, and under strategy "
+            f"'{strategy}' torch {torch.__version__} cannot go on after a forward pass that did "
+            "not. Give micro_batch_size as a number, or use torch 2.13 or newer."
+        )
+    try:
+        yield
+    finally:
+        # After running out of memory in a forward pass, parameters are still gathered.
+        module.reset_iter_state()
