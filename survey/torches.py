@@ -47,20 +47,26 @@ def main() -> int:
     parser.add_argument("--command", default="python survey/torches.py", help="for the docs")
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
     asked = parser.parse_args()
-    found = {name: run(name) for name in asked.suites}
+    failed = False
+    for name in asked.suites:
+        found = run(name)
+        write(name, found, asked.command)
+        failed |= bool(found["failed"])
+    print(f"Written: {RECORD.relative_to(ROOT)}")
+    return int(failed)
+
+
+def write(name: str, found: dict[str, Any], command: str) -> None:
+    """Add a suite to what the record says of this torch."""
     records = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    before = records.get(version("torch"), {"suites": {}})["suites"]
-    suites = {name: {**before, **found}[name] for name in SUITES if name in {**before, **found}}
-    seconds = sum(suite["seconds"] for suite in suites.values())
+    suites = {**records.get(version("torch"), {}).get("suites", {}), name: found}
     records[version("torch")] = {
-        "about": circumstances(asked.command, seconds, ("numpy",)),
+        "about": circumstances(command, sum(s["seconds"] for s in suites.values()), ("numpy",)),
         "python": platform.python_version(),
-        "suites": suites,
+        "suites": {name: suites[name] for name in SUITES if name in suites},
     }
     in_order = {torch: records[torch] for torch in sorted(records, key=_numbers)}
     RECORD.write_text(json.dumps(in_order, indent=1) + "\n")
-    print(f"Written: {RECORD.relative_to(ROOT)}")
-    return int(any(suite["failed"] for suite in found.values()))
 
 
 def run(name: str) -> dict[str, Any]:
