@@ -179,4 +179,4 @@ constraints: | $(BIN)/python
 	mv $(VENV)/constraints.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) $(ALONE) $(LOGGERS) docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ALONE) $(LOGGERS) .venv-torch-* docs/_build build dist .pytest_cache .ruff_cache .hypothesis

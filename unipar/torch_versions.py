@@ -1,7 +1,7 @@
-"""What the versions of torch that unipar takes differ in; no other file compares them.
+"""What the versions of torch that unipar takes differ in; no other file asks which one it is.
 
-What a torch has is seen by looking, for builds between two versions have some of the next one's.
-Versions are named in messages. All else that is called is in every version.
+What a torch has is seen by looking, for builds between two versions have some of the next one's;
+numbers are for messages. All else that unipar calls is in every version.
 """
 
 from __future__ import annotations
