@@ -26,7 +26,15 @@ FLAGS = {
     "splits_tensors": "splits tensors",
 }
 
-SUITES = {"unit": "unit tests", "integration": "integration", "backends/torch": "torch backend"}
+SUITES = {
+    "unit tests": ["unit"],
+    "real processes": [f"integration/{name}" for name in ("fit", "kit", "launch")],
+    "checkpoints": ["integration/checkpoint"],
+    "bench": ["integration/bench"],
+    "torch backend": ["backends/torch"],
+    **{f"kit: `{strategy}`": [strategy] for strategy in ("single", "ddp", "fsdp")},
+}
+"""The columns of the table of torches, and the suites that each is of."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -187,16 +195,14 @@ def _worst(precision: str) -> dict[str, dict[str, float]]:
 
 def torches() -> tuple[list[str], list[list[str]]]:
     """A row for each torch: how many tests passed, and how many were skipped or failed."""
-    records = load("torches.json")
-    names = list(dict.fromkeys(name for record in records.values() for name in record["suites"]))
     rows = []
-    for torch, record in records.items():
+    for torch, record in load("torches.json").items():
         row = [torch, record["python"]]
-        for name in names:
-            suite = record["suites"].get(name)
-            row.append("not run" if suite is None else _outcome(suite))
+        for names in SUITES.values():
+            found = [record["suites"][name] for name in names if name in record["suites"]]
+            row.append(_outcome(found) if len(found) == len(names) else "not run")
         rows.append(row)
-    return ["torch", "Python", *(SUITES.get(name, f"kit: `{name}`") for name in names)], rows
+    return ["torch", "Python", *SUITES], rows
 
 
 def about_torches() -> str:
@@ -204,6 +210,10 @@ def about_torches() -> str:
     return "\n\n".join(record["about"] for record in load("torches.json").values())
 
 
-def _outcome(suite: dict[str, Any]) -> str:
-    others = (f"{len(suite['failed'])} failed", f"{suite['skipped']} skipped")
-    return ", ".join([f"{suite['passed']} passed", *(o for o in others if not o.startswith("0 "))])
+def _outcome(suites: list[dict[str, Any]]) -> str:
+    passed, skipped = (sum(suite[end] for suite in suites) for end in ("passed", "skipped"))
+    failed = sum(len(suite["failed"]) for suite in suites)
+    others = (
+        f"{number} {end}" for number, end in ((failed, "failed"), (skipped, "skipped")) if number
+    )
+    return ", ".join([f"{passed} passed", *others])

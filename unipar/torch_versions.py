@@ -38,3 +38,23 @@ def recovering(module: Any, strategy: str) -> Iterator[None]:
     finally:
         # After running out of memory in a forward pass, parameters are still gathered.
         module.reset_iter_state()
+
+
+def check_arguments_kept(tensor: Any) -> None:
+    """Let nothing go on that computes with DTensors otherwise than element by element. Collective.
+
+    Args:
+        tensor: a DTensor of what is to be computed with.
+
+    Raises:
+        RuntimeError: operations of this torch may take arguments of earlier ones.
+    """
+    # torch 2.8, distributed/tensor/_op_schema.py, OpSchema.__hash__: what redistributes is cached,
+    # and keyword arguments are not part of the key. 2.11 has it right.
+    nothing = torch.zeros_like(tensor).norm()
+    at_least = [nothing.clamp(min=bound).full_tensor().item() for bound in (2.0, 1.0)]
+    if at_least != [2.0, 1.0]:
+        raise RuntimeError(
+            f"DTensors of torch {torch.__version__} take arguments of earlier operations; those of "
+            "torch 2.11 do not"
+        )

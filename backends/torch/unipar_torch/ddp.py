@@ -155,6 +155,13 @@ class DDPEngine(DDPModuleEngine):
 class ReplicatedModule(DistributedDataParallel):
     """DDP that lets a loss function read the model's plain attributes (``model.config``)."""
 
+    def _sync_buffers(self) -> None:
+        # As torch 2.13 does it itself (nn/parallel/distributed.py). In 2.11, a second forward pass
+        # in one loss made the first one's graph invalid, where buffers are part of it.
+        buffers = tuple(self.module.buffers())
+        with torch.autograd._unsafe_preserve_version_counter(buffers):
+            super()._sync_buffers()
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from unipar import torch_versions
 from unipar.errors import ConfigError
@@ -53,6 +56,20 @@ def test_the_version_that_is_named_has_it() -> None:
         assert hasattr(FSDPModule, "reset_iter_state")
     if HERE <= (2, 11):
         assert not hasattr(FSDPModule, "reset_iter_state")
+
+
+def test_dtensors_keep_arguments_apart() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        if HERE >= (2, 11):
+            torch_versions.check_arguments_kept(tensor)
+        if HERE <= (2, 8):
+            with pytest.raises(RuntimeError, match=r"take arguments .* torch 2\.11 do not"):
+                torch_versions.check_arguments_kept(tensor)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_no_other_file_compares_versions_of_torch() -> None:
