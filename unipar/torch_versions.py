@@ -51,7 +51,7 @@ def check_arguments_kept(tensor: Any) -> None:
     """
     # torch 2.8, distributed/tensor/_op_schema.py, OpSchema.__hash__: what redistributes is cached,
     # and keyword arguments are not part of the key. 2.11 has it right.
-    nothing = torch.zeros_like(tensor).norm()
+    nothing: Any = torch.zeros_like(tensor).norm()
     at_least = [nothing.clamp(min=bound).full_tensor().item() for bound in (2.0, 1.0)]
     if at_least != [2.0, 1.0]:
         raise RuntimeError(

@@ -158,8 +158,8 @@ class ReplicatedModule(DistributedDataParallel):
     def _sync_buffers(self) -> None:
         # As torch 2.13 does it itself (nn/parallel/distributed.py). In 2.11, a second forward pass
         # in one loss made the first one's graph invalid, where buffers are part of it.
-        buffers = tuple(self.module.buffers())
-        with torch.autograd._unsafe_preserve_version_counter(buffers):
+        unchanged: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+        with unchanged(tuple(self.module.buffers())):
             super()._sync_buffers()
 
     def __getattr__(self, name: str) -> Any:

@@ -59,7 +59,8 @@ def test_the_version_that_is_named_has_it() -> None:
 
 
 def test_dtensors_keep_arguments_apart() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         tensor = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
