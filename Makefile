@@ -13,6 +13,9 @@ ALONE := .venv-colossalai
 WITH_deepspeed := $(if $(wildcard /usr/include/libaio.h),--with nvme)
 # Where metrics can go besides: with the pins of these they leave the frameworks no room.
 LOGGERS := .venv-loggers
+# Any torch that pyproject.toml admits: make test-torch TORCH=2.8.0 PYTHON=python3.10
+TORCH ?= 2.8.0
+OTHER ?= .venv-torch-$(TORCH)
 # Tests that start whole programs; most others share ranks that run already.
 PROGRAMS := $(addprefix tests/integration/,bench bench_report cli docs examples install)
 # Suites of tests that run at once; each has processes of its own, and often waits for them.
@@ -30,12 +33,13 @@ PINS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all installed test-matrix tables compare reliability lint format docs bench constraints clean
+.PHONY: help demo test test-all installed test-torch test-matrix tables compare reliability lint format docs bench constraints clean
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
 	@echo "make test    run the tests, those of the backends' frameworks included"
 	@echo "make test-all  run them at greater length too, and make test-matrix"
+	@echo "make test-torch TORCH=2.8.0  run what rests on torch with another torch, for the docs"
 	@echo "make test-matrix  resume every strategy's checkpoint under every other, for the docs"
 	@echo "make tables  measure every framework's strategies, for the docs"
 	@echo "make compare  run unipar bench with every framework on two examples, for the docs"
@@ -65,6 +69,12 @@ test-all: installed $(LOGGERS)/.ready
 # The two environments have nothing in common, and pip keeps one core busy.
 installed:
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.backends $(ALONE)/.backends
+
+# Beside it PYTHON chooses the interpreter. An environment is several GB, for a torch of the index
+# brings CUDA, and is left for the next call.
+test-torch: $(OTHER)/.ready
+	$(OTHER)/bin/python survey/torches.py --command "make test-torch TORCH=$(TORCH)"
+	$(OTHER)/bin/python docs/generate.py
 
 # Every pair of strategies.
 test-matrix: $(VENV)/.backends $(ALONE)/.backends
@@ -134,6 +144,15 @@ $(LOGGERS)/.ready: pyproject.toml | $(BIN)/python
 	  -c $(LOGGERS)/torch.txt -e '.[tensorboard,wandb,mlflow,trackio,test]'
 	@touch $@
 
+# The pins but for torch's, and for setuptools', of which some torches want an older one (2.11: <82).
+$(OTHER)/.ready: $(PINS)
+	@echo "Installing torch $(TORCH) into $(OTHER); once, and it is several GB."
+	@$(PYTHON) -m venv $(OTHER)
+	@{ grep -Ev '^(torch|setuptools)==' constraints.txt; echo 'torch==$(TORCH)'; } > $(OTHER)/constraints.txt
+	@$(OTHER)/bin/python -m pip --disable-pip-version-check --quiet --no-cache-dir install \
+	  -c $(OTHER)/constraints.txt -e '.[bench,tensorboard,test]'
+	@touch $@
+
 $(BIN)/python:
 	@command -v $(PYTHON) > /dev/null || { \
 	  echo "There is no '$(PYTHON)' here. Name a Python 3.10 or newer:" >&2; \
@@ -160,4 +179,4 @@ constraints: | $(BIN)/python
 	mv $(VENV)/constraints.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) $(ALONE) $(LOGGERS) docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ALONE) $(LOGGERS) .venv-torch-* docs/_build build dist .pytest_cache .ruff_cache .hypothesis

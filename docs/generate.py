@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
     ROOT / "README.md",
     *(ROOT / "docs" / name for name in ("strategies.md", "settings.md", "backends/index.md")),
+    ROOT / "docs" / "versions.md",
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "benchmarks" / "frameworks.md",
     ROOT / "docs" / "security.md",
@@ -139,6 +140,8 @@ TABLES = {
     "survey: about matrix": lambda: surveyed.about("matrix.json"),
     "survey: edits": lambda: _table(*surveyed.edits()),
     "survey: about edits": lambda: surveyed.about("fuzz.json"),
+    "survey: torches": lambda: _table(*surveyed.torches()),
+    "survey: about torches": surveyed.about_torches,
     "reliability: hangs summary": endured.hangs_summary,
     "reliability: hangs": lambda: _table(*endured.hangs()),
     "reliability: about hangs": endured.about_hangs,

@@ -1,4 +1,4 @@
-"""The tables of what was measured under every framework, and of edited files, on a page."""
+"""The tables of what was measured under every framework and torch, and of edited files."""
 
 from __future__ import annotations
 
@@ -24,6 +24,16 @@ FLAGS = {
     "half_weights": "half-precision weights",
     "splits_tensors": "splits tensors",
 }
+
+SUITES = {
+    "unit tests": ["unit"],
+    "real processes": [f"integration/{name}" for name in ("fit", "kit", "launch")],
+    "checkpoints": ["integration/checkpoint"],
+    "bench": ["integration/bench"],
+    "torch backend": ["backends/torch"],
+    **{f"kit: `{strategy}`": [strategy] for strategy in ("single", "ddp", "fsdp")},
+}
+"""The columns of the table of torches, and the suites that each is of."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -180,3 +190,29 @@ def _worst(precision: str) -> dict[str, dict[str, float]]:
                 row = worst.setdefault(source, {})
                 row[target["strategy"]] = max(apart, row.get(target["strategy"], 0.0))
     return worst
+
+
+def torches() -> tuple[list[str], list[list[str]]]:
+    """A row for each torch: how many tests passed, and how many were skipped or failed."""
+    rows = []
+    for torch, record in load("torches.json").items():
+        row = [torch, record["python"]]
+        for names in SUITES.values():
+            found = [record["suites"][name] for name in names if name in record["suites"]]
+            row.append(_outcome(found) if len(found) == len(names) else "not run")
+        rows.append(row)
+    return ["torch", "Python", *SUITES], rows
+
+
+def about_torches() -> str:
+    """When, where and by which command, for each torch."""
+    return "\n\n".join(record["about"] for record in load("torches.json").values())
+
+
+def _outcome(suites: list[dict[str, Any]]) -> str:
+    passed, skipped = (sum(suite[end] for suite in suites) for end in ("passed", "skipped"))
+    failed = sum(len(suite["failed"]) for suite in suites)
+    others = (
+        f"{number} {end}" for number, end in ((failed, "failed"), (skipped, "skipped")) if number
+    )
+    return ", ".join([f"{passed} passed", *others])

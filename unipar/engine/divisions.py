@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from unipar.state import is_dtensor
+from unipar.torch_versions import check_arguments_kept
 
 Part = torch.Tensor | None
 """What a rank has of a tensor; ``None`` where its optimizer has nothing of it."""
@@ -127,9 +128,12 @@ class AsDTensors(Division):
 
         assert isinstance(parameter, DTensor)
         mesh, placements = parameter.device_mesh, parameter.placements
-        # Every rank has the whole, so that nothing needs to be sent.
-        divided = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        return [divided.to(parameter.device)]
+        # Every rank has the whole, so that nothing needs to be sent. A shard may be a view of it
+        # (torch 2.8, distributed/tensor/placement_types.py, _split_tensor; not in 2.13).
+        divided = distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
+        divided = divided.to(parameter.device)
+        check_arguments_kept(divided)
+        return [divided]
 
     def join(self, parts: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:
         return whole_of(parts[0]).to(whole.device)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from unipar.errors import ConfigError
+from unipar.torch_versions import reset_passes, sharded_groups
 
 # torch 2.13, distributed/tensor/_dispatch.py, try_replicate_spec_for_scalar_tensor.
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -55,23 +56,27 @@ def refuse_gradients_outside(module: nn.Module, strategy: str) -> list[Callable[
     ]
 
 
-def discard_gradients(root: Any) -> None:
+def discard_gradients(root: Any, strategy: str) -> None:
     """Drop the gradients that FSDP has not reduced, and what an error in a pass has left gathered.
 
     Args:
         root: the outermost module that ``fully_shard`` was called for.
+        strategy: as the user calls it.
+
+    Raises:
+        ConfigError: the error came from within a forward pass, after which this torch cannot go on.
     """
     # Importing it takes as long as torch, and only what shards needs it.
     from torch.distributed.fsdp import FSDPModule
 
-    root.reset_iter_state()
+    reset_passes(root, strategy)
     for part in root.modules():
         if not isinstance(part, FSDPModule):
             continue
         # torch 2.13 leaves what was accumulated in the whole parameters, and adds the next step's
         # to it (distributed/fsdp/_fully_shard/_fsdp_param_group.py, _reset_iter_state); 2.15 does
         # not.
-        for group in part._get_fsdp_state()._fsdp_param_groups:
+        for group in sharded_groups(part):
             for parameter in group.fsdp_params:
                 if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                     whole.grad = None

@@ -150,7 +150,7 @@ class Agent(LocalElasticAgent):
         if self.stopped_by:
             return self._monitor_workers(worker_group)
         self.failure = self._explain(group, failures)
-        self._shutdown(timeout=_SHUTDOWN)
+        self._shutdown()
         if not isinstance(self.failure, WorkerError):
             # What the library refuses on purpose, it would refuse again.
             raise self.failure
@@ -162,7 +162,8 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         # Workers take SIGTERM as a reason to finish their step, and here none is to be finished.
-        super()._shutdown(signal.SIGKILL, min(timeout, _SHUTDOWN))
+        # Torch's own takes a timeout only in some versions, and SIGKILL needs none.
+        super()._shutdown(signal.SIGKILL)
         for group in self._attempts:
             group.sweep()
 
@@ -224,7 +225,7 @@ class Agent(LocalElasticAgent):
                 break
             time.sleep(_POLL)
         errors = [failure for failure in group.failures() if failure.error is not None]
-        self._shutdown(timeout=_SHUTDOWN)
+        self._shutdown()
         if errors and not self._at_once:
             error = cause(errors).error
             assert error is not None

@@ -27,6 +27,7 @@ from unipar.engine.sharded import discard_gradients, refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
+from unipar.torch_versions import recovering
 from unipar.world import World
 from unipar_accelerate.accelerator import check_wrapped
 from unipar_accelerate.framework import quiet
@@ -193,11 +194,11 @@ class ShardReducer(Reducer):
 
     def discard(self) -> None:
         # Those that were not reduced are inside FSDP.
-        discard_gradients(self.module)
+        discard_gradients(self.module, "accelerate")
         super().discard()
 
     def probing(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return recovering(self.module, "accelerate")
 
 
 def _free(accelerator: Accelerator) -> None:

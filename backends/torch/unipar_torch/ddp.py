@@ -116,8 +116,10 @@ class DDPStrategy(Strategy):
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            forward_sync_buffers=options.broadcast_buffers,
         )
+        # The argument has had two names (torch 2.13, nn/parallel/distributed.py: it was called
+        # broadcast_buffers, and then also decided whether buffers start equal); this has had one.
+        model.broadcast_buffers = options.broadcast_buffers
         if options.compression == "powersgd":
             _compress(model, options)
         if options.shard_optimizer:
@@ -147,6 +149,13 @@ class DDPStrategy(Strategy):
 
 class ReplicatedModule(DistributedDataParallel):
     """DDP that lets a loss function read the model's plain attributes (``model.config``)."""
+
+    def _sync_buffers(self) -> None:
+        # As torch 2.13 does it itself (nn/parallel/distributed.py). In 2.11, a second forward pass
+        # in one loss made the first one's graph invalid, where buffers are part of it.
+        unchanged: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+        with unchanged(tuple(self.module.buffers())):
+            super()._sync_buffers()
 
     def __getattr__(self, name: str) -> Any:
         try:

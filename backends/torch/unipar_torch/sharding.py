@@ -43,6 +43,7 @@ from unipar.engine import (
 from unipar.engine.sharded import discard_gradients, refuse_gradients_outside, total_norm_of_shards
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec, seeded_model
+from unipar.torch_versions import recovering
 from unipar.world import World
 
 if TYPE_CHECKING:
@@ -126,11 +127,11 @@ class ShardReducer(Reducer):
 
     def discard(self) -> None:
         # Those that were not reduced are inside FSDP.
-        discard_gradients(self.module)
+        discard_gradients(self.module, "fsdp")
         super().discard()
 
     def probing(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return recovering(self.module, "fsdp")
 
 
 def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from outputs import own
 from small_run import Watched, build, data, make_scheduler, reference, settings
 
 from unipar import Callback, fit
@@ -39,7 +40,7 @@ def python(*arguments: str) -> tuple[str, str]:
     process = start([sys.executable, "-W", "ignore", *arguments])
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    return out, err
+    return own(out), err
 
 
 def test_two_processes_train_the_callers_module(tmp_path: Path):

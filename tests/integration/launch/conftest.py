@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from leftovers import processes_of
+from outputs import own
 
 PREAMBLE = """
 import os, signal, sys, time
@@ -52,6 +53,14 @@ def _left(scratch: str, ports: set[int]) -> list[str]:
     return processes_of(scratch) + [f"port {port}" for port in _listening() - ports]
 
 
+class Program(subprocess.Popen):
+    """A process, whose output is what it says itself."""
+
+    def communicate(self, *given, **options):
+        out, err = super().communicate(*given, **options)
+        return out and own(out), err
+
+
 class Script:
     """A script of its own process, as a user would start it."""
 
@@ -63,7 +72,7 @@ class Script:
         path.write_text(PREAMBLE + textwrap.dedent(body))
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
         command = [sys.executable, str(path), str(self.directory)]
-        return subprocess.Popen(command, preexec_fn=_heed_signals, **options)
+        return Program(command, preexec_fn=_heed_signals, **options)
 
     def run(self, body: str, *, timeout: float = 60, **options) -> subprocess.CompletedProcess[str]:
         process = self.start(body, **options)

@@ -56,7 +56,8 @@ def test_the_rank_that_raised_is_named_and_not_the_one_it_left_alone():
     assert 'raise ValueError("bad batch")' in error.worker_traceback
     assert "in action" in message
     assert "entry.py" not in message
-    assert "Last output of rank 1:\nabout to fail" in message
+    # Gloo of torch 2.8 says that it is connected.
+    assert re.search(r"Last output of rank 1:\n(\[Gloo\].*\n)*about to fail", message)
 
 
 def test_frames_of_libraries_are_cut():

@@ -82,6 +82,7 @@ def adamw(named: Any) -> optim.Optimizer:
     return optim.AdamW([p for _, p in named], lr=0.0)
 
 
+NEEDS_MUON = pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 brings Muon")
 FLAT, ROWS, COLUMNS, TENSORS = Flat(), Sliced(0), Sliced(-1), ByTensor()
 REBUILT = ByTensor(rebuilt=True)
 
@@ -97,7 +98,7 @@ REBUILT = ByTensor(rebuilt=True)
         (own(over_all), [FLAT, ROWS, COLUMNS, TENSORS, REBUILT]),
         (layerwise, [FLAT, ROWS, COLUMNS]),
         (adafactor, [FLAT, ROWS, COLUMNS]),
-        (muon, [FLAT, ROWS, COLUMNS]),
+        pytest.param(muon, [FLAT, ROWS, COLUMNS], marks=[pytest.mark.extra, NEEDS_MUON]),
         (lambda named: optim.Rprop([p for _, p in named]), []),
     ],
     ids=lambda one: getattr(one, "__name__", ""),

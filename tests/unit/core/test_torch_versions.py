@@ -1,0 +1,84 @@
+"""What is known of versions of torch is so of the one installed, and known in one place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from unipar import torch_versions
+from unipar.errors import ConfigError
+
+ROOT = Path(torch_versions.__file__).parents[1]
+FILES = [
+    path
+    for part in ("unipar", "backends/torch/unipar_torch")
+    for path in sorted((ROOT / part).rglob("*.py"))
+    if path != Path(torch_versions.__file__)
+]
+# A comparison of numbers, what makes one, or a look for parts that some versions lack.
+COMPARED = re.compile(
+    r"__version__\s*(?:[<>]|[=!]=)|(?:[<>]=?|[=!]=)\s*torch\.__version__|TorchVersion"
+    r"|\b(?:import|from) packaging|\bhasattr\((?:torch|nn|dist|optim)\b"
+)
+HERE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+class Root:
+    """The root of a sharded model, of a torch that can begin anew."""
+
+    resets = 0
+
+    def reset_iter_state(self) -> None:
+        self.resets += 1
+
+
+def test_what_recovers_from_a_failed_forward_pass() -> None:
+    root = Root()
+    with pytest.raises(MemoryError), torch_versions.recovering(root, "fsdp"):
+        raise MemoryError
+    assert root.resets == 1
+    with (
+        pytest.raises(ConfigError, match=r"'fsdp' torch .* as a number, or use torch 2\.13"),
+        torch_versions.recovering(object(), "fsdp"),
+    ):
+        pass
+
+
+def test_the_version_that_is_named_has_it() -> None:
+    if HERE >= (2, 13):
+        assert hasattr(FSDPModule, "reset_iter_state")
+    if HERE <= (2, 11):
+        assert not hasattr(FSDPModule, "reset_iter_state")
+
+
+def test_dtensors_keep_arguments_apart() -> None:
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        if HERE >= (2, 11):
+            torch_versions.check_arguments_kept(tensor)
+        if HERE <= (2, 8):
+            with pytest.raises(RuntimeError, match=r"take arguments .* torch 2\.11 do not"):
+                torch_versions.check_arguments_kept(tensor)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_no_other_file_compares_versions_of_torch() -> None:
+    assert len(FILES) > 100
+    found = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in FILES
+        for line in path.read_text().splitlines()
+        if COMPARED.search(line)
+    ]
+    assert not found

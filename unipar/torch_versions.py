@@ -1,0 +1,90 @@
+"""What the versions of torch that unipar takes differ in; no other file asks which one it is.
+
+What a torch has is seen by looking, for builds between two versions have some of the next one's;
+numbers are for messages. All else that unipar calls is in every version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from unipar.errors import ConfigError
+
+
+def sharded_groups(module: Any) -> list[Any]:
+    """What FSDP2 keeps of the parameters that it gathers with a module."""
+    # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py; until 2.11 there is one group.
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def reset_passes(root: Any, strategy: str) -> None:
+    """Let FSDP2 forget passes that an error has ended.
+
+    Args:
+        root: the outermost module that ``fully_shard`` was called for.
+        strategy: as the user calls it.
+
+    Raises:
+        ConfigError: it was in a forward pass, and this torch cannot go on after that.
+    """
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    # torch 2.11, distributed/fsdp/_fully_shard/_fsdp_state.py: it is there until that pass ends.
+    elif root._get_fsdp_state()._state_ctx.iter_forward_root is not None:
+        raise ConfigError(
+            f"the last step ended with an error in the model's forward pass, and under strategy "
+            f"'{strategy}' torch {torch.__version__} cannot go on after that. Begin again from a "
+            "checkpoint, or use torch 2.13 or newer."
+        )
+
+
+@contextlib.contextmanager
+def recovering(module: Any, strategy: str) -> Iterator[None]:
+    """Around a forward and backward pass under FSDP2 that may run out of memory.
+
+    Args:
+        module: the root of what ``fully_shard`` was called for.
+        strategy: as the user calls it.
+
+    Raises:
+        ConfigError: this torch could not go on after that.
+    """
+    # torch 2.13, distributed/fsdp/_fully_shard/_fully_shard.py; 2.11 has nothing of the kind.
+    if not hasattr(module, "reset_iter_state"):
+        raise ConfigError(
+            "micro_batch_size='auto' tries sizes until one fits in memory, and under strategy "
+            f"'{strategy}' torch {torch.__version__} cannot go on after a forward pass that did "
+            "not. Give micro_batch_size as a number, or use torch 2.13 or newer."
+        )
+    try:
+        yield
+    finally:
+        # After running out of memory in a forward pass, parameters are still gathered.
+        module.reset_iter_state()
+
+
+def check_arguments_kept(tensor: Any) -> None:
+    """Let nothing go on that computes with DTensors otherwise than element by element. Collective.
+
+    Args:
+        tensor: a DTensor of what is to be computed with.
+
+    Raises:
+        RuntimeError: operations of this torch may take arguments of earlier ones.
+    """
+    # torch 2.8, distributed/tensor/_op_schema.py, OpSchema.__hash__: what redistributes is cached,
+    # and keyword arguments are not part of the key. 2.11 has it right.
+    nothing: Any = torch.zeros_like(tensor).norm()
+    at_least = [nothing.clamp(min=bound).full_tensor().item() for bound in (2.0, 1.0)]
+    if at_least != [2.0, 1.0]:
+        raise RuntimeError(
+            f"DTensors of torch {torch.__version__} take arguments of earlier operations; those of "
+            "torch 2.11 do not"
+        )
