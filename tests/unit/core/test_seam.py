@@ -35,7 +35,7 @@ NAMES = {
 
 
 OFFERED = {EngineSpec: {"named_optimizer"}}
-"""For frameworks with optimizers of their own, none of which is here; ``test_functions`` tries it."""
+"""For frameworks with optimizers of their own, none of which is here."""
 
 
 @functools.cache
