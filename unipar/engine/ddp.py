@@ -69,8 +69,9 @@ class DDPReducer(Reducer):
         super().__init__(ddp.module, world, run_backward)
         self.ddp = ddp
         self._averages = averages
+        self._reducing: list[torch.futures.Future[Any]] = []
         if not averages:
-            ddp.register_comm_hook((ddp.process_group, wire_dtype), _sum)
+            ddp.register_comm_hook((ddp.process_group, wire_dtype, self._reducing), _sum)
         self._allow_unused = allow_unused
         self._wire_dtype, self._only_overlapped = wire_dtype, only_overlapped
         named = list(ddp.module.named_parameters())
@@ -93,6 +94,10 @@ class DDPReducer(Reducer):
 
     def begin(self, *, whole_step: bool) -> None:
         self._whole_step = whole_step
+        while self._reducing:
+            # Of a backward pass that an error has ended. What other ranks, which may be behind,
+            # have yet to add would be written over the gradients of this step.
+            self._reducing.pop().wait()
         # A loop of the user's own goes around the wrapper's forward pass, which does it else.
         if not whole_step and self.ddp.broadcast_buffers:
             self.share_buffers()
@@ -145,6 +150,7 @@ class DDPReducer(Reducer):
         except RuntimeError as error:
             raise self._unused(str(error)) from None
         self._armed = False
+        self._reducing.clear()
         if self._averages:
             scale_gradients(self._known, dist.get_world_size(self.ddp.process_group))
         # Frozen when the wrapper was made, and thawed since.
@@ -242,7 +248,7 @@ def disarm(ddp: DistributedDataParallel) -> None:
 
 def _sum(state, bucket):
     """The communication hook. DDP reads annotations, and a string is no type to it."""
-    group, wire_dtype = state
+    group, wire_dtype, reducing = state
     gradients = bucket.buffer()
     sent = gradients if wire_dtype is None else gradients.to(wire_dtype)
     summing = dist.all_reduce(sent, group=group, async_op=True)
@@ -252,7 +258,9 @@ def _sum(state, bucket):
         return values if wire_dtype is None else gradients.copy_(values)
 
     assert summing is not None
-    return summing.get_future().then(land)
+    landed = summing.get_future().then(land)
+    reducing.append(landed)
+    return landed
 
 
 class _Flight(NamedTuple):

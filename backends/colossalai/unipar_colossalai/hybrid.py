@@ -87,7 +87,7 @@ class HybridReducer(Reducer):
         super().__init__(start.module, start.world, run_backward)
         self.booster, self.wrapper = start.booster, wrapper
         self.framework_optimizer = framework_optimizer
-        self._begun = False
+        self._begun = self._interrupted = False
 
     def begin(self, *, whole_step: bool) -> None:
         self._begun = True
@@ -96,6 +96,17 @@ class HybridReducer(Reducer):
         if last:
             return super().microbatch(last=last)
         return self.booster.no_sync(self.wrapper, self.framework_optimizer)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if self._interrupted:
+            raise ConfigError(
+                "colossalai: an error has ended an earlier backward pass before its end, and "
+                "plugin='hybrid' with several replicas of the model cannot begin another: what it "
+                "was reducing may still be on its way. Start again from a checkpoint."
+            )
+        self._interrupted = self.booster.plugin.dp_size > 1
+        super().backward(loss, last=last)
+        self._interrupted = False
 
     def finish(self) -> None:
         self._begun = False
