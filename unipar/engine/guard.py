@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unipar.combined import optimizers_in
 from unipar.engine.absent import AbsentGradient
 from unipar.engine.inner import passes_begun
 from unipar.engine.reducer import Reducer
@@ -162,7 +163,7 @@ def guard_optimizer(
                 "reduces, clips, steps and clears."
             )
 
-    handle = optimizer.register_step_pre_hook(refuse)
+    handles = [one.register_step_pre_hook(refuse) for one in optimizers_in(optimizer).values()]
     if clearing:
         clear = optimizer.zero_grad
 
@@ -173,7 +174,8 @@ def guard_optimizer(
         optimizer.zero_grad = zero_grad  # pyright: ignore[reportAttributeAccessIssue]
 
     def undo() -> None:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         optimizer.__dict__.pop("zero_grad", None)
 
     return undo
