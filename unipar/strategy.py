@@ -28,7 +28,7 @@ from unipar.optim import NamedOptimizer
 from unipar.state import EngineState, StateSource
 from unipar.world import Placement, World, join
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 OnNaN = Literal["raise", "skip", "ignore"]
 
 
@@ -160,7 +160,7 @@ class EngineSpec:
         optimizer: factory called with the named parameters once they have their final form;
             ``None`` for a model that is only evaluated.
         lr_scheduler: factory called with the optimizer.
-        precision: the compute dtype.
+        precision: the compute dtype; ``"fp8"`` is bf16 with linear layers in float8.
         max_grad_norm: the 2-norm that gradients are clipped to; ``inf`` measures without clipping.
         activation_checkpointing: ``"off"``, ``"full"`` (each repeated block), or names of module
             classes whose activations are recomputed.

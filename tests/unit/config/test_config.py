@@ -32,7 +32,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "global_batch_size": st.integers(64, 128),
     "micro_batch_size": st.sampled_from([None, "auto", 1, 64]),
     "eval_every": st.none() | st.integers(1, 9),
-    "precision": st.sampled_from(["fp32", "bf16", "fp16"]),
+    "precision": st.sampled_from(["fp32", "bf16", "fp16", "fp8"]),
     "max_grad_norm": st.none() | st.floats(0.1, 10) | st.just(float("inf")),
     "activation_checkpointing": st.sampled_from(["off", "full", ["Block"]]),
     "compile": st.booleans() | st.just({"mode": "default"}),
