@@ -149,8 +149,8 @@ def test_parts_that_a_user_divides_compute_in_float8(world_pool: Any) -> None:
 
 
 def test_the_model_is_the_users_again_when_the_engine_closes() -> None:
-    model, called = build(), []
-    layer = model.blocks[0].inner
+    model: Any = build()
+    layer, called = model.blocks[0].inner, []
     layer.register_forward_hook(lambda *_: called.append(True))
     before = {name: (type(m), set(vars(m))) for name, m in model.named_modules()}
     initial = copy.deepcopy(layer.weight)
@@ -169,7 +169,7 @@ def test_the_model_is_the_users_again_when_the_engine_closes() -> None:
 
 
 def test_layers_that_two_engines_share_are_changed_once() -> None:
-    shared = build()
+    shared: Any = build()
     first, world = prepared(Placement(), "single", model=shared)
     second = registry.resolve("single").prepare(EngineSpec(shared, precision="fp8"), world)
     first.close()

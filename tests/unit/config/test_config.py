@@ -165,10 +165,10 @@ def test_a_mistake_says_what_was_given_and_what_to_do(values: dict[str, Any], sa
 
 def test_all_mistakes_are_listed_at_once_and_fit_a_screen() -> None:
     with pytest.raises(ConfigError) as caught:
-        RunConfig.build(precision="fp8", devices=-1, seed="x", chekpoint=1, epocs=2)
+        RunConfig.build(precision="fp4", devices=-1, seed="x", chekpoint=1, epocs=2)
     said = str(caught.value)
     assert said.startswith("this run cannot start: 5 problems.")
-    for part in ("precision: 'fp8'", "devices: -1", "seed: 'x'", "'chekpoint'", "'epocs'"):
+    for part in ("precision: 'fp4'", "devices: -1", "seed: 'x'", "'chekpoint'", "'epocs'"):
         assert part in said
     assert said.count("activation_checkpointing,") == 1
     many = {f"wrong_{number}": 1 for number in range(30)}
