@@ -45,7 +45,7 @@ def strategies() -> str:
         devices = {"cpu": "CPU", "cuda": "GPU"}
         where = ", ".join(devices[kind] for kind in sorted(able.device_types))
         most = "any number" if able.max_devices is None else str(able.max_devices)
-        precisions = ", ".join(p for p in ("fp32", "bf16", "fp16") if p in able.precisions)
+        precisions = surveyed.precisions(able.precisions)
         parts = ("parameters", "gradients", "optimizer")
         shared = ", ".join(part for part in parts if part in able.sharded) or "nothing"
         offload = ", ".join(part for part in parts if part in able.offload) or "no"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,12 @@ FLAGS = {
     "half_weights": "half-precision weights",
     "splits_tensors": "splits tensors",
 }
+
+
+def precisions(able: Collection[str]) -> str:
+    """Of those that a strategy has, where they are not had everywhere."""
+    shown = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8 (GPU)"}
+    return ", ".join(text for name, text in shown.items() if name in able)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -57,7 +63,7 @@ def overview() -> tuple[list[str], list[list[str]]]:
                 f"`{strategy}`",
                 framework,
                 divided(able),
-                ", ".join(p for p in ("fp32", "bf16", "fp16") if p in able["precisions"]),
+                precisions(able["precisions"]),
                 most,
                 f"{found['parity'][most]['loss']:.1e}{rounded}",
                 f"{found['bytes'][most] / 2**20:.0f} MiB",
@@ -117,7 +123,7 @@ def capabilities() -> tuple[list[str], list[list[str]]]:
                 f"`{strategy}`",
                 ", ".join({"cpu": "CPU", "cuda": "GPU"}[kind] for kind in able["device_types"]),
                 "any" if able["max_devices"] is None else str(able["max_devices"]),
-                ", ".join(p for p in ("fp32", "bf16", "fp16") if p in able["precisions"]),
+                precisions(able["precisions"]),
                 divided(able),
                 ", ".join(part for part in PARTS if part in able["offload"]) or "no",
                 *("yes" if able[flag] else "no" for flag in FLAGS),

@@ -116,8 +116,8 @@ def fit(
         epochs: passes over the data; default 1.
         steps: optimizer steps, instead of ``epochs``.
         eval_every: steps between evaluations; default: each epoch's end.
-        precision: compute dtype, ``"fp32"``, ``"bf16"`` or ``"fp16"``; weights and reductions are
-            fp32.
+        precision: compute dtype, ``"fp32"``, ``"bf16"``, ``"fp16"``, or ``"fp8"`` (``"bf16"``
+            with linear layers in float8); weights and reductions are fp32.
         max_grad_norm: 2-norm to clip the whole gradient to; ``math.inf`` only measures it.
         activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
         compile: whether to use ``torch.compile``, or its keyword arguments.

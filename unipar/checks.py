@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from unipar.engine import sparse_parameters
+from unipar.engine import check_float8, float8_layers, sparse_parameters
 from unipar.errors import ConfigError, first_few
 from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec, ModelContext, ModelFactory, Strategy
@@ -142,6 +142,8 @@ def check_gradients(model: nn.Module, strategy: Strategy, spec: EngineSpec) -> N
         spec: what is asked of its engine; the model in it is not looked at.
     """
     check_trainable(model)
+    if spec.precision == "fp8":
+        float8_layers(model)
     sparse = next((n for p, n in sparse_parameters(model).items() if p.requires_grad), None)
     if sparse is None:
         return
@@ -236,6 +238,8 @@ def _compiles(setting: bool | dict[str, Any]) -> str:
 
 
 def _check_device_supports(spec: EngineSpec, placement: Placement) -> None:
+    if spec.precision == "fp8":
+        check_float8(placement)
     if spec.precision == "bf16" and placement.device_type == "cuda":
         import torch
 

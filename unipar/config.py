@@ -167,7 +167,8 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     eval_every: PositiveInt | None = None
     """Steps between evaluations; left out: at the end of each epoch."""
     precision: Precision = "fp32"
-    """Compute dtype; weights and reductions are fp32 in all of them."""
+    """Compute dtype; weights and reductions are fp32 in all of them. fp8 is bf16 with linear layers
+    in float8, by torchao."""
     max_grad_norm: PositiveFloat | None = None
     """The 2-norm that the whole gradient is clipped to."""
     activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"

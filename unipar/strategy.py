@@ -30,7 +30,7 @@ from unipar.world import Placement, World, join
 if TYPE_CHECKING:
     from unipar.install import Recipe
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 OnNaN = Literal["raise", "skip", "ignore"]
 
 
@@ -157,7 +157,7 @@ class EngineSpec:
         optimizer: factory called with the named parameters once they have their final form;
             ``None`` for a model that is only evaluated.
         lr_scheduler: factory called with the optimizer.
-        precision: the compute dtype.
+        precision: the compute dtype; ``"fp8"`` is bf16 with linear layers in float8.
         max_grad_norm: the 2-norm that gradients are clipped to; ``inf`` measures without clipping.
         activation_checkpointing: ``"off"``, ``"full"`` (each repeated block), or names of module
             classes whose activations are recomputed.

@@ -57,6 +57,7 @@ def measure(placement: Placement, precisions: Sequence[Precision]) -> Interconne
             * world.size
             / min(_slowest(world, _product(side, precision, placement)))
             for precision in precisions
+            if precision in _DTYPES
         }
     return Interconnect(
         devices=world.size, points=points, alpha=alpha, beta=beta, matmul_flops=flops

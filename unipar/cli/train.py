@@ -42,7 +42,7 @@ def train(
         devices: processes on this machine, or auto.
         steps: optimizer steps in all.
         epochs: passes over the data.
-        precision: fp32, bf16 or fp16.
+        precision: fp32, bf16, fp16 or fp8.
         resume: auto, or the path of a checkpoint.
         output_dir: where the run's files go.
         set_: any key of the run file, as key.sub=value; may be repeated.

@@ -17,6 +17,7 @@ from unipar.engine.divisions import (
     constructor_arguments,
 )
 from unipar.engine.flat import flat_state
+from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.reducer import Reducer, share_buffers
@@ -69,10 +70,13 @@ __all__ = [
     "backward_pass",
     "build_optimizer",
     "check_divisible",
+    "check_float8",
     "checkpoint_activations",
     "compile_modules",
+    "compute_in_float8",
     "constructor_arguments",
     "flat_state",
+    "float8_layers",
     "group_names",
     "group_states",
     "has_forward",

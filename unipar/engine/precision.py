@@ -18,6 +18,8 @@ COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    # All but matrix products of linear layers; see float8.py.
+    "fp8": torch.bfloat16,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ pytestmark = [
 STRATEGIES = ["single", "dp", "ddp", "fsdp", "fsdp:cpu_offload=true"]
 
 
-def reference(dtype: torch.dtype) -> list[float]:
+def reference(dtype: torch.dtype, change: Callable[[Any], None] | None = None) -> list[float]:
     """The plain loop on the GPU; nothing of unipar in it."""
     model = build().cuda()
+    if change is not None:
+        change(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for inputs, targets in batches():
@@ -38,13 +41,16 @@ def reference(dtype: torch.dtype) -> list[float]:
     return losses
 
 
-def prepared(strategy: str, precision: Precision = "fp32", **adamw: Any) -> tuple[Any, Any]:
+def prepared(
+    strategy: str, precision: Precision = "fp32", *, compile: bool = False, **adamw: Any
+) -> tuple[Any, Any]:
     found = registry.resolve(strategy)
     world = found.setup(Placement(device_type="cuda"))
     spec = EngineSpec(
         build(),
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, **adamw),
         precision=precision,
+        compile=compile,
     )
     return found.prepare(spec, world), world
 
@@ -74,6 +80,35 @@ def test_half_precision_stays_as_near_as_autocast(strategy: str, precision: Prec
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     allowed = 4 * ((torch.tensor(reference(dtype)) - exact) / exact).abs().max()
     assert ((losses - exact) / exact).abs().max() <= allowed
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a compute capability of 8.9",
+)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_fp8_stays_as_near_as_torchaos_own_loop(strategy: str, compiled: bool) -> None:
+    engine, world = prepared(strategy, "fp8", compile=compiled)
+    losses = torch.tensor(train(engine))
+    world.leave()
+    exact, rounded = (torch.tensor(reference(torch.float32)), torch.tensor(float8_reference()))
+    assert ((losses - exact) / exact).abs().max() <= 4 * ((rounded - exact) / exact).abs().max()
+    assert not torch.equal(losses, torch.tensor(reference(torch.bfloat16)))
+
+
+def float8_reference() -> list[float]:
+    """The plain loop with torchao; its 8 rows a batch are padded to 16."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def convert(model: nn.Module) -> None:
+        convert_to_float8_training(
+            model,
+            module_filter_fn=lambda module, name: name.startswith("blocks."),
+            config=Float8LinearConfig(pad_inner_dim=True),
+        )
+
+    return reference(torch.bfloat16, convert)
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])

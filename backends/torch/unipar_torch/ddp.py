@@ -16,6 +16,7 @@ from unipar.engine import (
     build_optimizer,
     checkpoint_activations,
     compile_modules,
+    compute_in_float8,
     constructor_arguments,
     with_divisible_optimizer,
 )
@@ -103,7 +104,10 @@ class DDPStrategy(Strategy):
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         options = self.options
         module = seeded_model(spec).to(world.device)
-        undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+        undo = [
+            compute_in_float8(module, spec.precision),
+            checkpoint_activations(module, spec.activation_checkpointing),
+        ]
         if options.sync_batchnorm:
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         undo.append(compile_modules([module], spec.compile))

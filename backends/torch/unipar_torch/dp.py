@@ -27,8 +27,10 @@ class DPStrategy(Strategy):
     options_type = DPOptions
 
     def capabilities(self) -> Capabilities:
+        # Its copies of a module would run the methods of the first.
+        precisions = PRECISIONS - {"fp8"}
         return Capabilities(
-            PRECISIONS, frozenset({"cuda"}), max_devices=1, custom_loop=False, compile=False
+            precisions, frozenset({"cuda"}), max_devices=1, custom_loop=False, compile=False
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

@@ -29,6 +29,7 @@ from unipar.engine import (
     build_optimizer,
     checkpoint_activations,
     compile_modules,
+    compute_in_float8,
     has_forward,
     modules_of_classes,
     parallelize,
@@ -60,9 +61,11 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
     mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
     module, weights = _unsharded(spec, world)
     refuse_parameter_hooks(module, options.strategy)
+    # While weights are whole: a layer does not tell afterwards who will gather its weight.
+    undo = [compute_in_float8(module, spec.precision)]
     if spec.parallelize is not None:
         parallelize(module, spec.parallelize, world)
-    undo = [
+    undo += [
         checkpoint_activations(module, spec.activation_checkpointing),
         # The second backward pass needs weights that the first one lets go of.
         refuse_inner_gradients(module, "fsdp", only_graphs=True),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from unipar.engine import StepEngine, build_optimizer, checkpoint_activations, compile_modules
+from unipar.engine import (
+    StepEngine,
+    build_optimizer,
+    checkpoint_activations,
+    compile_modules,
+    compute_in_float8,
+)
 from unipar.errors import ConfigError
 from unipar.strategy import (
     Capabilities,
@@ -17,7 +23,7 @@ from unipar.strategy import (
 )
 from unipar.world import Placement, World, join
 
-PRECISIONS: frozenset[Precision] = frozenset({"fp32", "bf16", "fp16"})
+PRECISIONS: frozenset[Precision] = frozenset({"fp32", "bf16", "fp16", "fp8"})
 DEVICE_TYPES = frozenset({"cpu", "cuda"})
 
 
@@ -53,6 +59,7 @@ class SingleStrategy(Strategy):
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         module = seeded_model(spec).to(world.device)
         undo = [
+            compute_in_float8(module, spec.precision),
             checkpoint_activations(module, spec.activation_checkpointing),
             compile_modules([module], spec.compile),
         ]

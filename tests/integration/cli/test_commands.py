@@ -118,7 +118,7 @@ def test_what_a_dry_run_prints_is_a_run_file(job: Path) -> None:
     ("text", "says"),
     [
         ("stepz: 4\n", ["run.yaml", "stepz", "steps"]),
-        ("precision: fp8\n", ["run.yaml", "precision", "bf16"]),
+        ("precision: fp4\n", ["run.yaml", "precision", "bf16"]),
         ("strategy: ddq\n", ["ddq", "ddp"]),
         ("model: job:biuld\n", ["biuld", "build"]),
         ("model: [1, 2\n", ["run.yaml", "line"]),

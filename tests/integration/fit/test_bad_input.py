@@ -55,7 +55,7 @@ BEFORE: list[tuple[str, dict[str, Any], str]] = [
         {"strategy": "single"},
         r"'single' runs on one device, and 2",
     ),
-    ("precision", {"precision": "fp8"}, r"precision.*fp8.*fp16"),
+    ("precision", {"precision": "fp4"}, r"precision.*fp4.*fp16"),
     ("activations", {"activation_checkpointing": 3}, r"activation_checkpointing"),
     ("compiler", {"compile": {"backend": "nope"}}, r"Invalid backend: 'nope'.*Its .*inductor"),
     ("its argument", {"compile": {"modee": "x"}}, r"torch.compile does not take.*'modee'"),

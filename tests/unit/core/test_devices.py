@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
+
 import pytest
 import torch
 
 from unipar.checks import check_capabilities
 from unipar.devices import peak_memory, resolve_device_type, resolve_num_devices
 from unipar.errors import ConfigError
-from unipar.registry import resolve
+from unipar.registry import resolve, table
 from unipar.strategy import EngineSpec, Needs
 from unipar.world import Placement
 
@@ -73,3 +76,43 @@ def test_a_precision_that_the_gpu_lacks_is_refused():
 
 def test_memory_is_told_in_bytes():
     assert 2**24 < peak_memory("cpu") < 2**40
+
+
+def refusal_of_fp8(strategy: str = "ddp", device: str = "cuda") -> str:
+    spec = EngineSpec(torch.nn.Linear(16, 16), precision="fp8")
+    with pytest.raises(ConfigError) as error:
+        check_capabilities(resolve(strategy), spec, Placement(device_type=device))
+    return str(error.value)
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_fp8_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.MonkeyPatch):
+    assert re.search("fp8' needs a GPU, .* on cpu. Use .*'bf16'", refusal_of_fp8(device="cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert re.search(r"Tesla P100, .*8\.6\. Use precision='bf16', or .*8\.9", refusal_of_fp8())
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_fp8_is_refused_without_its_torchao(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(metadata, "version", lambda name: "0.17.0")
+    assert "torchao 0.17.0 is installed. Run: pip install 'unipar[fp8]'" in refusal_of_fp8()
+    monkeypatch.setattr(metadata, "version", raise_not_found)
+    assert "torchao is not installed. Run: pip install 'unipar[fp8]'" in refusal_of_fp8()
+    monkeypatch.setattr(metadata, "version", lambda name: "0.18.0")
+    spec = EngineSpec(torch.nn.Linear(16, 16), precision="fp8")
+    check_capabilities(resolve("ddp"), spec, Placement(device_type="cuda"))
+
+
+def raise_not_found(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_fp8_is_claimed_only_where_layers_are_changed_for_it():
+    found = [one for one in table() if one.capabilities and "fp8" in one.capabilities.precisions]
+    assert {one.name for one in found} == {"single", "ddp", "fsdp"}
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_fp8_is_refused_under_other_strategies():
+    assert "precision='fp8' is not supported. Allowed: bf16, fp16, fp32" in refusal_of_fp8("dp")

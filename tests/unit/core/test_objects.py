@@ -85,7 +85,7 @@ def test_what_an_argument_does_not_take_is_refused(
             {"on_nan": "explode"},
             r"on_nan: 'explode' was given. Allowed: 'raise', 'skip' or 'ignore'",
         ),
-        ({"precision": "fp8"}, r"precision: 'fp8' was given"),
+        ({"precision": "fp4"}, r"precision: 'fp4' was given"),
         ({"timeout": -1}, r"timeout: -1 was given. Allowed: a number above 0"),
         ({"device": "tpu"}, r"device: 'tpu' was given. Allowed: 'auto', 'cpu' or 'cuda'"),
     ],

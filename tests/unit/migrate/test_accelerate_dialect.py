@@ -90,7 +90,7 @@ def test_nothing_of_accelerate_is_left() -> None:
         ([("(gradient_accumulation_steps=4)", "(dynamo_backend='inductor')")],
          "unipar has no counterpart of `dynamo_backend='inductor'`. Leave dynamo_backend out."),
         ([("(gradient_accumulation_steps=4)", "(mixed_precision='fp8')")],
-         "there is no precision fp8. Use no, bf16 or fp16."),
+         "precision fp8 is not taken over. Use no, bf16 or fp16."),
         ([("(gradient_accumulation_steps=4)",
            "(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config='d.json'))")],
          "unipar.yaml cannot say `hf_ds_config='d.json'`."),

@@ -132,7 +132,7 @@ def _set_precision(plan: Plan, call: cst.Call, value: cst.BaseExpression) -> Non
             "Change it there, or by UNIPAR_PRECISION.",
         )
     if given not in (None, *PRECISIONS):
-        plan.refuse(call, f"there is no precision {given}.", "Use no, bf16 or fp16.")
+        plan.refuse(call, f"precision {given} is not taken over.", "Use no, bf16 or fp16.")
     elif given is not None:
         plan.set(call, "precision", PRECISIONS[given])
 

@@ -61,7 +61,7 @@ class Processes:
 
     @property
     def mixed_precision(self) -> str:
-        """``no``, ``bf16`` or ``fp16``."""
+        """``no``, ``bf16``, ``fp16`` or ``fp8``."""
         precision = script.settings().precision
         return "no" if precision == "fp32" else precision
 

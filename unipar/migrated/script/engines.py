@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 from unipar.loss import LossSum
 from unipar.migrated.runconfig import FILE
@@ -127,7 +128,7 @@ def autocast(enabled: bool | None = None) -> torch.autocast:
         ConfigError: they do not.
     """
     precision = settings().precision
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    dtype = None if precision == "fp32" else COMPUTE_DTYPES[precision]
     if enabled is not None and bool(enabled) != (dtype is not None):
         raise ConfigError(
             f"the script asks for autocast with enabled={bool(enabled)}, and {FILE} has precision: "

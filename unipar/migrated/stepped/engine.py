@@ -147,8 +147,8 @@ class SteppedEngine:
         return script.settings().precision == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the run computes in bfloat16."""
-        return script.settings().precision == "bf16"
+        """Whether the run computes in bfloat16, but for the matrix products of ``fp8``."""
+        return script.settings().precision in ("bf16", "fp8")
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self.module.parameters()
