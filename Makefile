@@ -24,7 +24,7 @@ SUITES = $(BIN)/python tests/side_by_side.py --lanes $(LANES) \
   "$(BIN)/python -m pytest tests/unit" \
   "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
   "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
-  "$(BIN)/python -m pytest $(ONLY) backends/torch tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
+  "$(BIN)/python -m pytest $(ONLY) backends/torch backends/template tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
   "$(BIN)/python -m pytest $(ONLY) tests/migrate" \
   "$(BIN)/python survey/matrix.py --cover" \
   $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%")

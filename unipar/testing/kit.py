@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -120,11 +121,17 @@ class Kit:
         return self.pool.run(on_strategy, self.target.make, fn, args, timeout=timeout)
 
     def fit(self, scenario: Scenario) -> Scenario:
-        """The scenario in fp32, or in half precision for a strategy that has no fp32."""
-        precisions = self.capabilities.precisions
-        if scenario.precision != "fp32" or "fp32" in precisions:
-            return scenario
-        return replace(scenario, precision="bf16" if "bf16" in precisions else "fp16")
+        """The scenario as it can be asked of the strategy.
+
+        In half precision of one that has no fp32. Without the gradient's norm of one that denies
+        clipping: it owes none, for to measure it is a ``max_grad_norm`` too.
+        """
+        able = self.capabilities
+        if scenario.precision == "fp32" and "fp32" not in able.precisions:
+            scenario = replace(scenario, precision="bf16" if "bf16" in able.precisions else "fp16")
+        if scenario.max_grad_norm == math.inf and not able.clipping:
+            scenario = replace(scenario, max_grad_norm=None)
+        return scenario
 
     def train(self, *scenarios: Scenario) -> list[Run]:
         """Train each scenario by ``train_step``."""

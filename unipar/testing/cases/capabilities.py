@@ -37,7 +37,7 @@ NOT_ELEMENTWISE = (
 @case
 def refuses_what_it_denies(kit: Kit) -> None:
     """Whatever the capabilities deny is a ConfigError, before any process starts."""
-    spec = PLAIN.spec(kit.size)
+    spec = kit.fit(PLAIN).spec(kit.size)
     asked: list[EngineSpec] = [
         *(replace(spec, precision=precision) for precision in get_args(Precision)),
         replace(spec, accumulation=4),

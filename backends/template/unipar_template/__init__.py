@@ -1,0 +1,1 @@
+"""A strategy of unipar to copy."""
