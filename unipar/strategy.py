@@ -315,6 +315,16 @@ class Engine(ABC):
             f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
         )
 
+    def zero_grad(self) -> None:
+        """Give up the step that has begun (only with ``capabilities.custom_loop``).
+
+        What :meth:`backward` has added is dropped before the next step. Call it on every rank, also
+        after an error in a forward or backward pass; without a step begun it does nothing.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
+        )
+
     @abstractmethod
     def export_state(self) -> EngineState:
         """Describe this engine's state, nothing gathered or copied. Collective."""

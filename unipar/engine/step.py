@@ -122,6 +122,11 @@ class StepEngine(Engine):
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         self._require_optimizer()
+        if self.average.begun:
+            raise ConfigError(
+                "engine.train_step(…) came in the middle of a step of a loop of your own. Call "
+                "engine.step() before it, or engine.zero_grad() to give that step up."
+            )
         self._enter_training()
         self._whole_step = True
         try:
@@ -245,7 +250,7 @@ class StepEngine(Engine):
         self.average.clear()
         self._told = self._last = False
         self._forwards = 0
-        self._by_hand = self._whole_step = False
+        self._by_hand = self._whole_step = self._broken = False
         self._guard.clear()
         self.reducer.forget()
 
@@ -274,6 +279,7 @@ class StepEngine(Engine):
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
             self._enter_training()
+            self._refuse_broken()
             with self._abandoning():
                 # A gradient that the loss takes of its model may need those that were hidden.
                 self._guard.open(begun=self.average.begun)
@@ -282,8 +288,32 @@ class StepEngine(Engine):
                 self._drop_given_up()
                 self.reducer.begin(whole_step=False)
             self._forwards += 1
-        with self.precision.forward():
+        with self._breaking(), self.precision.forward():
             return self.loop_model(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Remember that a pass of a user's own loop has failed."""
+        try:
+            yield
+        except BaseException:
+            # In a whole step the error ends the step.
+            self._broken = self._by_hand and not self._whole_step
+            raise
+
+    def _refuse_broken(self) -> None:
+        if self._broken:
+            raise ConfigError(
+                "a forward or backward pass of this step ended with an error, so its gradients are "
+                "in part there and in part not. Call engine.zero_grad() on every rank, which gives "
+                "the step up, and go on with the next batch."
+            )
+
+    def zero_grad(self) -> None:
+        if self._schedule is not None:
+            super().zero_grad()
+        if self.average.begun or self._forwards or self._broken:
+            self._give_up()
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -300,6 +330,7 @@ class StepEngine(Engine):
         if self._schedule is not None:
             super().backward(loss, num_items=num_items)
         self._require_optimizer()
+        self._refuse_broken()
         check_loss(loss, training=True)
         if self.average.reducing:
             raise ConfigError(
@@ -326,16 +357,18 @@ class StepEngine(Engine):
                 "micro-batches and ranks may hold different numbers: pass num_items=len(inputs), "
                 "or a unipar.LossSum(total, count)."
             )
-        self._forwards = 0
+        self._by_hand, self._forwards = True, 0
         if not self.average.begun:
             # In a loop of the user's own nobody may have said how many there are.
             self._begin(self.spec.global_batch_size or 1)
-        self._add(total, weight, count, last=self._last)
+        with self._breaking():
+            self._add(total, weight, count, last=self._last)
         self._guard.hide()
 
     def step(self) -> StepResult:
         if self._schedule is not None:
             return super().step()
+        self._refuse_broken()
         if not self.average.begun:
             raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
         with self._abandoning():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from unipar.batch import Batch
-from unipar.errors import NonFiniteLossError
+from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.strategy import Engine, StepResult, Strategy
 from unipar.testing import models
 from unipar.testing.cases.case import case, case_also_at
@@ -99,13 +99,23 @@ def skips_a_loss_that_is_not_finite(kit: Kit) -> None:
 
 @case
 def drops_a_step_that_failed(kit: Kit) -> None:
-    """What a step has left that failed in its second micro-batch is not added to the next one's."""
+    """What a step has left that failed, or was given up, is not added to the next one's."""
     scenario = replace(PLAIN, accumulation=4, num_steps=3)
     # An error of the last stage's leaves the others of a pipeline waiting.
     if kit.refuses(scenario) or kit.capabilities.pipeline:
         return
-    run = merge(kit.run(train, kit.fit(scenario), _fail_at_first))
-    kit.check(run, scenario, subject=f"{kit.target.name}, after steps that failed")
+    steps = [_fail_at_first]
+    if kit.capabilities.custom_loop:
+        steps += [_give_up_at_first, _fail_in_backward_at_first]
+    for step in steps:
+        try:
+            run = merge(kit.run(train, kit.fit(scenario), step))
+        except ConfigError:
+            # A framework may be unable to go on after half a backward pass, if it says so.
+            if step is _fail_in_backward_at_first:
+                continue
+            raise
+        kit.check(run, scenario, subject=f"{kit.target.name}, after steps that failed")
 
 
 class _FailedError(Exception):
@@ -126,6 +136,46 @@ def _fail_at_first(engine: Engine, world: World, batch: Batch, loss_fn: Any) -> 
     with contextlib.suppress(_FailedError):
         engine.train_step(batch, failing)
     return engine.train_step(batch, loss_fn)
+
+
+def _by_hand(engine: Engine, batch: Batch, loss_fn: Any, failing: int | None = None) -> None:
+    for number, part in enumerate(batch):
+        loss = loss_fn(engine, part.data)
+        if number == failing:
+            loss = _FailsInBackward.apply(loss)
+        engine.backward(loss, num_items=part.num_samples)  # pyright: ignore[reportArgumentType]
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise _FailedError
+
+
+def _give_up_at_first(engine: Engine, world: World, batch: Batch, loss_fn: Any) -> StepResult:
+    _by_hand(engine, batch, loss_fn)
+    engine.zero_grad()
+    _by_hand(engine, batch, loss_fn)
+    return engine.step()
+
+
+def _fail_in_backward_at_first(
+    engine: Engine, world: World, batch: Batch, loss_fn: Any
+) -> StepResult:
+    with contextlib.suppress(_FailedError):
+        _by_hand(engine, batch, loss_fn, failing=1)
+    try:
+        engine.step()
+    except ConfigError:
+        engine.zero_grad()
+    else:
+        raise AssertionError("a step was taken after a backward pass that had failed")
+    _by_hand(engine, batch, loss_fn)
+    return engine.step()
 
 
 @case
