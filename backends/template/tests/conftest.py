@@ -14,7 +14,7 @@ from pathlib import Path
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # pyright: ignore[reportMissingImports]
 
 _HERE = Path(__file__).resolve().parent.parent
 _SITE = tempfile.TemporaryDirectory(prefix="unipar-template-")
