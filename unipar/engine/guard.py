@@ -132,7 +132,8 @@ class GradientGuard:
             f"{first_few(names)}. They are not yet what the "
             "optimizer gets: not divided by the number of items, and on most strategies not "
             "reduced over the ranks. Clip with prepare(…, max_grad_norm=…), scale the loss instead "
-            "of its gradient, add losses before one engine.backward(loss), let no other engine's "
+            "of its gradient, add losses before one engine.backward(loss), give a step up by "
+            "engine.zero_grad(), let no other engine's "
             "backward pass go through this model before engine.step(); and in a loss function take "
             "gradients by torch.autograd.grad, not by backward() and zero_grad()."
         )
@@ -160,7 +161,7 @@ def guard_optimizer(
                 "engine.optimizer was told to step or to clear gradients between "
                 "engine.backward(loss) and engine.step(), where gradients are not yet those of "
                 "the global batch, or not in the optimizer's hands. Call engine.step(), which "
-                "reduces, clips, steps and clears."
+                "reduces, clips, steps and clears; or engine.zero_grad(), which gives the step up."
             )
 
     handles = [one.register_step_pre_hook(refuse) for one in optimizers_in(optimizer).values()]

@@ -319,7 +319,7 @@ class StepEngine(Engine):
     def microbatch(self, *, last: bool) -> Iterator[None]:
         if self._schedule is not None:
             super().microbatch(last=last)
-        with self.reducer.microbatch(last=last):
+        with self._breaking(), self.reducer.microbatch(last=last):
             self._told, self._last = True, last
             try:
                 yield
