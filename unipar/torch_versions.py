@@ -34,10 +34,14 @@ def reset_passes(root: Any, strategy: str) -> None:
     Raises:
         ConfigError: it was in a forward pass, and this torch cannot go on after that.
     """
+    state = root._get_fsdp_state()
+    if state._is_root is None:
+        # Until its first forward pass it has nothing to forget, and 2.13 fails for want of it.
+        return
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     # torch 2.11, distributed/fsdp/_fully_shard/_fsdp_state.py: it is there until that pass ends.
-    elif root._get_fsdp_state()._state_ctx.iter_forward_root is not None:
+    elif state._state_ctx.iter_forward_root is not None:
         raise ConfigError(
             f"the last step ended with an error in the model's forward pass, and under strategy "
             f"'{strategy}' torch {torch.__version__} cannot go on after that. Begin again from a "
@@ -67,7 +71,7 @@ def recovering(module: Any, strategy: str) -> Iterator[None]:
         yield
     finally:
         # After running out of memory in a forward pass, parameters are still gathered.
-        module.reset_iter_state()
+        reset_passes(module, strategy)
 
 
 def check_arguments_kept(tensor: Any) -> None:

@@ -80,7 +80,7 @@ class DDPReducer(Reducer):
         self._known = [p for _, p in named if p.requires_grad]
         self._unknown = [p for _, p in named if not p.requires_grad]
         self._sparse = sparse_parameters(ddp.module)
-        self._armed = self._whole_step = False
+        self._armed = self._whole_step = self._stuck = False
         # What a static graph records is the first backward pass.
         self._records = ddp.static_graph
         self._undo = [ddp.register_forward_hook(self._saw_forward).remove]
@@ -94,6 +94,12 @@ class DDPReducer(Reducer):
 
     def begin(self, *, whole_step: bool) -> None:
         self._whole_step = whole_step
+        if self._stuck:
+            raise ConfigError(
+                "an error has ended an earlier step, and DDP with static_graph=true cannot begin "
+                "another: it waits for the rest of that one. Start again from a checkpoint, or "
+                "leave static_graph out."
+            )
         while self._reducing:
             # Of a backward pass that an error has ended. What other ranks, which may be behind,
             # have yet to add would be written over the gradients of this step.
@@ -159,6 +165,7 @@ class DDPReducer(Reducer):
     def forget(self) -> None:
         if self._armed and not self.ddp.static_graph:
             disarm(self.ddp)
+        self._stuck |= self._armed and self.ddp.static_graph
         self._armed = False
 
     def close(self) -> None:

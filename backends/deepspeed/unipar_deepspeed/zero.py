@@ -53,6 +53,7 @@ class ZeROReducer(Reducer):
         self.holds_forwards = not self._stage_3
         self._places: dict[str, int] = {}
         self._calls = 0
+        self._begun = self._interrupted = False
         if self._stage_3:
             deepspeed.engine.register_forward_pre_hook(self._saw_call)
         else:
@@ -68,7 +69,9 @@ class ZeROReducer(Reducer):
             )
         self._calls = 0
         self._swapping.settle()
+        self._begun = self._interrupted = True
         super().backward(loss, last=last)
+        self._interrupted = False
 
     def finish(self) -> None:
         self._check_frozen()
@@ -78,10 +81,24 @@ class ZeROReducer(Reducer):
 
     def discard(self) -> None:
         """Throw the gradients away by DeepSpeed's own means: a step whose norm is no number."""
+        if not self._begun:
+            # DeepSpeed has made no gradients to throw away, and fails for want of them.
+            self.clear()
+            return
+        if self._interrupted:
+            raise ConfigError(
+                "deepspeed: an error has ended an earlier backward pass before its end, and ZeRO "
+                "cannot begin another: it is in the middle of reducing gradients. Start again from "
+                "a checkpoint, or use strategy='fsdp' or 'ddp'."
+            )
         self._swapping.settle()
         with _overflowing(self._deepspeed.zero):
             self._deepspeed.engine.step()
         self.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        self._begun = self._interrupted = False
 
     def forget(self) -> None:
         self._calls = 0

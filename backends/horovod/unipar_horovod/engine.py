@@ -67,6 +67,7 @@ class HorovodReducer(Reducer):
         self._name, self._options = name, options
         self._all_parameters = list(module.parameters())
         self.optimizer = self._make_optimizer()
+        self._reducing = False
         self._used = torch.ones(len(self._all_parameters), device=world.device)
 
     def _make_optimizer(self) -> Any:
@@ -122,6 +123,7 @@ class HorovodReducer(Reducer):
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         if last:
+            self._reducing = True
             self.optimizer.set_backward_passes_per_step(1)
         super().backward(loss, last=last)
 
@@ -142,6 +144,7 @@ class HorovodReducer(Reducer):
             stalled = time.monotonic() - begin > 0.9 * patience
             what = f"timed out after {patience:g} s" if stalled else "connection closed"
             raise dist.DistNetworkError(f"Horovod's reduction of gradients: {what}") from error
+        self._reducing = False
         # Backward passes of other engines may go through this model before its own next one.
         optimizer.set_backward_passes_per_step(_NEVER)
         if not unused.all():
@@ -149,6 +152,12 @@ class HorovodReducer(Reducer):
                 if not used:
                     # Horovod gives zeros, with which an optimizer would decay weight and moments.
                     parameter.grad = None
+
+    def discard(self) -> None:
+        if self._reducing:
+            # What a backward pass has begun to reduce before it failed comes to its end first.
+            self.finish()
+        super().discard()
 
     def _start_telling_unused(self) -> int:
         """Begin to find the parameters that got a gradient on some rank."""

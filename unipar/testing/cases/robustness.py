@@ -122,19 +122,30 @@ class _FailedError(Exception):
     """Of a user's loss function."""
 
 
-def _fail_at_first(engine: Engine, world: World, batch: Batch, loss_fn: Any) -> StepResult:
+def _failing(loss_fn: Any, at: int, *, in_backward: bool = False) -> Any:
+    """The loss function, which fails when it is called for the ``at``-th time."""
     calls = 0
 
     def failing(model: Any, data: Any) -> Any:
         nonlocal calls
         calls += 1
-        loss = loss_fn(model, data)
-        if calls == 2:
+        if calls < at:
+            return loss_fn(model, data)
+        if at == 1:
+            # Before the model is called.
             raise _FailedError
-        return loss
+        loss = loss_fn(model, data)
+        if in_backward:
+            return _FailsInBackward.apply(loss)
+        raise _FailedError
 
-    with contextlib.suppress(_FailedError):
-        engine.train_step(batch, failing)
+    return failing
+
+
+def _fail_at_first(engine: Engine, world: World, batch: Batch, loss_fn: Any) -> StepResult:
+    for at in (1, 2):
+        with contextlib.suppress(_FailedError):
+            engine.train_step(batch, _failing(loss_fn, at))
     return engine.train_step(batch, loss_fn)
 
 
@@ -174,8 +185,10 @@ def _fail_in_backward_at_first(
         engine.zero_grad()
     else:
         raise AssertionError("a step was taken after a backward pass that had failed")
-    _by_hand(engine, batch, loss_fn)
-    return engine.step()
+    last = len(batch.microbatches)
+    with contextlib.suppress(_FailedError):
+        engine.train_step(batch, _failing(loss_fn, last, in_backward=True))
+    return engine.train_step(batch, loss_fn)
 
 
 @case
