@@ -122,6 +122,7 @@ class StepEngine(Engine):
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         self._require_optimizer()
+        self._refuse_broken()
         if self.average.begun:
             raise ConfigError(
                 "engine.train_step(…) came in the middle of a step of a loop of your own. Call "
@@ -288,6 +289,8 @@ class StepEngine(Engine):
                 self._drop_given_up()
                 self.reducer.begin(whole_step=False)
             self._forwards += 1
+        else:
+            self._drop_given_up()
         with self._breaking(), self.precision.forward():
             return self.loop_model(*args, **kwargs)
 
@@ -438,6 +441,7 @@ class StepEngine(Engine):
     # -- evaluation ------------------------------------------------------------------------------
 
     def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
+        self._drop_given_up()
         self._enter_evaluation()
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         with torch.no_grad():
@@ -470,6 +474,7 @@ class StepEngine(Engine):
         schedule.share(sums)
 
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        self._drop_given_up()
         self._enter_training()
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         device = self.world.device
@@ -531,6 +536,8 @@ class StepEngine(Engine):
     # -- state -----------------------------------------------------------------------------------
 
     def export_state(self) -> EngineState:
+        # Where parameters are gathered for a pass, one that failed may have left them so.
+        self._drop_given_up()
         self.reducer.share_buffers()
         state = self.state.export_state()
         export_scheduler(self.lr_scheduler, state)
