@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,8 +31,21 @@ COMPARED = re.compile(
 HERE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
-class Root:
-    """The root of a sharded model, of a torch that can begin anew."""
+class OldRoot:
+    """The root of a sharded model, after an error in its forward pass."""
+
+    def __init__(self, *, called: bool = True) -> None:
+        self.state = SimpleNamespace(
+            _is_root=True if called else None,
+            _state_ctx=SimpleNamespace(iter_forward_root=self if called else None),
+        )
+
+    def _get_fsdp_state(self) -> SimpleNamespace:
+        return self.state
+
+
+class Root(OldRoot):
+    """The same of a torch that can go on after it."""
 
     resets = 0
 
@@ -46,9 +60,19 @@ def test_what_recovers_from_a_failed_forward_pass() -> None:
     assert root.resets == 1
     with (
         pytest.raises(ConfigError, match=r"'fsdp' torch .* as a number, or use torch 2\.13"),
-        torch_versions.recovering(object(), "fsdp"),
+        torch_versions.recovering(OldRoot(), "fsdp"),
     ):
         pass
+
+
+def test_passes_that_failed_are_forgotten_or_end_the_run() -> None:
+    root, uncalled = Root(), Root(called=False)
+    torch_versions.reset_passes(root, "fsdp")
+    torch_versions.reset_passes(uncalled, "fsdp")
+    assert (root.resets, uncalled.resets) == (1, 0)
+    torch_versions.reset_passes(OldRoot(called=False), "fsdp")
+    with pytest.raises(ConfigError, match=r"'fsdp' torch .* or use torch 2\.13"):
+        torch_versions.reset_passes(OldRoot(), "fsdp")
 
 
 def test_the_version_that_is_named_has_it() -> None:
