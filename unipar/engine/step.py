@@ -130,7 +130,7 @@ class StepEngine(Engine):
             )
         self._enter_training()
         self._whole_step = True
-        try:
+        with self._abandoning():
             self._drop_given_up()
             self.reducer.begin(whole_step=True)
             if self._schedule is not None:
@@ -139,9 +139,6 @@ class StepEngine(Engine):
                 self._run_microbatches(batch, loss_fn)
             mark(self.num_steps + 1, "optimizer step")
             return self._update()
-        except BaseException:
-            self._give_up()
-            raise
 
     def _run_microbatches(self, batch: Batch, loss_fn: LossFn) -> None:
         last = len(batch.microbatches) - 1

@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 from unipar.grouping import factories
 
 
-class Layerwise(Optimizer):
-    """Momentum whose steps are as long as the tensor that they move, as in LARS and LAMB."""
+class Momentum(Optimizer):
+    """Adds gradients up; how a tensor moves by the sum is the subclass's."""
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -29,8 +29,18 @@ class Layerwise(Optimizer):
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(p)
                 moved = state["momentum"].mul_(group["momentum"]).add_(p.grad)
-                length = p.norm().clamp(min=0.1) / moved.norm().clamp(min=1e-6)
-                p.sub_(moved * length * group["lr"])
+                p.sub_(self.direction(p, moved) * group["lr"])
+
+    def direction(self, p: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Layerwise(Momentum):
+    """Momentum whose steps are as long as the tensor that they move, as in LARS and LAMB."""
+
+    def direction(self, p: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+        length = p.norm().clamp(min=0.1) / moved.norm().clamp(min=1e-6)
+        return moved * length
 
 
 def layerwise(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -41,29 +51,17 @@ def adafactor(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     return Adafactor([p for _, p in named if p.requires_grad], lr=0.02)
 
 
-class Orthogonal(Optimizer):
+class Orthogonal(Momentum):
     """Momentum made orthogonal, as in Muon, whose own matrices are rounded to bf16.
 
     By that a sum over ranks in another order makes other steps than the reference's.
     """
 
-    def __init__(self, params: Any, lr: float, momentum: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(p)
-                x = state["momentum"].mul_(group["momentum"]).add_(p.grad)
-                x = x / x.norm().clamp(min=1e-6)
-                for _ in range(3):  # Newton and Schulz's iteration towards the nearest orthogonal.
-                    x = 1.5 * x - 0.5 * (x @ x.T @ x)
-                p.sub_(x * group["lr"])
+    def direction(self, p: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+        x = moved / moved.norm().clamp(min=1e-6)
+        for _ in range(3):  # Newton and Schulz's iteration towards the nearest orthogonal.
+            x = 1.5 * x - 0.5 * (x @ x.T @ x)
+        return x
 
 
 def matrices(name: str, parameter: nn.Parameter) -> bool:
