@@ -16,18 +16,21 @@ from unipar.strategy import OptimizerFactory
 BY_PATH, BY_NAME, BY_TARGET, GROUPED = "<path>", "<name>", "<target>", "<groups>"
 
 
+def _built(config: Any) -> Any:
+    """Find out by building it; pydantic takes a ValueError for an error of the value's."""
+    try:
+        config.factory()
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return config
+
+
 class OptimizerConfig(BaseModel, frozen=True, extra="allow"):
     """An optimizer of ``torch.optim``; all keys but ``name`` are its own arguments."""
 
     name: str = Field("adamw", description="Class of torch.optim, lower-cased: adamw, sgd, …")
 
-    @model_validator(mode="after")
-    def _can_be_built(self) -> OptimizerConfig:
-        try:
-            self.factory()
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
+    _can_be_built = model_validator(mode="after")(_built)
 
     def factory(self) -> NamedOptimizer:
         """The function that builds it over a model's trainable parameters."""
@@ -42,13 +45,7 @@ class SchedulerConfig(BaseModel, frozen=True, extra="allow"):
         "Its lengths count optimizer steps."
     )
 
-    @model_validator(mode="after")
-    def _can_be_built(self) -> SchedulerConfig:
-        try:
-            self.factory()
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
+    _can_be_built = model_validator(mode="after")(_built)
 
     def factory(self) -> NamedScheduler:
         """The function that builds it over an optimizer."""
@@ -81,13 +78,7 @@ class GroupConfig(OptimizerConfig, frozen=True, extra="allow"):
 class OptimizerGroups(RootModel[dict[str, GroupConfig]], frozen=True):
     """Several optimizers by name, each for other parameters."""
 
-    @model_validator(mode="after")
-    def _can_be_built(self) -> OptimizerGroups:
-        try:
-            self.factory()
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
+    _can_be_built = model_validator(mode="after")(_built)
 
     def factory(self) -> OptimizerFactory:
         """The function that builds them over a model's trainable parameters."""
