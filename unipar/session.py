@@ -162,6 +162,8 @@ class Session:
             undo()
         self.strategy.teardown()
         self.world.leave()
+        if self._peers:
+            self._peers.close()
         if told is not None:
             raise told from error
         if explained is not None:

@@ -34,7 +34,9 @@ T = TypeVar("T")
 _OFTEN, _AT_ONCE = 1.0, 64
 # Until other ranks have failed by the same, and until the store or a host is given up.
 _SETTLE, _PATIENCE = 3.0, 2.0
-_POLL = 0.2
+# How long a rank that a signal has ended keeps the store for the others.
+_INTERRUPTED = 0.5
+_POLL, _POLL_OWN = 0.2, 0.05
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Word:
         since: for how long it had done so, in seconds.
         left: ``"returned"`` or the kind of its failure, once it has left the run.
         title: its failure in a line.
+        informed: it needs the store no more: it knows how the store's keeper left, or has left
+            itself and read all that it explains its failure by.
     """
 
     rank: int
@@ -66,6 +70,7 @@ class Word:
     since: float = 0.0
     left: str = ""
     title: str = ""
+    informed: bool = False
 
     @property
     def mark(self) -> Mark | None:
@@ -103,14 +108,22 @@ class Peers:
         # Torchrun keeps the store itself; with other launchers it ends with rank 0.
         own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._keeper = 0 if self._meeting and own else None
+        # The server ends with the last reference to it, and the process group has the other one.
+        self._server = store if self._keeper == world.rank else None
+        self._linger, self._silent = 0.0, set[int]()
+        # How the keeper of the store left, for when the store is gone with it.
+        self._last_of_keeper: Word | None = None
         address = _address_towards(self._meeting) if self._meeting else ""
         self._word = Word(world.rank, address, socket.gethostname())
         # The store serves all ranks, and many of them tell it less often.
         self._every = min(max(_OFTEN, world.size / _AT_ONCE), self._timeout / 10)
         self._settle = max(_SETTLE, self._every + 1.0)
-        self._ended = threading.Event()
+        self._ended, self._telling = threading.Event(), threading.Lock()
         progress.open_marks(None)
         self._tell()
+
+    def begin(self) -> None:
+        """Tell the store every now and then, from when all ranks have told it once."""
         threading.Thread(target=self._go_on, name="unipar-peers", daemon=True).start()
 
     def leave(self, error: BaseException | None) -> WorkerError | None:
@@ -120,18 +133,33 @@ class Peers:
         kind = Kind.ERROR if error is None else classify(error)
         title = "" if clean else f"{type(error).__name__}: {error}".splitlines()[0][:500]
         left = "returned" if clean else kind.value
+        asks = not clean and kind.is_echo
+        self._linger = _INTERRUPTED if kind is Kind.INTERRUPT else self._settle
         try:
-            _within(_PATIENCE, lambda: self._tell(left=left, title=title))
-            if clean or not kind.is_echo:
+            _within(_PATIENCE, lambda: self._tell(left=left, title=title, informed=not asks))
+            if not asks:
                 return None
-            words, quiet = self._await_the_others()
-            found = self._explain(kind, words, quiet)
-            if self._keeper == self._word.rank:
-                # The store ends with this process.
-                self._poll(self._settle, lambda words: _heard(words, quiet))
+            words, self._silent = self._await_the_others()
+            found = self._explain(kind, words, self._silent)
+            _within(_PATIENCE, lambda: self._tell(informed=True))
             return found
         except (TimeoutError, dist.DistError):
-            return self._unreachable(kind) if not clean and kind.is_echo else None
+            self._linger = 0.0
+            return self._unreachable(kind) if asks else None
+
+    def close(self) -> None:
+        """Give the store up; the rank that keeps it waits a moment until no other needs it.
+
+        Call it when this rank's other connections are closed, by which the others fail and leave.
+        """
+        try:
+            if self._server is not None and self._linger:
+                silent = self._silent
+                self._poll(self._linger, lambda words: _informed(words, silent), _POLL_OWN)
+        except (TimeoutError, dist.DistError):
+            pass
+        finally:
+            self._server = None
 
     # -- through the store -----------------------------------------------------------------------
 
@@ -139,11 +167,26 @@ class Peers:
         while not self._ended.wait(self._every):
             try:
                 self._tell()
+                self._look_after_keeper()
             except dist.DistError:
                 # The store is gone. Whether that matters shows when a collective fails.
                 return
 
+    def _look_after_keeper(self) -> None:
+        """Read how the store's keeper left while the store can still be read."""
+        if self._keeper in (None, self._word.rank) or self._last_of_keeper is not None:
+            return
+        keeper = Word(**json.loads(self._store.get(f"{self._key}/{self._keeper}")))
+        if keeper.left:
+            self._last_of_keeper = keeper
+            self._tell(informed=True)
+
     def _tell(self, **more: Any) -> None:
+        # A rank that leaves tells so beside the thread that tells where it is.
+        with self._telling:
+            self._tell_next(**more)
+
+    def _tell_next(self, **more: Any) -> None:
         mark = progress.own_mark()
         at = {"step": mark.step, "phase": mark.phase, "count": mark.count} if mark else {}
         since = time.monotonic() - mark.time if mark else 0.0
@@ -156,13 +199,15 @@ class Peers:
         keys = [f"{self._key}/{rank}" for rank in range(self._size) if rank != self._word.rank]
         return [Word(**json.loads(value)) for value in self._store.multi_get(keys)]
 
-    def _poll(self, seconds: float, enough: Callable[[list[Word]], bool]) -> list[Word]:
+    def _poll(
+        self, seconds: float, enough: Callable[[list[Word]], bool], every: float = _POLL
+    ) -> list[Word]:
         deadline = time.monotonic() + seconds
         while True:
             words = _within(_PATIENCE, self._read)
             if enough(words) or time.monotonic() > deadline:
                 return words
-            time.sleep(_POLL)
+            time.sleep(every)
 
     def _await_the_others(self) -> tuple[list[Word], set[int]]:
         """Their words, once they say who is to blame or no more can be expected; who is silent."""
@@ -226,6 +271,9 @@ class Peers:
 
     def _unreachable(self, kind: Kind) -> WorkerError:
         """The error for a store that does not answer."""
+        last = self._last_of_keeper
+        if last is not None and (last.left == "returned" or not Kind(last.left).is_echo):
+            return self._explain(kind, [last], set())
         assert self._meeting is not None, "a store in a file answers"
         host, port = self._meeting
         what = f"the run's store at {host}:{port}"
@@ -266,6 +314,7 @@ def watch(world: World) -> Peers | None:
     peers = Peers(world, dist.distributed_c10d._get_default_store())
     # Whoever asks for a word finds one.
     world.barrier()
+    peers.begin()
     return peers
 
 
@@ -276,6 +325,10 @@ def _culprit(words: Iterable[Word]) -> Word | None:
 
 def _heard(words: Iterable[Word], silent: Collection[int]) -> bool:
     return all(word.left or word.rank in silent for word in words)
+
+
+def _informed(words: Iterable[Word], silent: Collection[int]) -> bool:
+    return all(word.informed or word.rank in silent for word in words)
 
 
 def _sorted(words: list[Word], own: Word) -> list[Word]:

@@ -50,7 +50,9 @@ with session:
         [parameter for _, parameter in named], lr=0.1))
     for batch in session.loader(torch.randn(24, 4), global_batch_size=4):
         engine.train_step(batch, loss)
-    if what == "barrier" and session.world.rank == int(whose):
+    if what in ("barrier", "late") and session.world.rank == int(whose):
+        # Later than the other rank keeps the store for this one.
+        time.sleep(6 if what == "late" else 0)
         dist.barrier()
 """
 
@@ -135,7 +137,18 @@ AGAIN = pytest.mark.thorough
             marks=AGAIN,
         ),
         pytest.param(
+            *("raise", 0, "ddp"),
+            r"Rank 0 failed in step 3 \(forward\): ValueError: bad batch",
+            marks=AGAIN,
+        ),
+        pytest.param(
             *("barrier", 1, "ddp"),
+            r"Rank 1 was in step 6 \(optimizer step\) in a collective that rank 0 did not take "
+            "part in, having already returned",
+            marks=AGAIN,
+        ),
+        pytest.param(
+            *("late", 1, "ddp"),
             r"Rank 1 was in step 6 \(optimizer step\) in a collective that rank 0 did not take "
             "part in, having already returned",
             marks=AGAIN,
@@ -152,7 +165,7 @@ def test_the_rank_that_is_left_says_who_is_to_blame(
 ) -> None:
     ended += start(script, [str(whose), what, strategy])
     # With the barrier too many, the one that makes it is left.
-    left = ended[whose if what == "barrier" else 1 - whose]
+    left = ended[whose if what in ("barrier", "late") else 1 - whose]
     assert re.match(expected, said(left))
 
 
