@@ -3,7 +3,8 @@
 python survey/torches.py                   what is found goes to docs/backends/torches.json
 python survey/torches.py --suites unit     some of it; the record keeps the rest
 
-Exit code 1 if anything failed; the record is written all the same, and names what did.
+Exit code 1 if anything failed, which the record names, or if a suite was stopped on its way, of
+which the record stays as it was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 # Before torch is imported: threads of its own would compete with the other processes.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -41,6 +41,10 @@ SUITES = {
 }
 
 
+class Incomplete(Exception):
+    """A suite was stopped on its way."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--command", default="python survey/torches.py", help="for the docs")
@@ -48,7 +52,12 @@ def main() -> int:
     asked = parser.parse_args()
     failed = False
     for name in asked.suites:
-        found = run(name)
+        try:
+            found = run(name)
+        except Incomplete as stopped:
+            print(stopped, file=sys.stderr, flush=True)
+            failed = True
+            continue
         write(name, found, asked.command)
         failed |= bool(found["failed"])
     print(f"Written: {RECORD.relative_to(ROOT)}")
@@ -69,29 +78,30 @@ def write(name: str, found: dict[str, Any], command: str) -> None:
 
 
 def run(name: str) -> dict[str, Any]:
-    """How many tests passed and were skipped, which failed, and how long it took."""
+    """How many tests passed and were skipped, which failed, and how long it took.
+
+    Raises:
+        Incomplete: some were not run to their end, so that nothing can be said of all.
+    """
     print(f"==> {name}", flush=True)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
-        report = Path(directory, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "not thorough", f"--junit-xml={report}"]
+        path = Path(directory, "tally.json")
+        command = [sys.executable, "-m", "pytest", "-m", "not thorough", "-p", "survey.tally"]
         # Where CI is true, what is skipped would have failed.
-        environ = {**os.environ, "CI": ""}
-        ended = subprocess.run([*command, *SUITES[name]], cwd=ROOT, env=environ)
-        # Anything else is an interrupted run, or none.
-        if ended.returncode not in (0, 1):
-            raise SystemExit(f"{name}: pytest ended with exit code {ended.returncode}")
-        cases = list(ElementTree.parse(report).iter("testcase"))
-    # A test and its teardown may fail each.
-    ends = {f"{case.get('classname')}::{case.get('name')}": "passed" for case in cases}
-    for case in cases:
-        for child in case:
-            if child.tag in ("failure", "error", "skipped"):
-                ends[f"{case.get('classname')}::{case.get('name')}"] = child.tag
+        environ = {**os.environ, "CI": "", "UNIPAR_TALLY": str(path)}
+        code = subprocess.run([*command, *SUITES[name]], cwd=ROOT, env=environ).returncode
+        tally = json.loads(path.read_text()) if path.exists() else {"tests": 0, "ended": {}}
+    ends = tally["ended"]
+    # 0 and 1 say whether a test failed; any other, that pytest was stopped or had nothing to run.
+    if code not in (0, 1) or not ends or len(ends) != tally["tests"]:
+        counted = f"{len(ends)} of {tally['tests']} tests were run"
+        raise Incomplete(f"{name}: not recorded; pytest ended with status {code}, and {counted}")
+    outcomes = list(ends.values())
     return {
-        "passed": sum(end == "passed" for end in ends.values()),
-        "skipped": sum(end == "skipped" for end in ends.values()),
-        "failed": [test for test, end in ends.items() if end in ("failure", "error")],
+        "passed": outcomes.count("passed"),
+        "skipped": outcomes.count("skipped"),
+        "failed": [test for test, outcome in ends.items() if outcome == "failed"],
         "seconds": round(time.perf_counter() - began),
     }
 
