@@ -118,6 +118,8 @@ def beside_adamw(kind: Callable[..., optim.Optimizer]) -> optim.Optimizer:
     return CombinedOptimizer({"rest": others, "matrices": kind(matrices, lr=0.1)})
 
 
+@pytest.mark.extra
+@NEEDS_MUON
 def test_of_several_each_is_tried_on_what_it_gets() -> None:
     for division in (FLAT, ROWS, COLUMNS):
         said = refusal(beside_adamw(optim.Muon), division)

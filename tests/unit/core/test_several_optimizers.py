@@ -19,14 +19,17 @@ from unipar.testing.optimizers import matrices
 from unipar.testing.scenarios import classify
 
 INNER = ["blocks.*.up.weight", "blocks.*.down.weight"]
-MUON = {"name": "muon", "lr": 0.02}
+SGD, MUON = {"name": "sgd", "lr": 0.02}, {"name": "muon", "lr": 0.02}
 STEPWISE = {"name": "steplr", "step_size": 2}
 COSINE = {"name": "cosineannealinglr", "T_max": 10}
 
 
-def muon_and_adamw(**changes: Any) -> dict[str, Any]:
+NEEDS_MUON = pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch 2.9 brings Muon")
+
+
+def beside_adamw(one: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
-        "matrices": {**MUON, "params": INNER, "lr_scheduler": STEPWISE},
+        "matrices": {**one, "params": INNER, "lr_scheduler": STEPWISE},
         "rest": {"name": "adamw", "lr": 3e-3, "lr_scheduler": COSINE},
         **changes,
     }
@@ -73,10 +76,12 @@ def train(session: Session, engine: Any, num_steps: int) -> None:
             engine.train_step(batch, loss)
 
 
+@pytest.mark.extra
+@NEEDS_MUON
 @pytest.mark.parametrize(
     "optimizer",
     [
-        muon_and_adamw(),
+        beside_adamw(MUON),
         {
             "matrices": {
                 "target": lambda named, lr: optim.Muon([p for _, p in named], lr=lr),
@@ -102,19 +107,19 @@ def test_muon_beside_adamw_is_the_loop_written_by_hand(session: Session, optimiz
     ("optimizer", "says"),
     [
         (
-            muon_and_adamw(matrices={**MUON, "params": [INNER[0], "block.*"]}),
+            beside_adamw(SGD, matrices={**SGD, "params": [INNER[0], "block.*"]}),
             r"optimizer.matrices.params has 'block\.\*', which matches none of the 16",
         ),
         (
-            muon_and_adamw(matrices={**MUON, "params": lambda name, p: p.ndim == 3}),
+            beside_adamw(SGD, matrices={**SGD, "params": lambda name, p: p.ndim == 3}),
             r"optimizer.matrices.params takes none of the 16 parameters",
         ),
         (
-            muon_and_adamw(rest={"params": "*.bias"}),
+            beside_adamw(SGD, rest={"params": "*.bias"}),
             r"are of none of the groups matrices, rest: inward.weight, .*norm.weight",
         ),
         (
-            muon_and_adamw(more={"params": "blocks.0.*"}),
+            beside_adamw(SGD, more={"params": "blocks.0.*"}),
             r"several groups: blocks.0.up.weight \(matrices and more\), blocks.0.down.weight",
         ),
         (
@@ -125,9 +130,10 @@ def test_muon_beside_adamw_is_the_loop_written_by_hand(session: Session, optimiz
             {"a": {"lr": 0.1}, "b": {"lr": 0.2}},
             r"the groups a, b of optimizer have no params",
         ),
-        (
+        pytest.param(
             {"a": {**MUON, "params": "blocks.*"}, "b": {}},
             r"optimizer.a: optimizer 'muon' .*2D.*Its parameters are blocks.0.norm.weight \(9,\)",
+            marks=[pytest.mark.extra, NEEDS_MUON],
         ),
         (
             {"a": {"params": "*.weight", "target": lambda n: optim.SGD([n[0][1]])}, "b": {}},
@@ -141,19 +147,19 @@ def test_muon_beside_adamw_is_the_loop_written_by_hand(session: Session, optimiz
             {"a": {"target": lambda n: optim.LBFGS([p for _, p in n]), "params": "*"}},
             r"optimizer.a: the optimizer LBFGS .* its step\(\) needs a closure",
         ),
-        (muon_and_adamw(rest={"params": 3}), r"optimizer.rest.params is 3"),
-        (muon_and_adamw(rest=3), r"optimizer.rest is 3\. Each group is a mapping"),
-        (muon_and_adamw(rest={"name": "admw"}), r"optimizer.rest: there is no optimizer 'admw'"),
+        (beside_adamw(SGD, rest={"params": 3}), r"optimizer.rest.params is 3"),
+        (beside_adamw(SGD, rest=3), r"optimizer.rest is 3\. Each group is a mapping"),
+        (beside_adamw(SGD, rest={"name": "admw"}), r"optimizer.rest: there is no optimizer 'admw'"),
         (
-            muon_and_adamw(rest={"lr_scheduler": "reducelronplateau"}),
+            beside_adamw(SGD, rest={"lr_scheduler": "reducelronplateau"}),
             r"optimizer.rest.lr_scheduler is a ReduceLROnPlateau",
         ),
         (
-            muon_and_adamw(rest={"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}),
+            beside_adamw(SGD, rest={"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}),
             r"optimizer.rest.lr_scheduler is a ReduceLROnPlateau",
         ),
         (
-            muon_and_adamw(rest={"target": optim.SGD([torch.zeros(1)])}),
+            beside_adamw(SGD, rest={"target": optim.SGD([torch.zeros(1)])}),
             r"optimizer.rest: .* built already",
         ),
     ],
@@ -167,8 +173,8 @@ def test_groups_that_train_no_model_whole_are_refused(
 
 def test_one_scheduler_is_of_all_groups_or_each_has_its_own(session: Session) -> None:
     with pytest.raises(ConfigError, match=r"and so was optimizer.matrices.lr_scheduler"):
-        session.prepare(network(), optimizer=muon_and_adamw(), lr_scheduler=STEPWISE)
-    groups = {"matrices": {**MUON, "params": INNER}, "rest": {"lr": 1e-3}}
+        session.prepare(network(), optimizer=beside_adamw(SGD), lr_scheduler=STEPWISE)
+    groups = {"matrices": {**SGD, "params": INNER}, "rest": {"lr": 1e-3}}
     plateau = {"name": "reducelronplateau", "patience": 0, "factor": 0.5}
     engine: Any = session.prepare(network(), optimizer=groups, lr_scheduler=plateau)
     for metric in (1.0, 2.0):
@@ -245,11 +251,13 @@ def saved(session: Session, directory: Path, optimizer: Any) -> Path:
     return path
 
 
+@pytest.mark.extra
+@NEEDS_MUON
 def test_each_goes_on_with_its_own_hyperparameters_and_schedule(
     session: Session, tmp_path: Path
 ) -> None:
-    path = saved(session, tmp_path, muon_and_adamw())
-    engine = session.prepare(Network(), optimizer=muon_and_adamw())
+    path = saved(session, tmp_path, beside_adamw(MUON))
+    engine = session.prepare(Network(), optimizer=beside_adamw(MUON))
     session.load(path)
     train(session, engine, 2)
     for own, expected in zip(engine.module.parameters(), by_hand(5).parameters(), strict=True):
@@ -259,18 +267,19 @@ def test_each_goes_on_with_its_own_hyperparameters_and_schedule(
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        ({"name": "adamw", "lr": 1e-3}, "matrices: Muon, rest: AdamW, and .* has AdamW"),
+        ({"name": "adamw", "lr": 1e-3}, "matrices: SGD, rest: AdamW, and .* has AdamW"),
         (
-            {"inner": muon_and_adamw()["matrices"], "rest": muon_and_adamw()["rest"]},
-            "has inner: Muon, rest: AdamW",
+            {"inner": beside_adamw(SGD)["matrices"], "rest": beside_adamw(SGD)["rest"]},
+            "has inner: SGD, rest: AdamW",
         ),
         (
-            muon_and_adamw(matrices={**MUON, "params": [*INNER, "outward.weight"]}),
+            beside_adamw(SGD, matrices={**SGD, "params": [*INNER, "outward.weight"]}),
             "lr_scheduler matrices: StepLR, rest: CosineAnnealingLR, and",
         ),
         (
-            muon_and_adamw(
-                matrices={**MUON, "params": [*INNER, "outward.weight"], "lr_scheduler": STEPWISE}
+            beside_adamw(
+                SGD,
+                matrices={**SGD, "params": [*INNER, "outward.weight"], "lr_scheduler": STEPWISE},
             ),
             r"parameter group 0 of the optimizer \(5 parameters\) does not match one stored group",
         ),
@@ -279,7 +288,7 @@ def test_each_goes_on_with_its_own_hyperparameters_and_schedule(
 def test_other_groups_than_those_that_were_saved_are_refused(
     session: Session, tmp_path: Path, other: Any, says: str
 ) -> None:
-    path = saved(session, tmp_path, muon_and_adamw())
+    path = saved(session, tmp_path, beside_adamw(SGD))
     session.prepare(network(), optimizer=other)
     with pytest.raises((CheckpointError, ConfigError), match=rf"(?s){says}"):
         session.load(path)
@@ -302,7 +311,7 @@ def test_a_part_of_a_saved_group_is_not_another_optimizers(
 
 def test_a_config_lays_groups_over_one_optimizer_and_values_over_groups() -> None:
     one = {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}}
-    groups = muon_and_adamw()
+    groups = beside_adamw(SGD)
     config = RunConfig.build(one, optimizer=groups)
     assert config.optimizer.factory().groups[0].build.options == {"lr": 0.02}  # pyright: ignore
     changed = RunConfig.build(config, optimizer={"rest": {"lr": 0.5}})
@@ -312,6 +321,6 @@ def test_a_config_lays_groups_over_one_optimizer_and_values_over_groups() -> Non
     back = RunConfig.build(changed, optimizer={"name": "adamw"})
     assert back.optimizer.model_dump() == {"name": "adamw"}
     with pytest.raises(ConfigError, match=r"optimizer.lr: 0.1 was given. Allowed: a mapping"):
-        RunConfig.build({"optimizer": {"lr": 0.1, "matrices": MUON}})
+        RunConfig.build({"optimizer": {"lr": 0.1, "matrices": SGD}})
     with pytest.raises(ConfigError, match=r"optimizer.rest: optimizer 'adamw' has no argument"):
         RunConfig.build({"optimizer": {"matrices": {"params": "*"}, "rest": {"lrr": 1}}})
