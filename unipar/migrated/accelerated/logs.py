@@ -17,7 +17,8 @@ def get_logger(name: str, log_level: str | None = None) -> logging.LoggerAdapter
     return _RankLogger(logger, {})
 
 
-class _RankLogger(logging.LoggerAdapter[Any]):
+# Python 3.10's LoggerAdapter takes no type argument when the program runs.
+class _RankLogger(logging.LoggerAdapter):
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         everywhere = not kwargs.pop("main_process_only", True)
         if kwargs.pop("in_order", False):
