@@ -6,9 +6,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Where make dist puts what it builds.
+DIST ?= dist
 # Backends whose frameworks live in one environment, and the one that needs its own.
 TOGETHER := deepspeed horovod accelerate
 ALONE := .venv-colossalai
+PACKAGES := . $(TOGETHER:%=backends/%) backends/colossalai
 # What is built in besides, where the system has the library for it.
 WITH_deepspeed := $(if $(wildcard /usr/include/libaio.h),--with nvme)
 # Where metrics can go besides: with the pins of these they leave the frameworks no room.
@@ -33,7 +36,7 @@ PINS := pyproject.toml constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all installed test-torch test-matrix tables compare reliability lint format docs bench constraints clean
+.PHONY: help demo test test-all installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
@@ -46,6 +49,7 @@ help:
 	@echo "make reliability  let ranks hang and kill runs, for the docs; an hour, and best as root"
 	@echo "make lint    check style and types"
 	@echo "make docs    build the documentation into docs/_build/html"
+	@echo "make dist    build the packages, unipar and every backend, as wheels and sources into dist/"
 	@echo "make bench   measure overhead, memory and checkpoint speed"
 	@echo "make format  rewrite the sources in the project's style"
 	@echo "make clean   remove the environments and everything built"
@@ -105,6 +109,12 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+# With the tools of this environment, and nothing from the network: each package first as an archive
+# of its sources, and a wheel from that.
+dist: $(VENV)/.dev
+	rm -rf $(DIST)
+	$(foreach package,$(PACKAGES),$(BIN)/python -m build --no-isolation --outdir $(DIST) $(package) &&) true
 
 bench: $(VENV)/.dev
 	$(BIN)/python benchmarks/run.py

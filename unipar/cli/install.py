@@ -81,7 +81,9 @@ def _recipe(name: str) -> tuple[type[Strategy], Recipe]:
         ]
         raise ConfigError(
             f"there is no strategy '{name}' here to install the framework of. Each comes with a "
-            f"package of unipar's, to be installed first: pip install unipar-{name}. "
+            "package of unipar's, to be installed first. In a checkout of unipar: pip install "
+            "./backends/<framework>; or pip install the wheel unipar_<framework>-….whl that "
+            "make dist builds there. "
             f"Here are: {', '.join(known) or 'none that needs more than torch'}."
         )
     strategy = registry.strategy_class(name)

@@ -227,5 +227,5 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         start(tmp_path, ZERO)
     monkeypatch.undo()
     monkeypatch.setattr(zero.registry, "names", lambda: ["accelerate"])
-    with pytest.raises(ConfigError, match=r"pip install unipar-deepspeed"):
+    with pytest.raises(ConfigError, match=r"pip install \./backends/deepspeed"):
         start(tmp_path, ZERO)

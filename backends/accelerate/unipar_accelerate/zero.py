@@ -44,7 +44,9 @@ def make_strategy(options: AccelerateOptions) -> Strategy:
     if "deepspeed" not in registry.names():
         raise ConfigError(
             "accelerate: plugin='deepspeed' trains by the strategy 'deepspeed', whose package is "
-            "not installed: pip install unipar-deepspeed, then: unipar install deepspeed."
+            "not installed. In a checkout of unipar: pip install ./backends/deepspeed; or pip "
+            "install the wheel unipar_deepspeed-….whl that make dist builds there. Then: unipar "
+            "install deepspeed."
         )
     available = registry.strategy_class("deepspeed").availability()
     if not available.ok:
