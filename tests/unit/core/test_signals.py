@@ -20,6 +20,13 @@ STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 END = (KeyboardInterrupt, Terminated)
 
 
+@pytest.fixture(autouse=True)
+def hangups_end() -> Iterator[None]:
+    """Under nohup a process ignores them, and so would the run."""
+    with handler(signal.SIGHUP, signal.SIG_DFL):
+        yield
+
+
 @contextlib.contextmanager
 def training(world: World | None = None, **options: Any) -> Iterator[Signals]:
     signals = Signals(**options)
