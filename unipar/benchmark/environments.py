@@ -108,9 +108,21 @@ def ask(python: str, strategies: Sequence[str]) -> Offer:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]
         raise ConfigError(
             f"{python} cannot take part in the benchmark: {''.join(last)}\n"
-            f"Install unipar there: {python} -m pip install unipar."
+            f"Install unipar there: {python} -m pip install {_own_source()}"
         )
     return Offer.model_validate_json(done.stdout.splitlines()[-1])
+
+
+def _own_source() -> str:
+    """Where this unipar comes from, as pip takes it: a checkout, a wheel, or a package index."""
+    distribution = metadata.distribution("unipar")
+    # PEP 610: what was not found on an index.
+    recorded = distribution.read_text("direct_url.json")
+    if recorded is None:
+        return f"unipar=={distribution.version}"
+    source = json.loads(recorded)
+    scheme = f"{source['vcs_info']['vcs']}+" if "vcs_info" in source else ""
+    return scheme + source["url"]
 
 
 def offer(strategies: Sequence[str]) -> Offer:

@@ -109,7 +109,7 @@ def test_an_interrupt_leaves_no_part_of_a_wheel_and_no_process(home: Home):
 def test_a_name_that_is_no_strategy_or_needs_nothing(home: Home):
     unknown = home.unipar("install", "nothere")
     assert unknown.returncode == 2
-    assert "pip install unipar-nothere" in unknown.stderr
+    assert "pip install ./backends/<framework>" in unknown.stderr
     assert "madeup" in unknown.stderr
     nothing = home.unipar("install", "ddp")
     assert nothing.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,16 @@ def test_a_report_that_could_not_be_drawn(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_python_that_does_not_work(tmp_path: Path) -> None:
     said = refused(tmp_path, pythons=[tmp_path / "no-python"])
     assert "no-python cannot take part in the benchmark" in said
+
+
+def test_a_python_without_unipar(tmp_path: Path) -> None:
+    bare = tmp_path / "bare-python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    said = refused(tmp_path, pythons=[bare])
+    assert "No module named 'unipar'" in said
+    # From where this one was installed, for no index has it.
+    assert re.search(rf"{bare} -m pip install (file|git\+https)://\S+$", said)
 
 
 def test_loops_that_are_not_there(tmp_path: Path) -> None:
