@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Sequence
@@ -216,16 +217,17 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_directory_that_may_not_be_written_is_named(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
+def test_a_directory_that_may_not_be_written_is_named() -> None:
     limit = "import os; os.chmod(directory, 0o555); os.geteuid() or os.seteuid(65534)"
-    said = _run(tmp_path, _save_twice(limit))
-    assert "Permission denied" in said
-    assert f"cannot write {tmp_path}" in said
-    assert "step-00000001" in said
-    verify(tmp_path)
+    # The folder above tmp_path is closed to others by any pytest that starts meanwhile.
+    with tempfile.TemporaryDirectory() as made:
+        directory = Path(made)
+        directory.chmod(0o777)
+        said = _run(directory, _save_twice(limit))
+        assert "Permission denied" in said
+        assert f"cannot write {directory}" in said
+        assert "step-00000001" in said
+        verify(directory)
 
 
 def test_a_file_in_the_place_of_the_directory_is_named(
