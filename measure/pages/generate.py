@@ -19,12 +19,13 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from measure.pages import benchmarks, figures, reliability, surveys  # noqa: E402
+from measure.pages import benchmarks, commands, figures, reliability, surveys  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
 from unipar.strategy import StrategyOptions, registry  # noqa: E402
 
 PAGES = (
     ROOT / "docs" / "architecture.md",
+    ROOT / "docs" / "commands.md",
     ROOT / "README.md",
     *(ROOT / "docs" / name for name in ("strategies.md", "settings.md", "backends/index.md")),
     ROOT / "docs" / "versions.md",
@@ -133,6 +134,7 @@ def floors() -> str:
 
 TABLES = {
     "floors": floors,
+    "commands": lambda: commands.page(_table),
     "strategies": strategies,
     "options: ddp": lambda: options("ddp"),
     "options: fsdp": lambda: options("fsdp"),
