@@ -140,6 +140,7 @@ TABLES = {
     "options: fsdp": lambda: options("fsdp"),
     "settings": settings,
     "checkpoint": checkpoint,
+    "survey: ran": lambda: _table(*surveys.ran()),
     "survey: overview": lambda: _table(*surveys.overview()),
     "survey: about": lambda: surveys.about("survey.json"),
     "survey: parity": lambda: _table(*surveys.parity()),

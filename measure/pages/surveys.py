@@ -61,8 +61,28 @@ def about(name: str) -> str:
     return " ".join([record["about"], *([f"{', '.join(versions)}."] if versions else [])])
 
 
+def ran() -> tuple[list[str], list[list[str]]]:
+    """A row for each framework: what has run on CPUs, and what on GPUs.
+
+    ``gpu.json`` holds, by the framework's name, what ran on which card and when.
+    """
+    rows = []
+    for framework, found in load("survey.json")["frameworks"].items():
+        names, apart, most, takes_gpu = [], 0.0, 1, False
+        for strategy, measured in found["strategies"].items():
+            names.append(f"`{strategy}`")
+            takes_gpu |= "cuda" in measured["capabilities"]["device_types"]
+            most = max(most, *map(int, measured["parity"]))
+            if measured["precision"] == "fp32":
+                apart = max(apart, *(one["loss"] for one in measured["parity"].values()))
+        on_gpu = load("gpu.json").get(framework, "never run" if takes_gpu else "refused")
+        on_cpu = f"1 to {most} processes: losses within {apart:.1e}"
+        rows.append([framework, ", ".join(names), on_cpu, on_gpu])
+    return ["framework", "`strategy`", "on CPUs", "on GPUs"], rows
+
+
 def overview() -> tuple[list[str], list[list[str]]]:
-    """The README's: what each is, and how near it came at the largest number of processes."""
+    """What each is, and how near it came at the largest number of processes."""
     rows = []
     for framework, strategy, found in strategies():
         able, most = found["capabilities"], max(found["bytes"], key=int)
