@@ -132,6 +132,13 @@ def floors() -> str:
     )
 
 
+def ran() -> str:
+    """What has run where; first of all whether anything has on a GPU."""
+    nothing = surveys.on_gpus() == "never run"
+    first = "Nothing has run on a GPU yet: none was at hand.\n\n" if nothing else ""
+    return first + _table(*surveys.ran())
+
+
 TABLES = {
     "floors": floors,
     "commands": lambda: commands.page(_table),
@@ -140,7 +147,7 @@ TABLES = {
     "options: fsdp": lambda: options("fsdp"),
     "settings": settings,
     "checkpoint": checkpoint,
-    "survey: ran": lambda: _table(*surveys.ran()),
+    "survey: ran": ran,
     "survey: overview": lambda: _table(*surveys.overview()),
     "survey: about": lambda: surveys.about("survey.json"),
     "survey: parity": lambda: _table(*surveys.parity()),

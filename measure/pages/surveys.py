@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[2] / "docs" / "backends"
+GPU_TESTS = HERE.parent / "gpu" / "tests.json"
 PARTS = {"parameters": 4, "gradients": 4, "optimizer": 8}
 """Bytes of each part for each parameter, in fp32 under AdamW."""
 HALF_PARTS = {"parameters": 2, "gradients": 2, "optimizer": 12}
@@ -62,10 +63,7 @@ def about(name: str) -> str:
 
 
 def ran() -> tuple[list[str], list[list[str]]]:
-    """A row for each framework: what has run on CPUs, and what on GPUs.
-
-    ``gpu.json`` holds, by the framework's name, what ran on which card and when.
-    """
+    """A row for each framework: what has run on CPUs, and what on GPUs."""
     rows = []
     for framework, found in load("survey.json")["frameworks"].items():
         names, apart, most, takes_gpu = [], 0.0, 1, False
@@ -75,10 +73,21 @@ def ran() -> tuple[list[str], list[list[str]]]:
             most = max(most, *map(int, measured["parity"]))
             if measured["precision"] == "fp32":
                 apart = max(apart, *(one["loss"] for one in measured["parity"].values()))
-        on_gpu = load("gpu.json").get(framework, "never run" if takes_gpu else "refused")
+        never = "never run" if takes_gpu else "refused"
+        on_gpu = on_gpus() if framework == "PyTorch" else never
         on_cpu = f"1 to {most} processes: losses within {apart:.1e}"
         rows.append([framework, ", ".join(names), on_cpu, on_gpu])
     return ["framework", "`strategy`", "on CPUs", "on GPUs"], rows
+
+
+def on_gpus() -> str:
+    """Where the tests of PyTorch's own strategies have run, if on any GPU."""
+    if not GPU_TESTS.exists():
+        return "never run"
+    record = json.loads(GPU_TESTS.read_text())
+    failed = sum(len(found["failed"]) for found in record["suites"].values())
+    passed = sum(found["passed"] for found in record["suites"].values())
+    return f"one {record['gpu']}: {passed} tests passed, {failed} failed"
 
 
 def overview() -> tuple[list[str], list[list[str]]]:
