@@ -1,4 +1,4 @@
-"""Several optimizers that are one to a framework, and their schedulers likewise."""
+"""Several optimizers that look like one to a framework; likewise their schedulers."""
 
 from __future__ import annotations
 

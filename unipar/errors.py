@@ -1,4 +1,4 @@
-"""The errors a user can meet, and what each one means."""
+"""The errors that a user can meet, and what each means."""
 
 from __future__ import annotations
 

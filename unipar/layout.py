@@ -1,4 +1,4 @@
-"""How the processes of a run are arranged: sizes, one for each kind of parallelism."""
+"""The arrangement of a run's processes: one size for each kind of parallelism."""
 
 from __future__ import annotations
 

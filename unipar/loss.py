@@ -1,4 +1,4 @@
-"""What a loss is: a mean over samples, or a sum over items with its count."""
+"""Losses: a mean over samples, or a sum over items with its count."""
 
 from __future__ import annotations
 

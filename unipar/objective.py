@@ -1,4 +1,4 @@
-"""A loss in its parts: what goes into the model, and what is made of its output."""
+"""A loss in parts: the inputs of the model, the loss of its output, the number of items."""
 
 from __future__ import annotations
 

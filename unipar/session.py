@@ -1,4 +1,4 @@
-"""A run for people who keep their own loop."""
+"""``Session``: a run for people who keep their own loop."""
 
 from __future__ import annotations
 

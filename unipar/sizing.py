@@ -1,4 +1,4 @@
-"""``strategy="auto"``: the strategies bid for a run, by its devices and the size of its models."""
+"""``strategy="auto"``: strategies bid for a run by its devices and the size of its models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The canonical form of an engine's state: named logical tensors, whatever holds their parts.
+"""The canonical form of an engine's state: named logical tensors, on whatever ranks they lie.
 
 An engine describes each parameter, buffer and optimizer moment as one :class:`TensorState`: the
 tensor's name and full logical shape, and the boxes of it that live on this rank. Saving reads those

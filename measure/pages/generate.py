@@ -19,11 +19,13 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from measure.pages import benchmarks, reliability, surveys  # noqa: E402
+from measure.pages import benchmarks, commands, figures, reliability, surveys  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
 from unipar.strategy import StrategyOptions, registry  # noqa: E402
 
 PAGES = (
+    ROOT / "docs" / "architecture.md",
+    ROOT / "docs" / "commands.md",
     ROOT / "README.md",
     *(ROOT / "docs" / name for name in ("strategies.md", "settings.md", "backends/index.md")),
     ROOT / "docs" / "versions.md",
@@ -122,12 +124,30 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def floors() -> str:
+    """A row for each package and module of the core, from its docstring."""
+    return _table(
+        ["floor", "`unipar/`", "what it is for"],
+        [[floor, f"`{name}`", line.replace("``", "`")] for floor, name, line in figures.purposes()],
+    )
+
+
+def ran() -> str:
+    """What has run where; first of all whether anything has on a GPU."""
+    nothing = surveys.on_gpus() == "never run"
+    first = "Nothing has run on a GPU yet: none was at hand.\n\n" if nothing else ""
+    return first + _table(*surveys.ran())
+
+
 TABLES = {
+    "floors": floors,
+    "commands": lambda: commands.page(_table),
     "strategies": strategies,
     "options: ddp": lambda: options("ddp"),
     "options: fsdp": lambda: options("fsdp"),
     "settings": settings,
     "checkpoint": checkpoint,
+    "survey: ran": ran,
     "survey: overview": lambda: _table(*surveys.overview()),
     "survey: about": lambda: surveys.about("survey.json"),
     "survey: parity": lambda: _table(*surveys.parity()),
@@ -161,14 +181,24 @@ def rewritten(text: str) -> str:
     return MARKED.sub(lambda m: f"{m['begin']}{TABLES[m['what']]()}\n{m['end']}", text)
 
 
+def wanted() -> dict[Path, str]:
+    """Every generated file as the code has it now."""
+    pages = {page: rewritten(page.read_text()) for page in PAGES}
+    return pages | {path: draw() for path, draw in figures.FIGURES.items()}
+
+
 def main() -> int:
-    stale = [page for page in PAGES if rewritten(page.read_text()) != page.read_text()]
+    stale = {
+        path: text
+        for path, text in wanted().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
     if "--check" in sys.argv:
-        for page in stale:
-            print(f"{page.relative_to(ROOT)} is stale: run python measure/pages/generate.py")
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is stale: run python measure/pages/generate.py")
         return int(bool(stale))
-    for page in stale:
-        page.write_text(rewritten(page.read_text()))
+    for path, text in stale.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[2] / "docs" / "backends"
+GPU_TESTS = HERE.parent / "gpu" / "tests.json"
 PARTS = {"parameters": 4, "gradients": 4, "optimizer": 8}
 """Bytes of each part for each parameter, in fp32 under AdamW."""
 HALF_PARTS = {"parameters": 2, "gradients": 2, "optimizer": 12}
@@ -61,8 +62,36 @@ def about(name: str) -> str:
     return " ".join([record["about"], *([f"{', '.join(versions)}."] if versions else [])])
 
 
+def ran() -> tuple[list[str], list[list[str]]]:
+    """A row for each framework: what has run on CPUs, and what on GPUs."""
+    rows = []
+    for framework, found in load("survey.json")["frameworks"].items():
+        names, apart, most, takes_gpu = [], 0.0, 1, False
+        for strategy, measured in found["strategies"].items():
+            names.append(f"`{strategy}`")
+            takes_gpu |= "cuda" in measured["capabilities"]["device_types"]
+            most = max(most, *map(int, measured["parity"]))
+            if measured["precision"] == "fp32":
+                apart = max(apart, *(one["loss"] for one in measured["parity"].values()))
+        never = "never run" if takes_gpu else "refused"
+        on_gpu = on_gpus() if framework == "PyTorch" else never
+        on_cpu = f"1 to {most} processes: losses within {apart:.1e}"
+        rows.append([framework, ", ".join(names), on_cpu, on_gpu])
+    return ["framework", "`strategy`", "on CPUs", "on GPUs"], rows
+
+
+def on_gpus() -> str:
+    """Where the tests of PyTorch's own strategies have run, if on any GPU."""
+    if not GPU_TESTS.exists():
+        return "never run"
+    record = json.loads(GPU_TESTS.read_text())
+    failed = sum(len(found["failed"]) for found in record["suites"].values())
+    passed = sum(found["passed"] for found in record["suites"].values())
+    return f"one {record['gpu']}: {passed} tests passed, {failed} failed"
+
+
 def overview() -> tuple[list[str], list[list[str]]]:
-    """The README's: what each is, and how near it came at the largest number of processes."""
+    """What each is, and how near it came at the largest number of processes."""
     rows = []
     for framework, strategy, found in strategies():
         able, most = found["capabilities"], max(found["bytes"], key=int)

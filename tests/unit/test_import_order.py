@@ -15,17 +15,18 @@ import pytest
 import unipar
 
 CORE = Path(unipar.__file__).parent
-ORDER = (
-    *("errors", "utils"),
-    *("state", "layout", "loss", "objective", "world", "data", "combined", "optimizers"),
-    *("strategy", "engine", "sizing"),
-    *("callbacks", "launch", "checkpoint", "evaluation", "config"),
-    *("session", "train", "install"),
-    # Beside the core.
-    *("testing", "benchmark", "migrated", "migrate"),
-    *("cli", "__main__", "__init__"),
-)
+FLOORS = {
+    "foundations": ("errors", "utils"),
+    "values": ("state", "layout", "loss", "objective", "world"),
+    "inputs": ("data", "combined", "optimizers"),
+    "the seam": ("strategy", "engine", "sizing"),
+    "what a run needs": ("callbacks", "launch", "checkpoint", "evaluation", "config"),
+    "runs": ("session", "train", "install"),
+    "beside the core": ("testing", "benchmark", "migrated", "migrate"),
+    "faces": ("cli", "__main__", "__init__"),
+}
 """Each imports only those before it, wherever in a file the import stands."""
+ORDER = [entry for floor in FLOORS.values() for entry in floor]
 RUNTIME = CORE / "migrated"
 FOREIGN = {
     "accelerate", "apex", "bmtrain", "colossalai", "deepspeed", "fairscale", "horovod", "libcst",

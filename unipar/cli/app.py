@@ -32,7 +32,7 @@ _COMMANDS = {
 _GROUPS = {"bench": "app"}
 
 
-def _app() -> App:
+def command_line() -> App:
     app = App(
         name="unipar",
         help="One training loop, any distributed framework.",
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbose = "--verbose" in tokens
     try:
         with terminations_raised():
-            result: Any = _app()(tokens, exit_on_error=False, result_action="return_value")
+            result: Any = command_line()(tokens, exit_on_error=False, result_action="return_value")
         sys.stdout.flush()
     except CycloptsError:
         return USAGE_ERROR  # cyclopts has already said what was wrong.

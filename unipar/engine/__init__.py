@@ -1,4 +1,4 @@
-"""What backends share: an engine over an ``nn.Module``, its canonical state, and its transforms.
+"""The engine over an ``nn.Module`` that backends share, its parts, state and transforms.
 
 A backend gives a :class:`StepEngine` its own parts, where a framework does things otherwise than a
 plain loop: a :class:`Reducer`, a :class:`PrecisionPolicy`, a :class:`Stepper`, a

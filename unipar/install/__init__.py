@@ -1,4 +1,4 @@
-"""Installing frameworks that plain pip cannot: a backend describes how, the core carries it out."""
+"""Installing frameworks that pip alone cannot, by a backend's recipe; facts about the machine."""
 
 from unipar.install.recipe import (
     Build,

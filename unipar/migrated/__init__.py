@@ -1,4 +1,4 @@
-"""What migrated scripts import when they run, and nothing that reads or rewrites scripts.
+"""The runtime of migrated scripts; nothing in it reads or rewrites a script.
 
 :mod:`~unipar.migrated.script` is what each of them calls; beside it, one module for each framework
 whose rules training depends on: :mod:`~unipar.migrated.accelerated` (Accelerate),

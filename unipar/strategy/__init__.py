@@ -1,4 +1,4 @@
-"""The seam between the training loop and a framework, and the registry of those that fill it."""
+"""The seam between the training loop and a framework, and the registry of strategies."""
 
 from __future__ import annotations
 

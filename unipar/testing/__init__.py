@@ -1,4 +1,4 @@
-"""The conformance kit: proof, for any strategy, that training under it is the same run.
+"""The conformance kit: tests that training under a strategy is the same run.
 
 ``pytest --pyargs unipar.testing --strategy NAME`` runs the kit against an installed strategy. This
 package imports nothing, since pytest loads the plugin beside it in every environment it is in.

@@ -1,1 +1,1 @@
-"""``fit``: from the arguments of one call through the training loop to its result."""
+"""``fit``: its arguments, the checks before a run, the training loop, the result."""

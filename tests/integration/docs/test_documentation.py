@@ -62,6 +62,19 @@ def test_python_blocks_and_then_commands_run_in_order(page: Path, tmp_path: Path
         assert done.returncode == 0, f"{' '.join(command)}\n{said}"
 
 
+def test_both_sides_of_the_readmes_diff_train(tmp_path: Path) -> None:
+    (diff,) = blocks(ROOT / "README.md", "diff")
+    for side in "-+":
+        script = tmp_path / f"{'before' if side == '-' else 'after'}.py"
+        lines = [line for line in diff.splitlines() if line[:1] in ("", " ", side)]
+        script.write_text("\n".join(line[1:] for line in lines))
+        done = run([sys.executable, str(script)], tmp_path)
+        assert done.returncode == 0, done.stderr
+        losses = [float(line) for line in done.stdout.splitlines()]
+        assert len(losses) == 8
+        assert losses[-1] < losses[0]
+
+
 def test_tables_are_what_the_code_says() -> None:
     done = run([sys.executable, str(ROOT / "measure" / "pages" / "generate.py"), "--check"], ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

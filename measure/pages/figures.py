@@ -1,0 +1,191 @@
+"""The figures of the architecture, as SVG: the seam, and the floors of the core."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = ROOT / "tests" / "unit" / "test_import_order.py"
+SANS = "Helvetica, Arial, DejaVu Sans, sans-serif"
+MONO = "Menlo, Consolas, DejaVu Sans Mono, monospace"
+INK, FAINT, PAPER = "#1f2933", "#697586", "#ffffff"
+FILLS = ("#eceff1", "#e8eef7", "#e2f1f3", "#fdf0d5", "#e6f4ea", "#e0e7ff", "#f3e8f3", "#eceff1")
+WIDTH = 840
+
+
+def floors() -> dict[str, tuple[str, ...]]:
+    """The entries of ``unipar/`` by floor, lowest first, as the test of imports has them."""
+    for node in ast.parse(ORDER.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS":
+            return ast.literal_eval(node.value)
+    raise LookupError(f"{ORDER} has no FLOORS")
+
+
+def purposes() -> Iterator[tuple[str, str, str]]:
+    """Floor, entry and the first line of its docstring, highest first."""
+    for floor, entries in reversed(floors().items()):
+        for entry in reversed([entry for entry in entries if not entry.startswith("__")]):
+            path = ROOT / "unipar" / entry
+            path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            name = f"{entry}/" if path.name == "__init__.py" else path.name
+            yield floor, name, text.splitlines()[0]
+
+
+def floors_figure() -> str:
+    """The floors of ``unipar/`` as bands, and the backends beside the one that they implement."""
+    parts, top = [], 12
+    for number, (floor, entries) in reversed([*enumerate(floors().items())]):
+        fill = FILLS[number % len(FILLS)]
+        names = [entry for entry in entries if not entry.startswith("__")] + (
+            ["import unipar"] if "__init__" in entries else []
+        )
+        rows = _rows(names, 470)
+        height = 14 + 34 * len(rows)
+        parts.append(_box(12, top, 640, height, fill))
+        parts += _lines(24, top + height / 2, floor, 14)
+        for row_number, row in enumerate(rows):
+            left = 150
+            for name in row:
+                wide = _wide(name)
+                parts.append(_box(left, top + 10 + 34 * row_number, wide, 28, PAPER))
+                parts.append(_text(left + wide / 2, top + 29 + 34 * row_number, name, mono=True))
+                left += wide + 8
+        if "strategy" in entries:
+            middle = top + height / 2
+            parts.append(_box(692, top - 20, 136, height + 40, fill, dashed=True))
+            parts += _lines(760, middle - 8, "backends/NAME", 20, anchor="middle", mono=True)
+            parts.append(_text(760, middle + 10, "one distribution", small=True))
+            parts.append(_text(760, middle + 26, "for a framework", small=True))
+            parts.append(_arrow(692, middle, 656, middle))
+        top += height + 8
+    parts.append(
+        _text(332, top + 14, "each imports only what stands below it, or left of it", small=True)
+    )
+    return _svg(top + 26, "The packages of unipar by floor", parts)
+
+
+def seam_figure() -> str:
+    """The core on one side, a framework on the other, and the calls that cross."""
+    parts = [
+        _box(12, 12, 250, 296, FILLS[1]),
+        _box(578, 12, 250, 296, FILLS[3]),
+        _text(137, 40, "the core", bold=True),
+        _text(703, 40, "a backend", bold=True),
+        f'<line x1="420" y1="16" x2="420" y2="304" stroke="{FAINT}" stroke-dasharray="5 4"/>',
+    ]
+    core = (
+        ("fit · Session · spawn", "start: processes, settings"),
+        ("data/", "order by (seed, epoch) alone"),
+        ("train/", "steps, evaluation, signals"),
+        ("checkpoint/", "logical tensors by name"),
+    )
+    backend = (
+        ("reducer", "each gradient summed once"),
+        ("precision policy", "autocast, loss scaling"),
+        ("stepper", "clip, update, skip"),
+        ("model state", "which parts are here"),
+    )
+    for left, entries in ((28, core), (594, backend)):
+        for number, (name, purpose) in enumerate(entries):
+            top = 56 + 62 * number
+            parts.append(_box(left, top, 218, 52, PAPER))
+            parts.append(_text(left + 109, top + 22, name, bold=True))
+            parts.append(_text(left + 109, top + 40, purpose, small=True))
+    calls = (
+        ("prepare(spec, world)", True),
+        ("train_step(batch, loss)", True),
+        ("loss, gradient norm", False),
+        ("eval_batch(batch, loss)", True),
+        ("export_state()", False),
+        ("import_state(source)", True),
+    )
+    for number, (call, forth) in enumerate(calls):
+        middle = 66 + 44 * number
+        ends = (266, 574) if forth else (574, 266)
+        parts.append(_arrow(ends[0], middle, ends[1], middle))
+        parts.append(_text(420, middle - 7, call, mono=True, halo=True))
+    return _svg(320, "The seam between unipar's core and a framework: a whole training step", parts)
+
+
+def _rows(names: list[str], width: float) -> list[list[str]]:
+    rows, used = [[]], 0.0
+    for name in names:
+        if used + _wide(name) > width:
+            rows.append([])
+            used = 0.0
+        rows[-1].append(name)
+        used += _wide(name) + 8
+    return rows
+
+
+def _wide(name: str) -> float:
+    return 8.2 * len(name) + 20
+
+
+def _svg(height: float, title: str, parts: list[str]) -> str:
+    marker = (
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+        f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{FAINT}"/></marker>'
+    )
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
+        f'font-family="{SANS}" font-size="14" fill="{INK}">\n'
+        f"<title>{escape(title)}</title>\n<defs>{marker}</defs>\n"
+        f'<rect width="{WIDTH}" height="{height:g}" rx="8" fill="{PAPER}"/>'
+    )
+    return "\n".join([head, *parts, "</svg>\n"])
+
+
+def _box(left: float, top: float, wide: float, high: float, fill: str, dashed: bool = False) -> str:
+    dashes = ' stroke-dasharray="5 4"' if dashed else ""
+    return (
+        f'<rect x="{left:g}" y="{top:g}" width="{wide:g}" height="{high:g}" rx="6" fill="{fill}" '
+        f'stroke="#c3cad4"{dashes}/>'
+    )
+
+
+def _text(
+    middle: float,
+    base: float,
+    text: str,
+    *,
+    anchor: str = "middle",
+    bold: bool = False,
+    small: bool = False,
+    mono: bool = False,
+    halo: bool = False,
+) -> str:
+    style = ' font-weight="bold"' if bold else ""
+    style += f' font-size="12" fill="{FAINT}"' if small else ""
+    style += f' font-family="{MONO}" font-size="13"' if mono else ""
+    style += f' stroke="{PAPER}" stroke-width="4" paint-order="stroke"' if halo else ""
+    return f'<text x="{middle:g}" y="{base:g}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
+
+
+def _lines(
+    left: float, middle: float, text: str, longest: int, anchor: str = "start", mono: bool = False
+) -> list[str]:
+    lines = textwrap.wrap(text, longest)
+    first = middle - 8 * (len(lines) - 1) + 5
+    return [
+        _text(left, first + 16 * number, line, anchor=anchor, bold=not mono, mono=mono)
+        for number, line in enumerate(lines)
+    ]
+
+
+def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:
+    return (
+        f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{FAINT}" '
+        'stroke-width="1.5" marker-end="url(#tip)"/>'
+    )
+
+
+FIGURES = {
+    ROOT / "docs" / "images" / "floors.svg": floors_figure,
+    ROOT / "docs" / "images" / "seam.svg": seam_figure,
+}
