@@ -169,9 +169,9 @@ class AccelerateStepper(OptimizerStepper):
         super().__init__(optimizer, precision, module.parameters())
         self._accelerator, self._prepared = accelerator, prepared
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> torch.Tensor:
         norm: Any = self._accelerator.clip_grad_norm_(self.parameters, max_norm)
-        return (norm.full_tensor() if is_dtensor(norm) else norm).item()
+        return norm.full_tensor() if is_dtensor(norm) else norm
 
     def update(self) -> bool:
         _check_shared_state(self._accelerator)
