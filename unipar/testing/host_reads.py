@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.loss import LossSum
 from unipar.session import Session
 from unipar.utils import host_copy

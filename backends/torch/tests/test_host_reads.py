@@ -10,7 +10,7 @@ import torch
 from unipar.testing.host_reads import reads_of_a_step
 from unipar.testing.pool import WorldPools
 
-LOSS = {"world.wait": 1}
+LOSS = {"processes.wait": 1}
 """The loss of the step, on its way since before the last backward pass."""
 LAST_NORM = {"last_step.check": 1}
 """The norm of the last step, which was computed before this loss."""

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import unipar
 from unipar import Callback, NonFiniteLossError, Session, StepRecord
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.utils.host_copy import HostCopy
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

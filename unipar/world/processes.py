@@ -1,0 +1,358 @@
+"""The processes of a run: who this one is, and the few collectives that the core itself needs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from unipar.errors import ConfigError
+from unipar.layout import Layout
+from unipar.utils.host_copy import HostCopy
+from unipar.world.meeting import meet
+from unipar.world.placement import Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+_PLACES = 2**16
+"""Steps are told apart modulo this, so that sums of squares are exact."""
+
+
+class Flag(IntEnum):
+    """What any rank may ask of all at the next step boundary (see :meth:`World.raise_flag`)."""
+
+    INTERRUPT = 0
+    """Stop: a signal came, such as that of Ctrl-C."""
+    CHECKPOINT = 1
+    """Save, by the clock."""
+    SAVE = 2
+    """Save, because a signal asks for it."""
+
+
+class World:
+    """The joined processes. At size 1 every method is a no-op that returns its argument.
+
+    Args:
+        placement: where this process stands.
+        layout: how the processes are arranged; left out: as replicas, one each.
+
+    Raises:
+        ConfigError: the layout is one of another number of processes.
+    """
+
+    def __init__(
+        self, placement: Placement, layout: Layout | None = None, *, owns_group: bool = False
+    ) -> None:
+        self.placement = placement
+        self.layout = Layout(dp_replicate=placement.size) if layout is None else layout
+        self.layout.check(placement.size)
+        self._data_rank = self.layout.coordinate("batch", placement.rank)
+        self._leads = self.layout.leads(placement.rank)
+        self._owns_group = owns_group
+        self._flags = [0.0] * len(Flag)
+        self._agreed = [0.0] * len(Flag)
+        self._step = self._given_up = 0
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+
+    @property
+    def rank(self) -> int:
+        return self.placement.rank
+
+    @property
+    def size(self) -> int:
+        return self.placement.size
+
+    @property
+    def local_rank(self) -> int:
+        return self.placement.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.placement.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is rank 0: the one that prints and writes."""
+        return self.placement.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of a global batch this process trains on.
+
+        Processes that hold parts of one model replica have the same.
+        """
+        return self._data_rank
+
+    @property
+    def data_size(self) -> int:
+        """How many shares a global batch falls into."""
+        return self.layout.batch
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process has a loss and metrics that count.
+
+        One process of those that hold parts of a model replica does; or, where each holds a part of
+        the sequence, one for each part.
+        """
+        return self._leads
+
+    # -- groups of processes ---------------------------------------------------------------------
+
+    def mesh(self, *axes: str) -> DeviceMesh:
+        """The processes along some axes of the layout, in the layout's order. Collective at first.
+
+        Meshes of one grid (see :data:`unipar.layout.MESHES`) are slices of one another, so a
+        module may be sharded over several of them. A process group is made when a grid with its
+        axis is first asked for; all ranks ask for the same grids in the same order.
+
+        Args:
+            axes: ``batch``, ``loss``, ``fsdp``, ``dp_replicate``, ``cp``, ``tp``, ``pp``, ``ep``,
+                ``efsdp``. Those of size 1 are not there, but for ``batch``, ``loss``, ``fsdp`` and
+                ``efsdp``.
+
+        Raises:
+            ConfigError: no grid has these axes together.
+        """
+        grid = self.layout.grid(*axes)
+        if grid not in self._meshes:
+            self._meshes[grid] = self._make_mesh(grid)
+        return self._meshes[grid][axes]
+
+    def _make_mesh(self, grid: tuple[str, ...]) -> DeviceMesh:
+        # Takes as long to import as torch itself, and only some strategies ask for it.
+        from torch.distributed.device_mesh import DeviceMesh
+
+        ranks = torch.tensor(self.layout.ranks())
+        ranks = ranks.view([getattr(self.layout, axis) for axis in grid])
+        for at, axis in enumerate(grid):
+            if axis not in self._groups:
+                lines = ranks.movedim(at, -1).reshape(-1, ranks.shape[at])
+                self._groups[axis] = self._make_group(lines.tolist())
+        # Not by DeviceMesh itself, whose groups do not have the run's timeout.
+        groups = [self._groups[axis] for axis in grid]
+        return DeviceMesh.from_group(groups, self.placement.device_type, ranks, mesh_dim_names=grid)
+
+    def _make_group(self, lines: list[list[int]]) -> dist.ProcessGroup:
+        if len(lines) == 1:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        timeout = timedelta(seconds=self.placement.timeout)
+        own, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
+    # -- agreement at a step boundary ------------------------------------------------------------
+
+    def raise_flag(self, flag: Flag) -> None:
+        """Ask all ranks for something; safe in a signal handler.
+
+        Ranks get signals, and read clocks, at different moments. A flag raised on one rank is
+        carried by the loss reduction of the next step, so all ranks see it at the same boundary.
+        """
+        self._flags[flag] = 1.0
+
+    def take_flag(self, flag: Flag) -> bool:
+        """Whether any rank had raised ``flag`` by the last :meth:`reduce_loss`; clears it."""
+        agreed = self._agreed if self.size > 1 else self._flags
+        raised = agreed[flag] > 0
+        if raised:
+            agreed[flag] = self._flags[flag] = 0.0
+        return raised
+
+    def start_reduce_loss(
+        self, total: torch.Tensor, count: torch.Tensor | float, scale: float = 1.0
+    ) -> LossReduction:
+        """Begin summing a step's loss total and item count over the ranks that have a part of it.
+
+        Every engine reduces its loss with this once a step, for the flags travel with it, and so
+        does the number of steps, by which ranks that are in different ones are found. What a
+        process gives that does not lead is left out, so the sum is over ``loss``, the ranks along
+        ``batch`` and ``cp``.
+
+        Args:
+            total: scalar tensor without gradient, this rank's loss.
+            count: this rank's number of items.
+            scale: what makes a sum over those items of ``total``.
+        """
+        if isinstance(count, torch.Tensor) and count.device != total.device:
+            # It is on the host, where its value is at hand.
+            count = float(count)
+        if self.size == 1:
+            return LossReduction(self, total, count, scale)
+        self._step += 1
+        place = self._step % _PLACES
+        values = torch.tensor([0.0, 0.0, place, place**2, *self._flags], dtype=torch.float64)
+        if total.device.type != "cpu":
+            # From other memory a copy would wait for the device.
+            values = values.pin_memory().to(total.device, non_blocking=True)
+        if self.leads:
+            values[0] = total * scale
+            values[1] = count
+        return LossReduction(self, values, None, 1.0, dist.all_reduce(values, async_op=True))
+
+    def give_up_step(self) -> None:
+        """Note that this rank gives up a step.
+
+        All ranks do, or none: a rank that alone goes on with its next batch would have its loss and
+        its gradients added to those of the others' last one. That is refused when the next losses
+        have been reduced, before an optimizer steps.
+        """
+        self._step += 1
+        self._given_up += 1
+
+    def forget_steps(self) -> None:
+        """Count steps from here, where all ranks stand alike. Collective."""
+        self._step = self._given_up = 0
+
+    def _check_places(self, places: float, squares: float) -> None:
+        """Refuse a sum over ranks that are in different steps.
+
+        Args:
+            places: the sum of their places.
+            squares: the sum of the squares, which equal places alone make the least it can be.
+        """
+        if self.size * int(squares) == int(places) ** 2:
+            return
+        steps = self.gather((self._step, self._given_up))
+        told = ", ".join(
+            f"rank {rank} in its step {step}"
+            + (f" ({given_up} of them given up)" if given_up else "")
+            for rank, (step, given_up) in enumerate(steps)
+        )
+        raise ConfigError(
+            f"the ranks are in different steps, counted over all engines of the session: {told}. "
+            "Nothing was updated by this one. A step is given up on every rank or on none; else "
+            "gradients of different batches would be added up. Let an error that one rank meets "
+            "end the run, or have all ranks decide together, by world.gather(failed), before they "
+            "call engine.zero_grad() or go on. What one rank alone puts through the model belongs "
+            "under torch.no_grad()."
+        )
+
+    # -- small collectives on Python values ------------------------------------------------------
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            # A barrier on the host: the default one would pick the accelerator's backend.
+            self.gather(None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def leave(self) -> None:
+        """Give up the process group, if :func:`join` made it."""
+        if self._owns_group and dist.is_initialized():
+            # Seen with torch 2.13: a gloo thread that drops the last reference to a tensor waits
+            # for the GIL, and the group's destructor waits for the thread while holding it; at
+            # the interpreter's exit the same thread aborts the process. A moment without the GIL
+            # lets the threads finish.
+            time.sleep(0.05)
+            dist.destroy_process_group()
+
+
+class LossReduction:
+    """A loss on its way to being the mean over all items of the global batch, and to the host."""
+
+    __slots__ = ("_count", "_scale", "_summed", "_values", "_world")
+
+    def __init__(
+        self,
+        world: World,
+        values: torch.Tensor,
+        count: torch.Tensor | float | None,
+        scale: float,
+        work: Any = None,
+    ) -> None:
+        self._world, self._count, self._scale = world, count, scale
+        self._summed = work is not None
+        if isinstance(count, torch.Tensor):
+            # One copy of both.
+            values = torch.stack([values.double().reshape(()), count.double().reshape(())])
+        elif not self._summed:
+            values = values.reshape(())
+        self._values = HostCopy(values, work)
+
+    def wait(self) -> tuple[float, float]:
+        """The mean loss over all items of all ranks, and their number.
+
+        Raises:
+            ConfigError: the ranks are in different steps.
+        """
+        values = self._values.read()
+        if self._summed:
+            total, count, places, squares, *agreed = values
+            self._world._check_places(places, squares)
+            own = self._world._agreed
+            self._world._agreed = [max(a, b) for a, b in zip(own, agreed, strict=True)]
+        elif isinstance(self._count, torch.Tensor):
+            total, count = values
+        else:
+            total, count = values, self._count
+            assert count is not None
+        total *= self._scale
+        return (total / count if count else float("nan")), float(count)
+
+
+def join(
+    placement: Placement, layout: Layout | None = None, *, process_group: bool = True
+) -> World:
+    """Join the run's processes, making the ``torch.distributed`` group unless one exists.
+
+    Args:
+        placement: where this process stands.
+        layout: how the processes are arranged; left out: as replicas, one each.
+        process_group: also make a group when the run has one process (what DDP and FSDP need).
+    """
+    if placement.device_type == "cuda":
+        torch.cuda.set_device(placement.local_rank)
+    owns = False
+    if (placement.size > 1 or process_group) and not dist.is_initialized():
+        # Both backends in one group: gloo carries the core's own values from the host.
+        backend = "cpu:gloo,cuda:nccl" if placement.device_type == "cuda" else "gloo"
+        timeout = timedelta(seconds=placement.timeout)
+        if placement.size == 1:
+            dist.init_process_group(
+                backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+        else:
+            dist.init_process_group(
+                backend,
+                store=meet(placement),
+                rank=placement.rank,
+                world_size=placement.size,
+                timeout=timeout,
+            )
+        owns = True
+    return World(placement, layout, owns_group=owns)
+
+
+@contextlib.contextmanager
+def joined(placement: Placement, layout: Layout | None = None, *, process_group: bool = True):
+    """:func:`join` for the length of a ``with`` block."""
+    world = join(placement, layout, process_group=process_group)
+    try:
+        yield world
+    finally:
+        world.leave()
