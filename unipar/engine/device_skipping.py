@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,28 +22,19 @@ class DeviceSkipping:
 
     Args:
         optimizer: what steps.
-        parameters: all that may have a gradient.
     """
 
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._optimizers: list[Any] = list(optimizers_in(optimizer).values())
-        self._parameters = parameters
-        self._stepped: set[int] = set()
+        self._first = True
 
     def possible(self) -> bool:
-        """Whether the next step can be left to the device.
+        """Whether the next step can be left to the device; asked once for each.
 
-        Not where a parameter is stepped for the first time: fused SGD makes momentum of memory that
-        it does not fill if it is then kept from stepping (torch 2.13, optim/sgd.py).
+        Not the first: it makes the optimizer's state, which is to be as it was.
         """
-        for optimizer in self._optimizers:
-            # A class derived from one of these may do more in a step.
-            fused = all(group.get("fused") for group in optimizer.param_groups)
-            if type(optimizer) not in _TAKE_A_FLAG or not fused:
-                return False
-        first = len(self._stepped)
-        self._stepped.update(i for i, p in enumerate(self._parameters) if p.grad is not None)
-        return len(self._stepped) == first
+        first, self._first = self._first, False
+        return not first and all(map(_takes_flag, self._optimizers))
 
     @contextlib.contextmanager
     def unless_finite(self, norm: torch.Tensor) -> Iterator[None]:
@@ -60,3 +51,24 @@ class DeviceSkipping:
         finally:
             for optimizer in self._optimizers:
                 del optimizer.grad_scale, optimizer.found_inf
+
+
+def _takes_flag(optimizer: Optimizer) -> bool:
+    # A class derived from one of these may do more in a step.
+    if type(optimizer) not in _TAKE_A_FLAG:
+        return False
+    return all(
+        group.get("fused") and not _makes_momentum(optimizer, group)
+        for group in optimizer.param_groups
+    )
+
+
+def _makes_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether SGD makes a momentum, of memory that it does not fill where it is kept from stepping.
+
+    torch 2.13, optim/sgd.py, ``_fused_sgd``.
+    """
+    return bool(group.get("momentum")) and any(
+        p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None
+        for p in group["params"]
+    )

@@ -67,7 +67,7 @@ class OptimizerStepper:
         self.optimizer, self.precision = optimizer, precision
         self.parameters = list(parameters)
         self._total_norm = total_norm or nn.utils.get_total_norm
-        self._skipping = DeviceSkipping(optimizer, self.parameters)
+        self._skipping = DeviceSkipping(optimizer)
 
     def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
         self.precision.unscale(self.optimizer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,13 @@ import torch
 from unipar.data.batch import Batch, MicroBatch
 from unipar.loss import LossSum
 from unipar.session import Session
+from unipar.testing.pool import WorkerPool
 from unipar.utils import host_copy
 from unipar.world import Placement
+
+EARLY = {"processes.wait", "last_step.check"}
+"""The loss of a step, on its way since before the last backward pass, and the norm of the last."""
+CLIPS: Mapping[str, Any] = {"max_grad_norm": 1.0}
 
 _READS = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__")
 _PASSED_OVER = (str(Path(torch.__file__).parent), host_copy.__file__, contextlib.__file__)
@@ -67,6 +72,37 @@ def _reader() -> str:
             return f"{frame.f_globals['__name__'].rpartition('.')[2]}.{code.co_name}"
         frame = frame.f_back
     return "torch"
+
+
+def row_of(pool: WorkerPool, strategy: str) -> str:
+    """What a strategy's steps read, as a row of the table in ``docs/gpu.md``.
+
+    Args:
+        pool: the ranks.
+        strategy: as a user writes it.
+    """
+    asked = [(fused, {}), (fused, CLIPS), (plain, CLIPS), (plain, {**CLIPS, "precision": "fp16"})]
+    cells = [f"`{strategy}`"]
+    for optimizer, settings in asked:
+        first, *others = pool.run(_reads, strategy, optimizer, settings)
+        assert all(other == first for other in others)
+        early = sum(number for reader, number in first.items() if reader in EARLY)
+        cells.append(f"{early} + {sum(first.values()) - early}")
+    return f"| {' | '.join(cells)} |"
+
+
+def _reads(placement: Placement, strategy: str, optimizer: Any, settings: Any) -> dict[str, int]:
+    return reads_of_a_step(placement, strategy, optimizer, **settings)
+
+
+def fused(named: Any) -> torch.optim.Optimizer:
+    """An optimizer that takes a flag on the device."""
+    return torch.optim.AdamW([p for _, p in named], lr=1e-3, fused=True)
+
+
+def plain(named: Any) -> torch.optim.Optimizer:
+    """One that takes none."""
+    return torch.optim.SGD([p for _, p in named], lr=1e-3)
 
 
 def reads_of_a_step(

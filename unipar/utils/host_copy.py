@@ -1,4 +1,4 @@
-"""Small tensors on their way to the host, while the device goes on."""
+"""Small tensors on their way to the host and from it, while the device goes on."""
 
 from __future__ import annotations
 
@@ -64,3 +64,15 @@ class HostCopy:
 def _beside(device: torch.device) -> Any:
     """A stream for what the device's other work is not to wait for."""
     return torch.get_device_module(device).Stream(device)
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Send a small tensor to a device, from memory for which nobody waits.
+
+    Args:
+        values: in host memory.
+        device: where it is wanted.
+    """
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import HashStore
 
 from unipar.errors import ConfigError
 from unipar.layout import Layout
-from unipar.utils.host_copy import HostCopy
+from unipar.utils.host_copy import HostCopy, to_device
 from unipar.world.meeting import meet
 from unipar.world.placement import Placement
 
@@ -192,9 +192,7 @@ class World:
         self._step += 1
         place = self._step % _PLACES
         values = torch.tensor([0.0, 0.0, place, place**2, *self._flags], dtype=torch.float64)
-        if total.device.type != "cpu":
-            # From other memory a copy would wait for the device.
-            values = values.pin_memory().to(total.device, non_blocking=True)
+        values = to_device(values, total.device)
         if self.leads:
             values[0] = total * scale
             values[1] = count
