@@ -144,7 +144,9 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        explained = None
+        explained = late = None
+        if error is None:
+            error = late = self._last_error()
         if error is not None:
             from unipar.launch.failure import note
 
@@ -168,6 +170,17 @@ class Session:
             raise told from error
         if explained is not None:
             raise explained
+        if late is not None:
+            raise late
+
+    def _last_error(self) -> Exception | None:
+        """What an engine's last step has come to, where nobody has read its result."""
+        for engine in self.engines.values():
+            try:
+                engine.check_last_step()
+            except Exception as error:
+                return error
+        return None
 
     def _explained(self, error: BaseException) -> ConfigError | None:
         """A framework's error in words of the strategy's, if it knows it."""

@@ -16,9 +16,13 @@ class Callback:
 
     Attributes:
         every_rank: whether the methods are called on every rank.
+        lags: whether :meth:`on_step_end` may come when the next step was taken, too, since it looks
+            at nothing but the record. If all of a run's do, an accelerator is not waited for after
+            each step.
     """
 
     every_rank: bool = False
+    lags: bool = False
 
     def on_run_start(self, run: RunInfo) -> None:
         """Before the first step, when the model is ready."""

@@ -27,6 +27,8 @@ class ProgressBar(Callback):
         console: where to write instead of standard error.
     """
 
+    lags = True
+
     def __init__(self, console: Console | None = None) -> None:
         self._console = console
         self._view: View | None = None

@@ -37,6 +37,10 @@ class OptimizerConfig(BaseModel, frozen=True, extra="allow"):
         return NamedOptimizer(self.name, self.model_extra or {})
 
 
+OPTIMIZER_NAME: Any = Field(description="Class of torch.optim, lower-cased: adamw, sgd, …")
+"""Of one of several, which has no default."""
+
+
 class SchedulerConfig(BaseModel, frozen=True, extra="allow"):
     """A scheduler of ``torch.optim.lr_scheduler``; all keys but ``name`` are its own arguments."""
 
@@ -64,6 +68,7 @@ Params = Annotated[
 class GroupConfig(OptimizerConfig, frozen=True, extra="allow"):
     """One of several optimizers; the keys beside those below are its own arguments."""
 
+    name: str = OPTIMIZER_NAME
     params: Params = None
     lr_scheduler: SchedulerConfig | None = Field(
         None, description="A scheduler of torch.optim.lr_scheduler for these parameters."

@@ -25,6 +25,7 @@ from unipar.config.optimizers import (
     BY_PATH,
     BY_TARGET,
     GROUPED,
+    OPTIMIZER_NAME,
     OptimizerConfig,
     Params,
     SchedulerConfig,
@@ -65,6 +66,7 @@ def _name_only(given: Any) -> Any:
 class NamedGroup(OptimizerConfig, frozen=True, extra="allow"):
     """One of several optimizers, of torch.optim; the keys beside those below are its arguments."""
 
+    name: str = OPTIMIZER_NAME
     params: Params = None
     lr_scheduler: Annotated[_Scheduler | None, BeforeValidator(_name_only)] = Field(
         None, description="The scheduler of these parameters."

@@ -29,6 +29,7 @@ from unipar.engine.inner import refuse_inner_gradients
 from unipar.engine.reducer import Reducer
 from unipar.engine.stepper import scale_gradients
 from unipar.errors import ConfigError
+from unipar.utils.host_copy import to_device
 from unipar.world import World
 
 _BUCKET_BYTES = 25 * 2**20
@@ -205,9 +206,8 @@ class DDPReducer(Reducer):
                 "backward of each micro-batch in `with engine.microbatch(last=…):`, or use "
                 "engine.train_step(batch, loss)."
             )
-        used = torch.tensor(
-            [p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device
-        )
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        used = to_device(used, parameters[0].device)
         telling = dist.all_reduce(used, dist.ReduceOp.MAX, group=group, async_op=True)
         assert telling is not None
         unused = [p for p in parameters if p.grad is None]

@@ -74,10 +74,15 @@ class PrecisionPolicy:
         if self.scaler is None:
             optimizer.step()
             return True
-        scale = self.scaler.get_scale()
-        self.scaler.step(optimizer)
+        # As the scaler's own `step` finds it (torch 2.13, amp/grad_scaler.py), which does not say.
+        state = self.scaler._per_optimizer_states[id(optimizer)]
+        overflowed = False
+        for found in state["found_inf_per_device"].values():
+            overflowed |= bool(found)
+        if not overflowed:
+            optimizer.step()
         self.scaler.update()
-        return self.scaler.get_scale() >= scale
+        return not overflowed
 
     def export_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as plain values."""

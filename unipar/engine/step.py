@@ -4,6 +4,7 @@ the optimizer steps, how state is exported, and how a pipeline is run."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.data.batch import Batch, MicroBatch
 from unipar.data.move import move_to
 from unipar.engine.average import LossAverage
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
+from unipar.engine.last_step import LastStep, keep_hyperparameters
 from unipar.engine.precision import PrecisionPolicy
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import Schedule, StageCall, drawing_nothing
@@ -28,6 +31,7 @@ from unipar.objective import Objective, require_objective
 from unipar.optimizers.named import takes_metric
 from unipar.state import EngineState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult
+from unipar.utils.host_copy import HostCopy
 from unipar.utils.progress_marks import mark
 from unipar.world import World
 
@@ -112,6 +116,7 @@ class StepEngine(Engine):
             self._undo.append(guard_optimizer(optimizer, self._abandon, clearing=clearing))
         self._modes: list[tuple[nn.Module, bool]] = []
         self._given_up = False
+        self._last_step: LastStep | None = None
         self._clear()
 
     @property
@@ -210,6 +215,8 @@ class StepEngine(Engine):
         loss, count, divisor = self.average.finish()
         self.reducer.finish()
         self._clear()
+        # The device has come past that step by now, in which it began to reduce this one's loss.
+        self.check_last_step()
         self.num_steps += 1
         if not math.isfinite(loss) and self.spec.on_nan != "ignore":
             self.reducer.discard()
@@ -218,24 +225,47 @@ class StepEngine(Engine):
         careful = self.spec.on_nan != "ignore"
         norm, stepped, finite = self.stepper.step(divisor, self.spec.max_grad_norm, careful=careful)
         self.reducer.clear()
-        if not finite:
+        if finite is None and self.spec.on_nan == "skip":
+            assert isinstance(norm, HostCopy)
+            finite = math.isfinite(norm.read())
+        if finite is False:
             return self._not_finite("gradient norm", loss, count)
         # A plateau's waits for a metric.
-        if stepped and self.lr_scheduler is not None and not takes_metric(self.lr_scheduler):
-            self.lr_scheduler.step()
-        return StepResult(loss, count, norm, skipped=not stepped)
+        moving = None if takes_metric(self.lr_scheduler) or not stepped else self.lr_scheduler
+        check = None
+        if finite is None:
+            assert isinstance(norm, HostCopy)
+            self._last_step = self._expect(norm, loss, moving)
+            check = functools.partial(self._last_step.check, again=True)
+        if moving is not None:
+            moving.step()
+        return StepResult(loss, count, norm, skipped=not stepped, check=check)
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
         if self.spec.on_nan == "skip":
             return StepResult(loss, count, None, skipped=True)
-        step = self.num_steps
         self.num_steps -= 1
-        raise NonFiniteLossError(
-            f"the {what} of step {step} is not finite (loss {loss}); the weights are as they were "
-            "before that step. Lower the learning rate, clip with max_grad_norm=1.0, look at the "
-            "batch, or pass on_nan='skip' to leave such batches out.",
-            step=step,
-        )
+        raise _not_finite(what, loss, self.num_steps + 1)
+
+    def _expect(self, norm: HostCopy, loss: float, moving: LRScheduler | None) -> LastStep:
+        """Go on as if the gradient of this step were finite."""
+        step, optimizer = self.num_steps, self.optimizer
+        assert optimizer is not None
+        put_back = None if moving is None else keep_hyperparameters(moving, optimizer)
+
+        def take_back() -> None:
+            self.num_steps = step - 1
+            # Ranks that read the result, and alone, must not go on beside those that did not.
+            self.world.give_up_step()
+            if put_back is not None:
+                put_back()
+
+        return LastStep(norm, lambda: _not_finite("gradient norm", loss, step), take_back)
+
+    def check_last_step(self) -> None:
+        last, self._last_step = self._last_step, None
+        if last is not None:
+            last.check()
 
     def _require_optimizer(self) -> None:
         if self.optimizer is None:
@@ -261,6 +291,7 @@ class StepEngine(Engine):
 
     def _give_up(self) -> None:
         """Be ready for another step after one that failed."""
+        self.world.give_up_step()
         self._clear()
         self._given_up = True
 
@@ -438,6 +469,7 @@ class StepEngine(Engine):
     # -- evaluation ------------------------------------------------------------------------------
 
     def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
+        self.check_last_step()
         self._drop_given_up()
         self._enter_evaluation()
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
@@ -471,6 +503,7 @@ class StepEngine(Engine):
         schedule.share(sums)
 
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
+        self.check_last_step()
         self._drop_given_up()
         self._enter_training()
         buffers = [buffer.clone() for buffer in self.module.buffers()]
@@ -533,6 +566,7 @@ class StepEngine(Engine):
     # -- state -----------------------------------------------------------------------------------
 
     def export_state(self) -> EngineState:
+        self.check_last_step()
         # Where parameters are gathered for a pass, one that failed may have left them so.
         self._drop_given_up()
         self.reducer.share_buffers()
@@ -544,6 +578,8 @@ class StepEngine(Engine):
         return state
 
     def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
+        self.check_last_step()
+        self.world.forget_steps()
         self.state.import_weights(source)
         if not optimizer:
             return
@@ -560,3 +596,12 @@ class StepEngine(Engine):
         self.model = self.eval_model = self.loop_model = self.module
         while self._undo:
             self._undo.pop()()
+
+
+def _not_finite(what: str, loss: float, step: int) -> NonFiniteLossError:
+    return NonFiniteLossError(
+        f"the {what} of step {step} is not finite (loss {loss}); the weights are as they were "
+        "before that step. Lower the learning rate, clip with max_grad_norm=1.0, look at the "
+        "batch, or pass on_nan='skip' to leave such batches out.",
+        step=step,
+    )

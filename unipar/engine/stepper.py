@@ -10,21 +10,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unipar.engine.device_skipping import DeviceSkipping
 from unipar.engine.precision import PrecisionPolicy
+from unipar.utils.host_copy import HostCopy
 
 
 class Update(NamedTuple):
     """What became of a step of the optimizer; equal on every rank.
 
     Attributes:
-        norm: 2-norm of the whole gradient before clipping; ``None`` if it was not asked for.
+        norm: 2-norm of the whole gradient before clipping, which may be on its way to the host;
+            ``None`` if it was not asked for.
         stepped: whether the weights changed.
         finite: whether the gradient was; where it was not, in fp16 the loss scale was too high.
+            ``None``: only the device knows, and the weights have changed if ``norm`` is.
     """
 
-    norm: float | None
+    norm: HostCopy | float | None
     stepped: bool
-    finite: bool = True
+    finite: bool | None = True
 
 
 class Stepper(Protocol):
@@ -63,23 +67,31 @@ class OptimizerStepper:
         self.optimizer, self.precision = optimizer, precision
         self.parameters = list(parameters)
         self._total_norm = total_norm or nn.utils.get_total_norm
+        self._skipping = DeviceSkipping(optimizer)
 
     def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
         self.precision.unscale(self.optimizer)
         scale_gradients(self.parameters, 1 / divisor if divisor else math.nan)
-        norm = None if max_norm is None else self.clip(max_norm)
+        if max_norm is None:
+            return Update(None, self.update())
+        clipped = self.clip(max_norm)
+        norm = HostCopy(clipped)
         # In fp16 the scaler finds out by itself, and has to, to lower its scale.
-        judged = norm if careful and self.precision.scaler is None else None
-        if judged is not None and not math.isfinite(judged):
+        if not careful or self.precision.scaler is not None:
+            return Update(norm, self.update())
+        if self._skipping.possible():
+            with self._skipping.unless_finite(clipped):
+                return Update(norm, self.update(), finite=None)
+        if not math.isfinite(norm.read()):
             return Update(norm, stepped=False, finite=False)
         return Update(norm, self.update())
 
-    def clip(self, max_norm: float) -> float:
-        """Clip the gradient to ``max_norm`` unless it is infinite; its norm before."""
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient to ``max_norm`` unless it is infinite; its norm before, a scalar."""
         norm = self._total_norm([p.grad for p in self.parameters if p.grad is not None])
         if not math.isinf(max_norm):
             nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
-        return norm.item()
+        return norm
 
     def update(self) -> bool:
         """Step, and return whether the weights changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +23,7 @@ from unipar.optimizers.factories import (
     refuse_built,
 )
 from unipar.optimizers.named import NamedOptimizer, NamedScheduler, takes_metric
-from unipar.utils.functions import check_function
+from unipar.utils.functions import check_function, described
 
 Predicate = Callable[[str, nn.Parameter], bool]
 Named = list[tuple[str, nn.Parameter]]
@@ -267,6 +268,11 @@ def _group(name: Any, given: Any) -> OptimizerGroup:
             "arguments, 'params' and 'lr_scheduler'."
         )
     values = dict(given)
+    if "name" not in values and "target" not in values:
+        raise ConfigError(
+            f"{key} does not say which optimizer it is. Give it a 'name', such as {{'name': "
+            "'adamw', 'lr': 0.001}, or a 'target', a function of the named parameters."
+        )
     params, scheduler = _params(key, values.pop("params", None)), values.pop("lr_scheduler", None)
     try:
         build, schedule = _built_by("optimizer", values, ("named_parameters",)), None
@@ -300,15 +306,36 @@ def _params(key: str, given: Any) -> tuple[str, ...] | Predicate | None:
 def _built_by(kind: str, values: dict[str, Any], parameters: tuple[str, ...]) -> Any:
     """What builds one, from a mapping with its name or a function, and its arguments."""
     if "target" in values:
+        if "name" in values:
+            raise ConfigError(
+                f"{kind} has both a 'name' ({values['name']!r:.60}) and a 'target'. Give 'name' "
+                "for a class of torch, or 'target' for a function of your own."
+            )
         target = values.pop("target")
         refuse_built(target, target)
-        build = functools.partial(target, **values) if values else target
+        build = functools.partial(target, **values) if values and callable(target) else target
+        _check_arguments(f"{kind}'s target", target, values)
         check_function(build, f"{kind}'s target", parameters)
         return build
     name = values.pop("name", DEFAULT if kind == "optimizer" else None)
     if not isinstance(name, str):
         raise ConfigError(f"{kind} has no name: {{'name': …}} and its arguments, or a function.")
     return NamedOptimizer(name, values) if kind == "optimizer" else NamedScheduler(name, values)
+
+
+def _check_arguments(name: str, function: Any, given: Mapping[str, Any]) -> None:
+    """Refuse arguments by name that a function does not take."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # Some built-in functions have none.
+        return
+    try:
+        signature.bind_partial(**given)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name} is {described(function)} of {signature}, and the keys beside it are its "
+            f"arguments: {error}."
+        ) from error
 
 
 def _waits_for_metric(group: str) -> ConfigError:

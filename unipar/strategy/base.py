@@ -27,6 +27,7 @@ from unipar.loss import Loss, LossFn, LossSum
 from unipar.optimizers.factories import OptimizerFactory, SchedulerFactory
 from unipar.optimizers.named import NamedOptimizer
 from unipar.state import EngineState, StateSource
+from unipar.utils.host_copy import HostCopy
 from unipar.world import Placement, World, join
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
@@ -202,22 +203,92 @@ class EngineSpec:
         return found if isinstance(found, NamedOptimizer) else None
 
 
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """What one training step did; equal on every rank.
 
-    Attributes:
+    The device may not have come to the end of the step yet. Then reading any of it waits until it
+    is known that the step was taken, once for all: on an accelerator a run is faster that reads a
+    result when the next step has begun.
+
+    Args:
         loss: mean over all items of the global batch, before the update.
         num_items: how many items that is: samples, or the counts of :class:`LossSum`.
-        grad_norm: 2-norm of the whole gradient before clipping; ``None`` unless
-            ``max_grad_norm`` is set.
+        grad_norm: 2-norm of the whole gradient before clipping, or a copy of it that is on its way
+            to the host; ``None`` unless ``max_grad_norm`` is set.
         skipped: whether the optimizer did not step (fp16 overflow, or ``on_nan="skip"``).
+        check: raises :class:`NonFiniteLossError` if the step was not taken, when that is known;
+            left out: it is known.
     """
 
-    loss: float
-    num_items: float
-    grad_norm: float | None = None
-    skipped: bool = False
+    __slots__ = ("_check", "_grad_norm", "_loss", "_num_items", "_skipped")
+
+    def __init__(
+        self,
+        loss: float,
+        num_items: float,
+        grad_norm: float | HostCopy | None = None,
+        skipped: bool = False,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._loss, self._num_items, self._skipped = loss, num_items, skipped
+        self._grad_norm, self._check = grad_norm, check
+
+    @property
+    def loss(self) -> float:
+        """Mean over all items of the global batch, before the update.
+
+        Raises:
+            NonFiniteLossError: the step was not taken, as for each of these.
+        """
+        self._settle()
+        return self._loss
+
+    @property
+    def num_items(self) -> float:
+        """How many items that is: samples, or the counts of :class:`LossSum`."""
+        self._settle()
+        return self._num_items
+
+    @property
+    def grad_norm(self) -> float | None:
+        """2-norm of the whole gradient before clipping; ``None`` without ``max_grad_norm``."""
+        self._settle()
+        norm = self._grad_norm
+        return norm.read() if isinstance(norm, HostCopy) else norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the optimizer did not step (fp16 overflow, or ``on_nan="skip"``)."""
+        self._settle()
+        return self._skipped
+
+    @property
+    def waits(self) -> bool:
+        """Whether reading it may wait for a device; until it is read the same on every rank."""
+        return isinstance(self._grad_norm, HostCopy) and self._grad_norm.waits
+
+    def _settle(self) -> None:
+        if self._check is not None:
+            self._check()
+            self._check = None
+
+    def _read(self) -> tuple[float, float, float | None, bool]:
+        return self.loss, self.num_items, self.grad_norm, self.skipped
+
+    def __repr__(self) -> str:
+        names = ("loss", "num_items", "grad_norm", "skipped")
+        fields = (f"{name}={value!r}" for name, value in zip(names, self._read(), strict=True))
+        return f"StepResult({', '.join(fields)})"
+
+    def __eq__(self, other: object) -> bool:
+        return self._read() == other._read() if isinstance(other, StepResult) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._read())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepResult, self._read()
 
 
 class Engine(ABC):
@@ -250,11 +321,28 @@ class Engine(ABC):
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         """Forward, backward and update on one global batch. Collective.
 
+        Where ``max_grad_norm`` is set, a gradient may be found not to be finite only after the
+        call, on the device. It leaves weights and optimizer as they are then, and the error is
+        raised where the result is read, by :meth:`check_last_step`, or within the next step, which
+        is not taken either.
+
         Raises:
             ConfigError: the loss is no scalar or has no gradient.
-            NonFiniteLossError: the loss is not finite and ``on_nan`` is ``"raise"``; weights and
-                optimizer are then as they were before the step.
+            NonFiniteLossError: the loss, or the norm of this step's gradient or of the last one's,
+                is not finite and ``on_nan`` is ``"raise"``; weights, optimizer and scheduler are
+                then as they were before the step that the error names.
         """
+
+    def check_last_step(self) -> None:
+        """Wait until it is known that the last step was taken. Collective.
+
+        Called before anything that must not build on a step that was not: an evaluation, a
+        checkpoint, the end of a session.
+
+        Raises:
+            NonFiniteLossError: it was not; raised once, and not if reading its result has done so.
+        """
+        return
 
     @abstractmethod
     def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:

@@ -44,21 +44,26 @@ class Saver:
         self._newest, self._last_step = manifest.path, manifest.step
         return True
 
-    def after_step(
-        self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]
-    ) -> Path | None:
-        """Save if one is due; the path of a checkpoint that has become complete. Collective."""
-        complete = self._collect(wait=False)
+    def collect(self) -> Path | None:
+        """The path of a checkpoint that has become complete. Collective."""
+        return self._collect(wait=False)
+
+    def due(self, step: int) -> bool:
+        """Whether to :meth:`save` after this step; asked once. The same on every rank."""
         every, minutes = self.settings.every_steps, self.settings.every_minutes
         world = self.session.world
         if minutes is not None and time.monotonic() - self._last_time >= 60 * minutes:
             # Clocks differ between ranks: the flag makes them agree at the next step.
             world.raise_flag(Flag.CHECKPOINT)
         asked = world.take_flag(Flag.CHECKPOINT)
-        if asked or (every is not None and step % every == 0):
-            complete = self.wait() or complete
-            return self._save(step, progress, metrics) or complete
-        return complete
+        return asked or (every is not None and step % every == 0)
+
+    def save(
+        self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> Path | None:
+        """Save; the path of a checkpoint that has become complete. Collective."""
+        complete = self.wait()
+        return self._save(step, progress, metrics) or complete
 
     def wait(self) -> Path | None:
         """Wait until what is being written is complete; its path. Collective."""

@@ -17,7 +17,7 @@ from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
 from unipar.data import Loader
 from unipar.data.batch import Batch
-from unipar.errors import ConfigError, Terminated
+from unipar.errors import ConfigError, NonFiniteLossError, Terminated
 from unipar.objective import Objective
 from unipar.optimizers.named import LOSS, NamedScheduler, takes_metric
 from unipar.session import Session
@@ -101,6 +101,9 @@ class TrainingRun:
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self._announced: Path | None = None
+        self._unrecorded: tuple[Batch, StepResult, Any, float] | None = None
+        # The same on every rank, which the callbacks that there are here are not.
+        self._lags = all(callback.lags for callback in job.callbacks)
         self.loader = self._loader()
         self.engine = self._engine()
         self.loss = job.loss or Objective.of_model(self.engine.module)
@@ -235,6 +238,7 @@ class TrainingRun:
             result = self._run()
         except BaseException as error:
             # The run's own error is what the user must see, whatever callbacks make of it.
+            self._settle_before(error)
             for callback in self.callbacks:
                 with _logged(callback):
                     callback.on_exception(self.info, error)
@@ -252,6 +256,7 @@ class TrainingRun:
             callback.on_run_start(self.info)
         for batch in self._batches():
             self._train_step(batch)
+        self._settle()
         if self.step > self.start_step and self._last_evaluated() != self.step:
             self._evaluate()
         final = self._finish()
@@ -273,25 +278,54 @@ class TrainingRun:
                 self._evaluate()
 
     def _train_step(self, batch: Batch) -> None:
-        started = self._last_end if self.history else time.perf_counter()
+        first = not self.history and self._unrecorded is None
+        started = time.perf_counter() if first else self._last_end
         launch.mark(self.step + 1, "training step")
         self.signals.begin_step()
         lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
         done = self.engine.train_step(batch, self.loss)
+        # The step before, of which the device has come to the end since.
+        self._settle()
         self.step += 1
         launch.mark(self.step, "after the step")
         self._last_end = time.perf_counter()
-        self._record(batch, done, lr, self._last_end - started)
+        self._unrecorded = (batch, done, lr, self._last_end - started)
+        if not (self._lags and done.waits):
+            self._settle()
         if self._evaluation_due(batch):
             self._evaluate()
             launch.mark(self.step, "after the evaluation")
         if self.saver is not None:
-            self._announce(self.saver.after_step(self.step, self._progress(), self._metrics()))
+            self._announce(self.saver.collect())
+            if self.saver.due(self.step):
+                self._settle()
+                kept = self.saver.save(self.step, self._progress(), self._metrics())
+                self._announce(kept)
         if self.world.take_flag(Flag.SAVE):
             self._save_now()
         if self.world.take_flag(Flag.INTERRUPT):
             self._stop()
         launch.mark(self.step + 1, "loading data")
+
+    def _settle(self) -> None:
+        """Record the last step, if it is not yet; waits until it is known to have been taken.
+
+        Raises:
+            NonFiniteLossError: it was not.
+        """
+        if self._unrecorded is not None:
+            last, self._unrecorded = self._unrecorded, None
+            self._record(*last)
+
+    def _settle_before(self, error: BaseException) -> None:
+        """Record the step before the one that has failed, if it is known to have been taken."""
+        failed = isinstance(error, NonFiniteLossError) and error.step == self.step
+        if self._unrecorded is None or failed or self._unrecorded[1].waits:
+            return
+        try:
+            self._settle()
+        except Exception:
+            log.exception("recording step %d failed while the run was ending", self.step)
 
     def _record(self, batch: Batch, done: StepResult, lr: Any, seconds: float) -> None:
         record = StepRecord(
@@ -323,6 +357,7 @@ class TrainingRun:
     def _evaluate(self) -> None:
         if self.eval_loader is None:
             return
+        self._settle()
         launch.mark(self.step, "evaluation")
         self.eval_loader.rewind()
         metrics = self.session.evaluate(
@@ -379,6 +414,7 @@ class TrainingRun:
 
     def _save_now(self) -> None:
         """Save because a signal asks for it, and go on."""
+        self._settle()
         if self.saver is None:
             log.warning("a signal asks for a checkpoint, and checkpoint=False: nothing was saved")
         else:
@@ -388,6 +424,7 @@ class TrainingRun:
         self.signals.pass_on()
 
     def _stop(self) -> None:
+        self._settle()
         numbers = self.world.gather(self.signals.stopped_by)
         number = max(numbers)
         asked = [str(rank) for rank, own in enumerate(numbers) if own]

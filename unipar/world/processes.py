@@ -12,12 +12,18 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from unipar.errors import ConfigError
 from unipar.layout import Layout
+from unipar.utils.host_copy import HostCopy, to_device
 from unipar.world.meeting import meet
 from unipar.world.placement import Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+_PLACES = 2**16
+"""Steps are told apart modulo this, so that sums of squares are exact."""
 
 
 class Flag(IntEnum):
@@ -53,6 +59,7 @@ class World:
         self._owns_group = owns_group
         self._flags = [0.0] * len(Flag)
         self._agreed = [0.0] * len(Flag)
+        self._step = self._given_up = 0
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
@@ -167,8 +174,9 @@ class World:
     ) -> LossReduction:
         """Begin summing a step's loss total and item count over the ranks that have a part of it.
 
-        Every engine reduces its loss with this once a step, for the flags travel with it. What
-        a process gives that does not lead is left out, so the sum is over ``loss``, the ranks along
+        Every engine reduces its loss with this once a step, for the flags travel with it, and so
+        does the number of steps, by which ranks that are in different ones are found. What a
+        process gives that does not lead is left out, so the sum is over ``loss``, the ranks along
         ``batch`` and ``cp``.
 
         Args:
@@ -176,17 +184,57 @@ class World:
             count: this rank's number of items.
             scale: what makes a sum over those items of ``total``.
         """
+        if isinstance(count, torch.Tensor) and count.device != total.device:
+            # It is on the host, where its value is at hand.
+            count = float(count)
         if self.size == 1:
             return LossReduction(self, total, count, scale)
-        # Filled one by one: copying a list to an accelerator would wait for it.
-        values = torch.zeros(2 + len(Flag), dtype=torch.float64, device=total.device)
+        self._step += 1
+        place = self._step % _PLACES
+        values = torch.tensor([0.0, 0.0, place, place**2, *self._flags], dtype=torch.float64)
+        values = to_device(values, total.device)
         if self.leads:
             values[0] = total * scale
             values[1] = count
-        for flag in Flag:
-            if self._flags[flag]:
-                values[2 + flag] = self._flags[flag]
         return LossReduction(self, values, None, 1.0, dist.all_reduce(values, async_op=True))
+
+    def give_up_step(self) -> None:
+        """Note that this rank gives up a step.
+
+        All ranks do, or none: a rank that alone goes on with its next batch would have its loss and
+        its gradients added to those of the others' last one. That is refused when the next losses
+        have been reduced, before an optimizer steps.
+        """
+        self._step += 1
+        self._given_up += 1
+
+    def forget_steps(self) -> None:
+        """Count steps from here, where all ranks stand alike. Collective."""
+        self._step = self._given_up = 0
+
+    def _check_places(self, places: float, squares: float) -> None:
+        """Refuse a sum over ranks that are in different steps.
+
+        Args:
+            places: the sum of their places.
+            squares: the sum of the squares, which equal places alone make the least it can be.
+        """
+        if self.size * int(squares) == int(places) ** 2:
+            return
+        steps = self.gather((self._step, self._given_up))
+        told = ", ".join(
+            f"rank {rank} in its step {step}"
+            + (f" ({given_up} of them given up)" if given_up else "")
+            for rank, (step, given_up) in enumerate(steps)
+        )
+        raise ConfigError(
+            f"the ranks are in different steps, counted over all engines of the session: {told}. "
+            "Nothing was updated by this one. A step is given up on every rank or on none; else "
+            "gradients of different batches would be added up. Let an error that one rank meets "
+            "end the run, or have all ranks decide together, by world.gather(failed), before they "
+            "call engine.zero_grad() or go on. What one rank alone puts through the model belongs "
+            "under torch.no_grad()."
+        )
 
     # -- small collectives on Python values ------------------------------------------------------
 
@@ -223,9 +271,9 @@ class World:
 
 
 class LossReduction:
-    """A loss on its way to being the mean over all items of the global batch."""
+    """A loss on its way to being the mean over all items of the global batch, and to the host."""
 
-    __slots__ = ("_count", "_scale", "_values", "_work", "_world")
+    __slots__ = ("_count", "_scale", "_summed", "_values", "_world")
 
     def __init__(
         self,
@@ -235,20 +283,34 @@ class LossReduction:
         scale: float,
         work: Any = None,
     ) -> None:
-        self._world, self._values, self._work = world, values, work
-        self._count, self._scale = count, scale
+        self._world, self._count, self._scale = world, count, scale
+        self._summed = work is not None
+        if isinstance(count, torch.Tensor):
+            # One copy of both.
+            values = torch.stack([values.double().reshape(()), count.double().reshape(())])
+        elif not self._summed:
+            values = values.reshape(())
+        self._values = HostCopy(values, work)
 
     def wait(self) -> tuple[float, float]:
-        """The mean loss over all items of all ranks, and their number."""
-        if self._work is None:
-            total = self._values.item() * self._scale
-            count = float(self._count)  # pyright: ignore[reportArgumentType]
-        else:
-            self._work.wait()
-            total, count, *agreed = self._values.tolist()
+        """The mean loss over all items of all ranks, and their number.
+
+        Raises:
+            ConfigError: the ranks are in different steps.
+        """
+        values = self._values.read()
+        if self._summed:
+            total, count, places, squares, *agreed = values
+            self._world._check_places(places, squares)
             own = self._world._agreed
             self._world._agreed = [max(a, b) for a, b in zip(own, agreed, strict=True)]
-        return (total / count if count else float("nan")), count
+        elif isinstance(self._count, torch.Tensor):
+            total, count = values
+        else:
+            total, count = values, self._count
+            assert count is not None
+        total *= self._scale
+        return (total / count if count else float("nan")), float(count)
 
 
 def join(

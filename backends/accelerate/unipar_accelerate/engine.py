@@ -169,14 +169,22 @@ class AccelerateStepper(OptimizerStepper):
         super().__init__(optimizer, precision, module.parameters())
         self._accelerator, self._prepared = accelerator, prepared
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> torch.Tensor:
         norm: Any = self._accelerator.clip_grad_norm_(self.parameters, max_norm)
-        return (norm.full_tensor() if is_dtensor(norm) else norm).item()
+        return norm.full_tensor() if is_dtensor(norm) else norm
 
     def update(self) -> bool:
         _check_shared_state(self._accelerator)
+        scaler = self.precision.scaler
+        fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        if scaler is None or not fused:
+            self._prepared.step()
+            return not self._prepared.step_was_skipped
+        # Accelerate 1.15 (optimizer.py, step) takes a step as taken if the scaler has called the
+        # optimizer, which it does in every step of a fused one.
+        scale = scaler.get_scale()
         self._prepared.step()
-        return not self._prepared.step_was_skipped
+        return scaler.get_scale() >= scale
 
 
 class ShardReducer(Reducer):

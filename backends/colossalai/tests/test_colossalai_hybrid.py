@@ -86,7 +86,11 @@ def is_flat(name: str, parameter: torch.Tensor) -> bool:
 
 def train_by_two(placement: Placement, strategy: str) -> list[Step]:
     """By an optimizer for each parameter group of the plain loop's, with a scheduler for each."""
-    common = {"eps": 1e-4, "lr_scheduler": {"name": "steplr", "step_size": 3, "gamma": 0.8}}
+    common = {
+        "name": "adamw",
+        "eps": 1e-4,
+        "lr_scheduler": {"name": "steplr", "step_size": 3, "gamma": 0.8},
+    }
     two = {
         "flat": {**common, "lr": 5e-3, "weight_decay": 0.0, "params": is_flat},
         "deep": {**common, "lr": 1e-2, "weight_decay": 0.1},

@@ -47,11 +47,12 @@ class Unused:
         """The names of those that no rank has used since the last call. Collective."""
         own = [name for key, name in self._names.items() if key not in self._used]
         self.clear()
-        fewest = torch.tensor(len(own), device=self._world.device)
+        fewest = torch.full((), len(own), device=self._world.device)
         if self._world.size > 1:
             dist.all_reduce(fewest, dist.ReduceOp.MIN)
-        if not fewest.item():
-            # Some rank has used all, which is how it nearly always is.
+        # Some rank has used all, which is how it nearly always is; if it is this one, nothing has
+        # to be waited for to know it.
+        if not own or not fewest.item():
             return []
         return _in_all(self._world.gather(own))
 

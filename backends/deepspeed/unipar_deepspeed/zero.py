@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from unipar.engine import PrecisionPolicy, Reducer, Update
 from unipar.errors import ConfigError, first_few
+from unipar.utils.host_copy import HostCopy
 from unipar.world import World
 from unipar_deepspeed.engine import Initialized
 from unipar_deepspeed.layout import is_stage_3
@@ -169,7 +170,9 @@ class ZeROStepper:
             _update_scale(scaler, overflow)
         norm = None
         if max_norm is not None:
-            norm = float(self._deepspeed.engine.get_global_grad_norm())
+            found: Any = self._deepspeed.engine.get_global_grad_norm()
+            of_tensor = isinstance(found, torch.Tensor)
+            norm = HostCopy(found.reshape(())) if of_tensor else float(found)
         # Without a loss scale that may be too high, it is the gradient itself.
         failed = overflow and careful and scaler is None
         return Update(norm, stepped=not overflow, finite=not failed)

@@ -17,6 +17,7 @@ from unipar.engine import (
     compile_modules,
 )
 from unipar.strategy import EngineSpec, seeded_model
+from unipar.utils.host_copy import to_device
 from unipar.world import World
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class AllReducer(Reducer):
         # Each step anew, for users freeze and thaw parameters between steps.
         parameters = [p for p in self.parameters if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-        used = used.to(self.world.device)
+        used = to_device(used, self.world.device)
         reductions = [dist.all_reduce(used, dist.ReduceOp.MAX, async_op=True)]
         unused = [p for p in parameters if p.grad is None]
         for parameter in unused:

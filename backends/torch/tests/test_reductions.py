@@ -185,6 +185,53 @@ def test_a_step_that_is_given_up_leaves_no_reduction_to_the_next(
             torch.testing.assert_close(found, expected[name], rtol=1e-5, atol=1e-6)
 
 
+def go_on_alone(placement: Placement, strategy: str, by_hand: bool) -> tuple[str, bool]:
+    """Rank 1 meets an error in its second batch, says nothing of it, and takes the next one."""
+
+    def loss_fn(model: Any, at: tuple[int, int, int]) -> torch.Tensor:
+        loss = model(tokens(*at)).square().mean()
+        if at[:2] == (1, 1):
+            raise RuntimeError("this batch is bad")
+        return loss
+
+    def take(engine: Engine, step: int) -> None:
+        at = (step, placement.rank, 0)
+        if not by_hand:
+            engine.train_step(Batch((MicroBatch(at, SAMPLES),), 2 * SAMPLES), loss_fn)
+            return
+        engine.backward(loss_fn(engine, at), num_items=SAMPLES)
+        engine.step()
+
+    with unipar.Session(strategy=strategy, placement=placement) as session:
+        engine = session.prepare(nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 1)), optimizer=sgd)
+        refused, last = "", []
+        for step in range(4):
+            last = [p.detach().clone() for p in engine.module.parameters()]
+            try:
+                take(engine, step)
+            except RuntimeError:
+                engine.zero_grad()
+            except ConfigError as error:
+                refused = str(error)
+                break
+        same = all(map(torch.equal, last, engine.module.parameters()))
+        return refused, same
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], 0.1)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["train_step", "by hand"])
+def test_ranks_in_different_steps_are_found_before_the_optimizer_steps(
+    world_pool: Any, by_hand: bool
+) -> None:
+    for message, unchanged in world_pool(2).run(go_on_alone, "ddp", by_hand):
+        assert "rank 0 in its step 2, rank 1 in its step 3 (1 of them given up)" in message
+        assert "world.gather(failed)" in message
+        assert unchanged
+
+
 def refusal_of(placement: Placement, strategy: str, loop: Callable[[Engine, int], Any]) -> str:
     with unipar.Session(strategy=strategy, placement=placement) as session:
         engine = session.prepare(

@@ -199,14 +199,14 @@ def test_a_minute_passes_on_one_ranks_clock_and_all_save(world_pool: WorldPools,
     def task(placement: Placement) -> list[str]:
         from unipar.train.checkpointing import Saver
 
-        before = Saver.after_step
+        before = Saver.due
 
-        def after_step(self: Saver, step: int, progress: Any, metrics: Any) -> Path | None:
+        def due(self: Saver, step: int) -> bool:
             if placement.rank == 1 and step == 2:
                 self.session.world.raise_flag(Flag.CHECKPOINT)
-            return before(self, step, progress, metrics)
+            return before(self, step)
 
-        Saver.after_step = after_step
+        Saver.due = due
         try:
             fit_in_world(
                 placement,
@@ -215,7 +215,7 @@ def test_a_minute_passes_on_one_ranks_clock_and_all_save(world_pool: WorldPools,
                 checkpoint={"every_minutes": 60, "save_final": False},
             )
         finally:
-            Saver.after_step = before
+            Saver.due = before
         return sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
 
     assert world_pool(2).run(task)[0] == ["step-00000003"]

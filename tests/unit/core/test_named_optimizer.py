@@ -38,7 +38,7 @@ def asked(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> EngineSpec:
         (ADAMW, NamedOptimizer("adamw", {"lr": 0.1})),
         (NamedOptimizer("adamw", {"lr": 0.1}), NamedOptimizer("adamw", {"lr": 0.1})),
         (lambda named: optim.SGD([p for _, p in named]), None),
-        ({"matrices": {**ADAMW, "params": "weight"}, "rest": {}}, None),
+        ({"matrices": {**ADAMW, "params": "weight"}, "rest": ADAMW}, None),
     ],
 )
 def test_name_and_arguments_reach_a_strategy(

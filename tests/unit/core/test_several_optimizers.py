@@ -20,6 +20,7 @@ from unipar.testing.scenarios import classify
 
 INNER = ["blocks.*.up.weight", "blocks.*.down.weight"]
 SGD, MUON = {"name": "sgd", "lr": 0.02}, {"name": "muon", "lr": 0.02}
+ADAMW = {"name": "adamw", "lr": 1e-3}
 STEPWISE = {"name": "steplr", "step_size": 2}
 COSINE = {"name": "cosineannealinglr", "T_max": 10}
 
@@ -89,7 +90,7 @@ def train(session: Session, engine: Any, num_steps: int) -> None:
                 "params": matrices,
                 "lr_scheduler": lambda optimizer: optim.lr_scheduler.StepLR(optimizer, 2),
             },
-            "rest": {"lr": 3e-3, "lr_scheduler": COSINE},
+            "rest": {"name": "adamw", "lr": 3e-3, "lr_scheduler": COSINE},
         },
     ],
     ids=["named", "functions"],
@@ -115,28 +116,28 @@ def test_muon_beside_adamw_is_the_loop_written_by_hand(session: Session, optimiz
             r"optimizer.matrices.params takes none of the 16 parameters",
         ),
         (
-            beside_adamw(SGD, rest={"params": "*.bias"}),
+            beside_adamw(SGD, rest={"name": "adamw", "params": "*.bias"}),
             r"are of none of the groups matrices, rest: inward.weight, .*norm.weight",
         ),
         (
-            beside_adamw(SGD, more={"params": "blocks.0.*"}),
+            beside_adamw(SGD, more={"name": "adamw", "params": "blocks.0.*"}),
             r"several groups: blocks.0.up.weight \(matrices and more\), blocks.0.down.weight",
         ),
         (
-            {"all": {"params": "*"}, "rest": {}},
+            {"all": {"name": "adamw", "params": "*"}, "rest": ADAMW},
             r"optimizer.rest is to take what the other groups leave, and they take all 16",
         ),
         (
-            {"a": {"lr": 0.1}, "b": {"lr": 0.2}},
+            {"a": ADAMW, "b": {**ADAMW, "lr": 0.2}},
             r"the groups a, b of optimizer have no params",
         ),
         pytest.param(
-            {"a": {**MUON, "params": "blocks.*"}, "b": {}},
+            {"a": {**MUON, "params": "blocks.*"}, "b": ADAMW},
             r"optimizer.a: optimizer 'muon' .*2D.*Its parameters are blocks.0.norm.weight \(9,\)",
             marks=[pytest.mark.extra, NEEDS_MUON],
         ),
         (
-            {"a": {"params": "*.weight", "target": lambda n: optim.SGD([n[0][1]])}, "b": {}},
+            {"a": {"params": "*.weight", "target": lambda n: optim.SGD([n[0][1]])}, "b": ADAMW},
             r"optimizer.a: .* its SGD 1 of the 8 parameters .* nothing would train blocks.0.norm",
         ),
         (
@@ -147,15 +148,28 @@ def test_muon_beside_adamw_is_the_loop_written_by_hand(session: Session, optimiz
             {"a": {"target": lambda n: optim.LBFGS([p for _, p in n]), "params": "*"}},
             r"optimizer.a: the optimizer LBFGS .* its step\(\) needs a closure",
         ),
-        (beside_adamw(SGD, rest={"params": 3}), r"optimizer.rest.params is 3"),
+        (beside_adamw(SGD, rest={**ADAMW, "params": 3}), r"optimizer.rest.params is 3"),
+        (beside_adamw(SGD, rest={"lr": 0.1}), r"optimizer.rest does not say which optimizer it is"),
+        (
+            beside_adamw(SGD, rest={"name": "sgd", "target": lambda named: None}),
+            r"optimizer.rest: optimizer has both a 'name' \('sgd'\) and a 'target'",
+        ),
+        (
+            {"name": "sgd", "target": lambda named: None},
+            r"optimizer has both a 'name' \('sgd'\) and a 'target'",
+        ),
+        (
+            {"target": lambda named: None, "lrr": 0.1},
+            r"optimizer's target is a function of \(named\), .* unexpected keyword argument 'lrr'",
+        ),
         (beside_adamw(SGD, rest=3), r"optimizer.rest is 3\. Each group is a mapping"),
         (beside_adamw(SGD, rest={"name": "admw"}), r"optimizer.rest: there is no optimizer 'admw'"),
         (
-            beside_adamw(SGD, rest={"lr_scheduler": "reducelronplateau"}),
+            beside_adamw(SGD, rest={**ADAMW, "lr_scheduler": "reducelronplateau"}),
             r"optimizer.rest.lr_scheduler is a ReduceLROnPlateau",
         ),
         (
-            beside_adamw(SGD, rest={"lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}),
+            beside_adamw(SGD, rest={**ADAMW, "lr_scheduler": optim.lr_scheduler.ReduceLROnPlateau}),
             r"optimizer.rest.lr_scheduler is a ReduceLROnPlateau",
         ),
         (
@@ -174,7 +188,7 @@ def test_groups_that_train_no_model_whole_are_refused(
 def test_one_scheduler_is_of_all_groups_or_each_has_its_own(session: Session) -> None:
     with pytest.raises(ConfigError, match=r"and so was optimizer.matrices.lr_scheduler"):
         session.prepare(network(), optimizer=beside_adamw(SGD), lr_scheduler=STEPWISE)
-    groups = {"matrices": {**SGD, "params": INNER}, "rest": {"lr": 1e-3}}
+    groups = {"matrices": {**SGD, "params": INNER}, "rest": ADAMW}
     plateau = {"name": "reducelronplateau", "patience": 0, "factor": 0.5}
     engine: Any = session.prepare(network(), optimizer=groups, lr_scheduler=plateau)
     for metric in (1.0, 2.0):
@@ -322,5 +336,8 @@ def test_a_config_lays_groups_over_one_optimizer_and_values_over_groups() -> Non
     assert back.optimizer.model_dump() == {"name": "adamw"}
     with pytest.raises(ConfigError, match=r"optimizer.lr: 0.1 was given. Allowed: a mapping"):
         RunConfig.build({"optimizer": {"lr": 0.1, "matrices": SGD}})
+    with pytest.raises(ConfigError, match=r"optimizer.rest.name"):
+        RunConfig.build({"optimizer": {"matrices": {**SGD, "params": "*"}, "rest": {"lr": 1}}})
+    unknown = {"name": "adamw", "lrr": 1}
     with pytest.raises(ConfigError, match=r"optimizer.rest: optimizer 'adamw' has no argument"):
-        RunConfig.build({"optimizer": {"matrices": {"params": "*"}, "rest": {"lrr": 1}}})
+        RunConfig.build({"optimizer": {"matrices": {**SGD, "params": "*"}, "rest": unknown}})

@@ -17,6 +17,8 @@ class LoggerCallback(Callback):
         every: log every so many training steps, and the first and last of all; evaluations always.
     """
 
+    lags = True
+
     def __init__(self, loggers: Sequence[Logger], every: int = 1) -> None:
         self.loggers = list(loggers)
         self.every = every

@@ -1,0 +1,261 @@
+"""A gradient that is not finite: found by the device, told a step late, and changing nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+import unipar
+from unipar import Callback, NonFiniteLossError, Session, StepRecord
+from unipar.data.batch import Batch, MicroBatch
+from unipar.utils.host_copy import HostCopy
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Sudden(torch.autograd.Function):
+    """A loss that is finite, with a gradient that is not."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * math.inf
+
+
+def squares(model: Any, data: tuple[torch.Tensor, bool]) -> torch.Tensor:
+    x, sudden = data
+    loss = model(x).square().mean()
+    return Sudden.apply(loss) if sudden else loss  # pyright: ignore[reportReturnType]
+
+
+def batch(sudden: bool = False) -> Batch:
+    return Batch((MicroBatch((X, sudden), 4),), 4)
+
+
+def fused(kind: Callable[..., optim.Optimizer] = optim.AdamW, **options: Any) -> Any:
+    return lambda named: kind([p for _, p in named], lr=0.1, fused=True, **options)
+
+
+def one_cycle(optimizer: Any) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=20)
+
+
+def in_sequence(optimizer: Any) -> lr_scheduler.LRScheduler:
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+
+TWO = {
+    "first": {
+        "target": fused(optim.SGD, momentum=0.9),
+        "params": "0.*",
+        "lr_scheduler": in_sequence,
+    },
+    "rest": {"target": fused(), "lr_scheduler": one_cycle},
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def prepare(session: Session, optimizer: Any = None, scheduler: Any = one_cycle) -> Any:
+    scheduler = None if isinstance(optimizer, dict) else scheduler
+    return session.prepare(
+        model(), optimizer=optimizer or fused(), lr_scheduler=scheduler, max_grad_norm=1.0
+    )
+
+
+def state(engine: Any) -> Any:
+    scheduler = engine.lr_scheduler.state_dict()
+    return copy.deepcopy(
+        [engine.module.state_dict(), engine.optimizer.state_dict(), scheduler, engine.num_steps]
+    )
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[k], second[k]) for k in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with Session("single", device="cpu") as session:
+        yield session
+
+
+OPTIMIZERS = [fused(), fused(optim.SGD, momentum=0.9), fused(optim.Adagrad), TWO]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "sgd", "adagrad", "two"])
+@pytest.mark.parametrize("read", [True, False], ids=["read", "not read"])
+def test_it_changes_nothing_and_is_told_a_step_late_at_most(
+    session: Session, optimizer: Any, read: bool
+) -> None:
+    engine = prepare(session, optimizer, in_sequence)
+    for _ in range(2):
+        engine.train_step(batch(), squares)
+    before = state(engine)
+    result = engine.train_step(batch(sudden=True), squares)
+    with pytest.raises(NonFiniteLossError, match="gradient norm of step 3 is not finite") as error:
+        _ = result.loss if read else engine.train_step(batch(), squares)
+    assert error.value.step == 3
+    assert same(state(engine), before)
+    # It is no result later, either.
+    with pytest.raises(NonFiniteLossError):
+        _ = result.num_items
+
+    engine.train_step(batch(), squares)
+    with Session("single", device="cpu") as other:
+        never = prepare(other, optimizer, in_sequence)
+        for _ in range(3):
+            never.train_step(batch(), squares)
+        assert same(state(engine), state(never))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda engine: engine.check_last_step(),
+        lambda engine: engine.export_state(),
+        lambda engine: engine.eval_batch(batch(), squares),
+    ],
+    ids=["asked", "saved", "evaluated"],
+)
+def test_nothing_is_made_of_a_step_that_was_not_taken(session: Session, look: Any) -> None:
+    engine = prepare(session)
+    engine.train_step(batch(), squares)
+    engine.train_step(batch(sudden=True), squares)
+    with pytest.raises(NonFiniteLossError, match="step 2"):
+        look(engine)
+    look(engine)
+
+
+def test_a_session_does_not_end_without_a_word_of_it() -> None:
+    def train() -> None:
+        with Session("single", device="cpu") as session:
+            engine = prepare(session)
+            engine.train_step(batch(), squares)
+            engine.train_step(batch(sudden=True), squares)
+
+    with pytest.raises(NonFiniteLossError, match="step 2"):
+        train()
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.SGD])
+def test_what_takes_no_flag_is_looked_at_before_it_steps(session: Session, kind: Any) -> None:
+    engine = prepare(session, lambda named: kind([p for _, p in named], lr=0.1))
+    before = state(engine)
+    with pytest.raises(NonFiniteLossError, match="step 1"):
+        engine.train_step(batch(sudden=True), squares)
+    assert same(state(engine), before)
+
+
+def test_a_first_step_is_looked_at_for_it_makes_the_optimizers_state(session: Session) -> None:
+    engine = prepare(session, fused(optim.SGD, momentum=0.9))
+    with pytest.raises(NonFiniteLossError, match="step 1"):
+        engine.train_step(batch(sudden=True), squares)
+    assert not engine.optimizer.state
+    engine.train_step(batch(), squares)
+    assert all(weight.isfinite().all() for weight in engine.module.parameters())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_that_is_to_be_skipped_moves_no_schedule(precision: Any) -> None:
+    with Session("single", device="cpu", on_nan="skip", precision=precision) as session:
+        engine = prepare(session)
+        engine.train_step(batch(), squares)
+        before = state(engine)
+        result = engine.train_step(batch(sudden=True), squares)
+        assert same(state(engine)[:3], before[:3])
+        assert result.skipped
+        assert not engine.train_step(batch(), squares).skipped
+
+
+def test_a_result_is_plain_values_to_others(session: Session) -> None:
+    engine = prepare(session)
+    engine.train_step(batch(), squares)
+    result = engine.train_step(batch(), squares)
+    sent = pickle.loads(pickle.dumps(result))
+    assert sent == result
+    assert hash(sent) == hash(result)
+    assert repr(sent) == repr(result)
+    assert f"loss={result.loss}, num_items=4.0, grad_norm={result.grad_norm}" in repr(result)
+
+
+# -- a run that does not wait --------------------------------------------------------------------
+
+
+class Steps(Callback):
+    """Which step each record came after; and whether it can wait for the next one."""
+
+    def __init__(self, lags: bool) -> None:
+        self.lags, self.seen = lags, []
+
+    def on_step_end(self, run: unipar.RunInfo, record: StepRecord) -> None:
+        assert run.engine is not None
+        self.seen.append((record.step, run.engine.num_steps))
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: what was not read has not come yet."""
+    unread = property(lambda copy: copy._values is not None)
+    monkeypatch.setattr(HostCopy, "waits", unread)
+
+
+def run(tmp_path: Any, steps: Steps, sudden: int | None = None, **settings: Any) -> Any:
+    samples = [(X[i % 4], torch.tensor(i // 4 == sudden)) for i in range(24)]
+
+    def loss(model: Any, data: Any) -> torch.Tensor:
+        return squares(model, (data[0], bool(data[1].any())))
+
+    settings = {"checkpoint": {"directory": str(tmp_path / "kept"), "every_steps": 2}, **settings}
+    return unipar.fit(
+        model(), samples, loss=loss, optimizer=fused(), max_grad_norm=1.0, strategy="single",
+        devices=1, device="cpu", global_batch_size=4, epochs=1, shuffle=False, callbacks=[steps],
+        output_dir=tmp_path / "run", progress=False, **settings,
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("late")
+def test_records_wait_for_the_next_step_only_where_nothing_else_needs_them(tmp_path: Any) -> None:
+    lagging, at_once = Steps(True), Steps(False)
+    first = run(tmp_path, lagging)
+    # Steps 1, which makes the optimizer's state, 2, 4 and 6, which are saved, are known at once.
+    assert lagging.seen == [(1, 1), (2, 2), (3, 4), (4, 4), (5, 6), (6, 6)]
+    second = run(tmp_path, at_once, checkpoint=False)
+    assert at_once.seen == [(step, step) for step in range(1, 7)]
+    assert first.losses == second.losses
+    assert [r.grad_norm for r in first.history] == [r.grad_norm for r in second.history]
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("lags", [True, False])
+@pytest.mark.parametrize("bad", [2, 3])
+def test_a_run_stops_before_anything_is_made_of_it(tmp_path: Any, lags: bool, bad: int) -> None:
+    steps = Steps(lags)
+    with pytest.raises(NonFiniteLossError, match=f"step {bad + 1} ") as error:
+        run(tmp_path, steps, sudden=bad)
+    assert error.value.step == bad + 1
+    assert [step for step, _ in steps.seen] == list(range(1, bad + 1))
+    assert [path.name for path in (tmp_path / "kept").iterdir() if path.name[0] == "s"] == [
+        "step-00000002"
+    ]
