@@ -15,7 +15,15 @@ from unipar import checkpoint, directories, launch
 from unipar.agreement import differences, started_with
 from unipar.autobatch import largest_micro_batch
 from unipar.batch import Batch
-from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, RunResult, StepRecord
+from unipar.callbacks import (
+    Callback,
+    History,
+    LoggerCallback,
+    ProgressBar,
+    RunInfo,
+    RunResult,
+    StepRecord,
+)
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
 from unipar.data import Loader
@@ -96,7 +104,8 @@ class TrainingRun:
         self.signals = signals
         self.config = job.config
         self.step = 0
-        self.history: list[StepRecord] = []
+        self.history = History()
+        self._peak_memory = 0
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self._announced: Path | None = None
@@ -293,6 +302,9 @@ class TrainingRun:
         launch.mark(self.step + 1, "loading data")
 
     def _record(self, batch: Batch, done: StepResult, lr: Any, seconds: float) -> None:
+        every = self.config.log_every
+        if self.step % every == 0 or self.step in (self.start_step + 1, self.total_steps):
+            self._peak_memory = peak_memory(self.world.device.type)
         record = StepRecord(
             step=self.step,
             epoch=batch.epoch,
@@ -302,7 +314,7 @@ class TrainingRun:
             num_items=done.num_items,
             num_samples=batch.global_num_samples,
             seconds=seconds,
-            peak_memory=peak_memory(self.world.device.type),
+            peak_memory=self._peak_memory,
             skipped=done.skipped,
         )
         self.history.append(record)
@@ -411,8 +423,7 @@ class TrainingRun:
         raise Terminated(number)
 
     def _result(self, newest: Path | None, wall_time: float) -> RunResult:
-        seconds = sum(record.seconds for record in self.history)
-        items = sum(record.num_items for record in self.history)
+        items, seconds = self.history.num_items, self.history.seconds
         return RunResult(
             metrics=dict(self.metrics),
             history=self.history,

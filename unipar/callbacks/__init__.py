@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unipar.callbacks.base import Callback
+from unipar.callbacks.history import History
 from unipar.callbacks.loggers import (
     JSONLLogger,
     Logger,
@@ -16,6 +17,7 @@ from unipar.callbacks.records import RunInfo, RunResult, StepRecord
 
 __all__ = [
     "Callback",
+    "History",
     "JSONLLogger",
     "Logger",
     "LoggerCallback",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unipar.callbacks.history import History
     from unipar.strategy import Engine
 
 
@@ -58,8 +59,9 @@ class StepRecord:
         num_items: how many items the loss is a mean over: samples, tokens, …
         num_samples: samples of the global batch.
         seconds: wall time from the end of the last step to the end of this one.
-        peak_memory: the most bytes that this rank has held so far: device memory, or resident
-            memory on a CPU.
+        peak_memory: the most bytes that this rank had held when it was last asked for them: device
+            memory, or resident memory on a CPU. ``fit`` asks in the first step, in the last, and
+            every ``log_every``.
         skipped: whether the optimizer did not step.
     """
 
@@ -87,7 +89,8 @@ class RunResult:
     Attributes:
         metrics: the last training loss as ``train_loss`` and the last evaluation's metrics; those
             of the run until then where this call made no step.
-        history: one record for each training step that this call made, in order.
+        history: one record for each training step that this call made, in order; after
+            more than 10,000 of the newest.
         evaluations: (steps taken by then, metrics) for each evaluation.
         checkpoint: the newest checkpoint: the one that the run went on from where it wrote none
             after it, or ``None``.
@@ -101,7 +104,7 @@ class RunResult:
     """
 
     metrics: dict[str, float]
-    history: list[StepRecord]
+    history: History
     evaluations: list[tuple[int, dict[str, float]]]
     checkpoint: Path | None
     items_per_second: float
@@ -113,5 +116,5 @@ class RunResult:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of each step."""
-        return [record.loss for record in self.history]
+        """The training loss of each step that this call made, however many."""
+        return self.history.losses
