@@ -27,6 +27,7 @@ from unipar.callbacks import (
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
 from unipar.data import Loader
+from unipar.data.feed import pins_for
 from unipar.devices import peak_memory
 from unipar.errors import ConfigError, Terminated
 from unipar.interrupt import Signals
@@ -131,6 +132,7 @@ class TrainingRun:
             self.job.data,
             data_rank=self.world.data_rank,
             data_size=self.world.data_size,
+            pin_memory=pins_for(self.world.device),
         )
 
     def _engine(self) -> Engine:
@@ -163,6 +165,7 @@ class TrainingRun:
             self.loader.micro_batch_size,
             data_rank=self.world.data_rank,
             data_size=self.world.data_size,
+            pin_memory=pins_for(self.world.device),
         )
 
     def _saver(self) -> Saver | None:
@@ -272,7 +275,8 @@ class TrainingRun:
             epoch = self.loader.position.epoch
             if epochs is not None and epoch >= epochs:
                 return
-            for batch in self.loader:
+            limit = None if steps is None else steps - self.step
+            for batch in self.session.feed(self.loader, limit=limit):
                 yield batch
                 if steps is not None and self.step >= steps:
                     return
