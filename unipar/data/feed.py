@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.data.move import can_be_recorded, move_to, pinned, record_stream
 
 Begin = Callable[[Any], Callable[[], Any]]

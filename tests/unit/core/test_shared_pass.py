@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from unipar import LossSum, Objective
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import StepEngine
 from unipar.errors import ConfigError
-from unipar.evaluate import evaluate
+from unipar.evaluation.evaluate import evaluate
 from unipar.strategy import EngineSpec
 from unipar.world import Placement, World
 

@@ -20,8 +20,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from unipar import Session
-from unipar.batch import Batch, MicroBatch
 from unipar.data import Loader, on_device
+from unipar.data.batch import Batch, MicroBatch
 from unipar.data.feed import copies_to, fed
 from unipar.data.move import can_be_recorded, pinned
 from unipar.data.samples import Pinnable

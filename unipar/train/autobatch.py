@@ -1,0 +1,67 @@
+"""Finding the largest micro-batch that fits in memory."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from unipar.data import Loader, move_to
+from unipar.data.batch import MicroBatch
+from unipar.errors import ConfigError
+from unipar.loss import LossFn
+from unipar.strategy import Engine
+from unipar.world import World
+
+log = logging.getLogger("unipar")
+
+
+def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: World) -> Loader:
+    """Try the rank's whole share of a global batch, then halves of it, until all ranks manage.
+
+    Args:
+        engine: its gradients must be empty.
+        loader: whose first batch is tried; its position stays.
+        loss_fn: as in training.
+        world: the joined processes.
+
+    Returns:
+        The loader with the micro-batch size that fits.
+
+    Raises:
+        ConfigError: not even one sample fits.
+    """
+    size = loader.micro_batch_size
+    while True:
+        candidate = loader.with_micro_batch_size(size)
+        microbatch = candidate.peek().microbatches[0]
+        if all(world.gather(_fits(engine, microbatch, loss_fn, world.device))):
+            log.info("micro_batch_size='auto': %d fits", size)
+            return candidate
+        if size == 1:
+            raise ConfigError(
+                "micro_batch_size='auto': not even one sample a forward pass fits in memory. "
+                "Shard the model (strategy='fsdp'), recompute activations "
+                "(activation_checkpointing='full'), or use precision='bf16'."
+            )
+        size //= 2
+
+
+def _fits(engine: Engine, microbatch: MicroBatch, loss_fn: LossFn, device: torch.device) -> bool:
+    try:
+        # As in the run, where the next micro-batch is on its way by then.
+        beside = move_to(microbatch.data, device)
+        engine.probe(microbatch, loss_fn)
+        del beside
+    except (torch.OutOfMemoryError, MemoryError):
+        fits = False
+    except RuntimeError as error:
+        # The CPU allocator has no exception type of its own.
+        if "can't allocate memory" not in str(error):
+            raise
+        fits = False
+    else:
+        fits = True
+    if not fits and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return fits
