@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from unipar.callbacks.base import Callback
-from unipar.callbacks.history import History
 from unipar.callbacks.loggers import (
     JSONLLogger,
     Logger,
@@ -13,7 +12,7 @@ from unipar.callbacks.loggers import (
 )
 from unipar.callbacks.profiler import Profiler
 from unipar.callbacks.progress import ProgressBar
-from unipar.callbacks.records import RunInfo, RunResult, StepRecord
+from unipar.callbacks.records import History, RunInfo, RunResult, StepRecord
 
 __all__ = [
     "Callback",

@@ -102,8 +102,8 @@ class Copy:
             data: what the micro-batch holds by now; if it is something else, that is copied.
         """
         finish, self._finish, self.taken = self._finish, None, True
-        whole = finish is not None and data is self._data
-        found = finish() if whole else move_to(data, self.device)
+        begun = finish if data is self._data else None
+        found = move_to(data, self.device) if begun is None else begun()
         following = self._following()
         if following is not None:
             following.begin()

@@ -81,8 +81,9 @@ def record_stream(data: Any, stream: torch.Stream) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its memory is all its own: not of a sparse or nested one, or of others in it."""
-    dispatched = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    return tensor.layout is torch.strided and not tensor.is_nested and not dispatched
+    kinds: list[Any] = [type(tensor), torch.Tensor]
+    own, usual = (kind.__torch_dispatch__ for kind in kinds)
+    return tensor.layout is torch.strided and not tensor.is_nested and own is usual
 
 
 @functools.cache

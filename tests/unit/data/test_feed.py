@@ -335,7 +335,7 @@ def test_all_tensors_of_a_batch_are_pinned_and_its_kind_stays(kind: str):
     # As DataLoaders do, whose own way with tuples and dataclasses is another.
     from torch.utils.data._utils.pin_memory import pin_memory
 
-    for found in (pinned(data), pin_memory([(Pinnable(data), 3)])[0][0].data):
+    for found in (pinned(data), pin_memory([Pinnable(data)])[0].data):
         assert repr(kinds(found)) == repr(before).replace("plain", "pinned")
         assert found is not data
     assert kinds(data) == before
