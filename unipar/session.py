@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unipar.config import RunFields, validate
 from unipar.data import Loader
 from unipar.data.batch import Batch
+from unipar.data.feed import copies_to, fed, pins_for
 from unipar.engine import Undo, refuse_copies
 from unipar.engine.checks import CheckedModel, check_capabilities, check_gradients, check_model
 from unipar.errors import ConfigError, UniparError
@@ -360,7 +361,30 @@ class Session:
             seed=self._seed,
             shuffle=shuffle,
             num_workers=num_workers,
+            pin_memory=pins_for(self.world.device),
         )
+
+    def feed(self, batches: Iterable[Batch], *, limit: int | None = None) -> Iterator[Batch]:
+        """The batches, their micro-batches copied to a GPU one ahead of their use.
+
+        ``fit`` and :meth:`evaluate` go through their data so. ``engine.train_step`` and
+        :func:`unipar.data.on_device` take the copies; what is in ``micro_batch.data`` stays on the
+        host, and is not to be changed in place. Of a loader each batch is read early as
+        :meth:`unipar.data.Loader.feed` says, anything else when it is due. On a CPU these are the
+        batches themselves.
+
+        Args:
+            batches: a loader of this session, for the rest of its epoch, or batches of one.
+            limit: how many of them will be used, if not all.
+        """
+        device = self.world.device
+        if isinstance(batches, Loader):
+            return batches.feed(device, limit=limit)
+        begin = copies_to(device)
+        if begin is None:
+            return iter(batches)
+        reading = ((batch, None) for batch in batches)
+        return (batch for batch, _ in fed(reading, device, begin, ahead=False))
 
     def evaluate(
         self,
@@ -388,7 +412,9 @@ class Session:
         Raises:
             ConfigError: a metric is not one number, or nothing says what it compares.
         """
-        return evaluate(engine, batches, loss, self.world, metrics=metrics, predict=predict)
+        return evaluate(
+            engine, self.feed(batches), loss, self.world, metrics=metrics, predict=predict
+        )
 
     def save(
         self, directory: str | Path, *, step: int | None = None, loader: Loader | None = None

@@ -12,10 +12,11 @@ from unipar.callbacks.loggers import (
 )
 from unipar.callbacks.profiler import Profiler
 from unipar.callbacks.progress import ProgressBar
-from unipar.callbacks.records import RunInfo, RunResult, StepRecord
+from unipar.callbacks.records import History, RunInfo, RunResult, StepRecord
 
 __all__ = [
     "Callback",
+    "History",
     "JSONLLogger",
     "Logger",
     "LoggerCallback",

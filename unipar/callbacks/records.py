@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
     from unipar.strategy import Engine
@@ -58,8 +60,9 @@ class StepRecord:
         num_items: how many items the loss is a mean over: samples, tokens, …
         num_samples: samples of the global batch.
         seconds: wall time from the end of the last step to the end of this one.
-        peak_memory: the most bytes that this rank has held so far: device memory, or resident
-            memory on a CPU.
+        peak_memory: the most bytes that this rank had held when it was last asked for them: device
+            memory, or resident memory on a CPU. ``fit`` asks in the first step, in the last, and
+            every ``log_every``.
         skipped: whether the optimizer did not step.
     """
 
@@ -80,6 +83,65 @@ class StepRecord:
         return self.num_items / self.seconds if self.seconds > 0 else 0.0
 
 
+class History(Sequence[StepRecord]):
+    """The records of the newest steps, in order, and the loss of every one.
+
+    Args:
+        records: the first steps.
+
+    Attributes:
+        losses: of every step that was added, also of those whose records are gone.
+        num_items: items of all steps.
+        seconds: of all steps.
+    """
+
+    LIMIT = 10_000
+    """How many records are kept. What was logged of those before them is in ``metrics.jsonl``."""
+
+    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+        self.num_items = self.seconds = 0.0
+        # Eight bytes a step, where a list of numbers takes 32.
+        self._losses = array("d")
+        self._records: deque[StepRecord] = deque(maxlen=self.LIMIT)
+        for record in records:
+            self.append(record)
+
+    def append(self, record: StepRecord) -> None:
+        """Add the next step."""
+        self._losses.append(record.loss)
+        self._records.append(record)
+        self.num_items += record.num_items
+        self.seconds += record.seconds
+
+    @property
+    def losses(self) -> list[float]:
+        return self._losses.tolist()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
+        if not isinstance(index, slice):
+            return self._records[index]
+        return list(self._records)[index]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, History):
+            return NotImplemented
+        return self._losses == other._losses and self._records == other._records
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        return f"History({len(self._losses)} steps, records of the last {len(self)})"
+
+
 @dataclass
 class RunResult:
     """What came out of a run.
@@ -87,7 +149,8 @@ class RunResult:
     Attributes:
         metrics: the last training loss as ``train_loss`` and the last evaluation's metrics; those
             of the run until then where this call made no step.
-        history: one record for each training step that this call made, in order.
+        history: one record for each training step that this call made, in order; after
+            more than 10,000 of the newest.
         evaluations: (steps taken by then, metrics) for each evaluation.
         checkpoint: the newest checkpoint: the one that the run went on from where it wrote none
             after it, or ``None``.
@@ -101,7 +164,7 @@ class RunResult:
     """
 
     metrics: dict[str, float]
-    history: list[StepRecord]
+    history: History
     evaluations: list[tuple[int, dict[str, float]]]
     checkpoint: Path | None
     items_per_second: float
@@ -113,5 +176,5 @@ class RunResult:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of each step."""
-        return [record.loss for record in self.history]
+        """The training loss of each step that this call made, however many."""
+        return self.history.losses

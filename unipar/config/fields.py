@@ -176,7 +176,7 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """How much is logged."""
     log_every: PositiveInt = 10
-    """Steps between logged metrics."""
+    """Steps between logged metrics, and between looks at how much memory was held."""
 
     @property
     def save_signal_number(self) -> signal.Signals | None:

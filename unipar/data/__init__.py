@@ -1,6 +1,7 @@
 """The global data order, and the loaders over it."""
 
 from unipar.data.checks import order_differences, shuffles, slicing_of
+from unipar.data.feed import on_device
 from unipar.data.loader import Loader
 from unipar.data.move import move_to
 from unipar.data.order import Position, epoch_order
@@ -14,6 +15,7 @@ __all__ = [
     "in_words",
     "move_to",
     "num_samples_of",
+    "on_device",
     "open_source",
     "order_differences",
     "shuffles",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -16,10 +16,12 @@ class MicroBatch:
         num_samples: how many of them count. Zero marks padding: ``data`` then holds samples that
             another rank trains on, so that every rank runs the same number of forward passes
             (collectives would hang otherwise), and their loss must be given no weight.
+        copy: of ``data``, on its way to a device (:mod:`unipar.data.feed`), or ``None``.
     """
 
     data: Any
     num_samples: int
+    copy: Any = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from unipar.data.checks import (
     shuffles,
     slicing_of,
 )
+from unipar.data.feed import copies_to, fed
 from unipar.data.order import Position, Wanted, WantedSampler, epoch_order, mixed_seed
 from unipar.data.samples import Collate, Samples, raise_different, same_structure, structure
 from unipar.data.sources import open_source
@@ -201,9 +202,35 @@ class Loader:
     # -- batches ---------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Batch]:
+        return self._used(self._reading())
+
+    def feed(self, device: torch.device, *, limit: int | None = None) -> Iterator[Batch]:
+        """The rest of the epoch, as by iterating, its micro-batches copied one ahead to a GPU.
+
+        Where loading runs no code of the user's in this process (``num_workers``, or samples that
+        are tensors or in a list), each batch but the first of an epoch is read before the one that
+        it follows is used; elsewhere when it is due, as without a feed. The position counts batches
+        that were used, and errors come with the batch that they belong to. On a CPU this is
+        iterating.
+
+        Args:
+            device: where micro-batches are used, by :func:`unipar.data.on_device`.
+            limit: how many batches will be used: none is read ahead beyond them.
+        """
+        begin = copies_to(device)
+        if begin is None:
+            return iter(self)
+        ahead = bool(self._settings.get("num_workers")) or self._source.in_memory
+        reading = fed(self._reading(), device, begin, ahead=ahead, limit=limit)
+        return self._used(reading)
+
+    def _reading(self) -> Generator[tuple[Batch, Any], None, None]:
+        return self._streamed() if self._source.is_stream else self._indexed()
+
+    def _used(self, reading: Generator[tuple[Batch, Any], None, None]) -> Iterator[Batch]:
+        """Keeps the position behind the batch that was used last."""
         epoch, start = self._position.epoch, self._position.index
         index, num_batches = start - 1, self.num_batches
-        reading = self._streamed() if self._source.is_stream else self._indexed()
         with contextlib.closing(reading) as batches:
             for index, (batch, state) in enumerate(batches, start):
                 self._check(batch)
@@ -225,7 +252,7 @@ class Loader:
         with items_of(self._loader_of(wanted)) as samples:
             for index in range(start, self.num_batches):
                 num_samples, cuts = wanted.cuts(index)
-                parts = tuple(MicroBatch(self._next(samples), b - a) for a, b in cuts)
+                parts = tuple(MicroBatch(self._next(samples).data, b - a) for a, b in cuts)
                 yield Batch(parts, num_samples, index, epoch), None
 
     def _loader_of(self, wanted: Wanted) -> DataLoader:
@@ -269,7 +296,7 @@ class Loader:
                     parts, num_samples, state = self._next(items)
                 except StopIteration:
                     return
-                batch = tuple(MicroBatch(data, count) for data, count in parts)
+                batch = tuple(MicroBatch(collated.data, count) for collated, count in parts)
                 yield Batch(batch, num_samples, index, epoch), state
 
     def _seed_workers(self, loader: DataLoader) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from unipar.data.batch import Batch
+from unipar.data.move import pinned
 from unipar.errors import DataError
 
 
@@ -52,15 +53,28 @@ class Samples(Dataset):
         return samples
 
 
+class Pinnable:
+    """Collated samples, which a DataLoader pins by their own method.
+
+    Left to itself torch 2.13 makes lists of tuples as it pins, and passes dataclasses over.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def pin_memory(self) -> Pinnable:
+        return Pinnable(pinned(self.data))
+
+
 class Collate:
     """A collate function that says which samples do not go together."""
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
         self._function = function
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: list[Any]) -> Pinnable:
         try:
-            return self._function(samples)
+            return Pinnable(self._function(samples))
         except DataError:
             raise
         except Exception as error:

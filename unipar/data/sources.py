@@ -14,6 +14,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     TensorDataset,
     default_collate,
 )
@@ -43,6 +44,15 @@ class Source:
     @property
     def is_stream(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether samples are tensors or in a list, and no code of the user's makes batches."""
+        dataset: Any = self.dataset
+        while type(dataset) is Subset:
+            dataset = dataset.dataset
+        there = type(dataset) in (torch.Tensor, TensorDataset, list)
+        return there and self.collate_fn is default_collate
 
     @cached_property
     def num_samples(self) -> int | None:

@@ -12,9 +12,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from unipar.data.order import Slicing
 from unipar.data.randomness import OwnRandomness
+from unipar.data.samples import Pinnable
 from unipar.errors import DataError
 
-StreamBatch = tuple[list[tuple[Any, int]], int, Any]
+StreamBatch = tuple[list[tuple[Pinnable, int]], int, Any]
 """Micro-batches with their sample counts, samples of the global batch, the stream's state."""
 
 
@@ -43,7 +44,7 @@ class StreamShare(IterableDataset):
         self,
         dataset: Any,
         slicing: Slicing,
-        collate: Callable[[list[Any]], Any],
+        collate: Callable[[list[Any]], Pinnable],
         *,
         start: int,
         state: Any,
@@ -101,7 +102,7 @@ class StreamShare(IterableDataset):
                 ) from error
             yield sample
 
-    def _cut(self, block: list[Any]) -> list[tuple[Any, int]]:
+    def _cut(self, block: list[Any]) -> list[tuple[Pinnable, int]]:
         # An empty micro-batch is run all the same, on a sample that counts nothing.
         return [
             (self._collate(block[a:b] or block[:1]), b - a)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.data.batch import Batch, MicroBatch
-from unipar.data.move import move_to
+from unipar.data.feed import on_device
 from unipar.engine.average import LossAverage
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
@@ -444,7 +444,7 @@ class StepEngine(Engine):
 
         def data() -> Any:
             if not moved:
-                moved.append(move_to(microbatch.data, self.world.device))
+                moved.append(on_device(microbatch, self.world.device))
             return moved[0]
 
         def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -527,11 +527,9 @@ class StepEngine(Engine):
     def _loss(
         self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
     ) -> Loss:
-        data = microbatch.data
         if isinstance(loss_fn, Objective):
-            loss_fn = loss_fn.counted(data)
-        if self.world.device.type != "cpu":
-            data = move_to(data, self.world.device)
+            loss_fn = loss_fn.counted(microbatch.data)
+        data = on_device(microbatch, self.world.device)
         with self.precision.forward():
             loss = loss_fn(model, data)
         self._check_loss(loss, training=training)

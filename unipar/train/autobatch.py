@@ -6,7 +6,8 @@ import logging
 
 import torch
 
-from unipar.data import Loader
+from unipar.data import Loader, move_to
+from unipar.data.batch import MicroBatch
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.strategy import Engine
@@ -34,7 +35,7 @@ def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: 
     while True:
         candidate = loader.with_micro_batch_size(size)
         microbatch = candidate.peek().microbatches[0]
-        if all(world.gather(_fits(engine, microbatch, loss_fn))):
+        if all(world.gather(_fits(engine, microbatch, loss_fn, world.device))):
             log.info("micro_batch_size='auto': %d fits", size)
             return candidate
         if size == 1:
@@ -46,9 +47,12 @@ def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: 
         size //= 2
 
 
-def _fits(engine: Engine, microbatch, loss_fn: LossFn) -> bool:
+def _fits(engine: Engine, microbatch: MicroBatch, loss_fn: LossFn, device: torch.device) -> bool:
     try:
+        # As in the run, where the next micro-batch is on its way by then.
+        beside = move_to(microbatch.data, device)
         engine.probe(microbatch, loss_fn)
+        del beside
     except (torch.OutOfMemoryError, MemoryError):
         fits = False
     except RuntimeError as error:

@@ -10,7 +10,12 @@ from unipar.errors import ConfigError
 
 
 def training_loader(
-    config: RunFields, data: Any, *, data_rank: int = 0, data_size: int = 1
+    config: RunFields,
+    data: Any,
+    *,
+    data_rank: int = 0,
+    data_size: int = 1,
+    pin_memory: bool | None = None,
 ) -> Loader:
     """A rank's share of the training data, in the global order.
 
@@ -21,6 +26,7 @@ def training_loader(
         data: what to train on.
         data_rank: which share.
         data_size: number of shares.
+        pin_memory: whether batches go to page-locked memory; left out: as the data says.
 
     Raises:
         ConfigError: neither the config nor the data says how large a global batch is.
@@ -42,6 +48,7 @@ def training_loader(
         seed=config.seed,
         shuffle=config.shuffle,
         num_workers=config.num_workers,
+        pin_memory=pin_memory,
     )
 
 
@@ -52,6 +59,7 @@ def evaluation_loader(
     *,
     data_rank: int = 0,
     data_size: int = 1,
+    pin_memory: bool | None = None,
 ) -> Loader | None:
     """A rank's share of the evaluation data, in the order of the data.
 
@@ -61,6 +69,7 @@ def evaluation_loader(
         micro_batch_size: samples that a rank can take in one forward pass.
         data_rank: which share.
         data_size: number of shares.
+        pin_memory: whether batches go to page-locked memory; left out: as the data says.
 
     Raises:
         DataError: there is data, and it is empty or cannot be used.
@@ -76,4 +85,5 @@ def evaluation_loader(
         data_size=data_size,
         shuffle=False,
         num_workers=config.num_workers,
+        pin_memory=pin_memory,
     )

@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from unipar import checkpoint, launch
-from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, RunResult, StepRecord
+from unipar.callbacks import (
+    Callback,
+    History,
+    LoggerCallback,
+    ProgressBar,
+    RunInfo,
+    RunResult,
+    StepRecord,
+)
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import CheckpointConfig
 from unipar.data import Loader
 from unipar.data.batch import Batch
+from unipar.data.feed import pins_for
 from unipar.errors import ConfigError, NonFiniteLossError, Terminated
 from unipar.objective import Objective
 from unipar.optimizers.named import LOSS, NamedScheduler, takes_metric
@@ -97,7 +106,8 @@ class TrainingRun:
         self.signals = signals
         self.config = job.config
         self.step = 0
-        self.history: list[StepRecord] = []
+        self.history = History()
+        self._peak_memory = 0
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self._announced: Path | None = None
@@ -126,6 +136,7 @@ class TrainingRun:
             self.job.data,
             data_rank=self.world.data_rank,
             data_size=self.world.data_size,
+            pin_memory=pins_for(self.world.device),
         )
 
     def _engine(self) -> Engine:
@@ -158,6 +169,7 @@ class TrainingRun:
             self.loader.micro_batch_size,
             data_rank=self.world.data_rank,
             data_size=self.world.data_size,
+            pin_memory=pins_for(self.world.device),
         )
 
     def _saver(self) -> Saver | None:
@@ -269,7 +281,8 @@ class TrainingRun:
             epoch = self.loader.position.epoch
             if epochs is not None and epoch >= epochs:
                 return
-            for batch in self.loader:
+            limit = None if steps is None else steps - self.step
+            for batch in self.session.feed(self.loader, limit=limit):
                 yield batch
                 if steps is not None and self.step >= steps:
                     return
@@ -328,6 +341,9 @@ class TrainingRun:
             log.exception("recording step %d failed while the run was ending", self.step)
 
     def _record(self, batch: Batch, done: StepResult, lr: Any, seconds: float) -> None:
+        every = self.config.log_every
+        if self.step % every == 0 or self.step in (self.start_step + 1, self.total_steps):
+            self._peak_memory = peak_memory(self.world.device.type)
         record = StepRecord(
             step=self.step,
             epoch=batch.epoch,
@@ -337,7 +353,7 @@ class TrainingRun:
             num_items=done.num_items,
             num_samples=batch.global_num_samples,
             seconds=seconds,
-            peak_memory=peak_memory(self.world.device.type),
+            peak_memory=self._peak_memory,
             skipped=done.skipped,
         )
         self.history.append(record)
@@ -449,8 +465,7 @@ class TrainingRun:
         raise Terminated(number)
 
     def _result(self, newest: Path | None, wall_time: float) -> RunResult:
-        seconds = sum(record.seconds for record in self.history)
-        items = sum(record.num_items for record in self.history)
+        items, seconds = self.history.num_items, self.history.seconds
         return RunResult(
             metrics=dict(self.metrics),
             history=self.history,

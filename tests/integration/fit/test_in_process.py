@@ -382,3 +382,19 @@ def test_loss_fn_of_the_caller_sees_the_module_itself(run: Run):
 
     for strategy in ("single", "fsdp"):
         run(loss=uses_attribute, strategy=strategy, steps=1)
+
+
+def test_memory_is_looked_at_as_often_as_metrics_are_logged(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[int] = []
+
+    def peak(device_type: str) -> int:
+        asked.append(len(asked) + 1)
+        return asked[-1]
+
+    monkeypatch.setattr("unipar.train.loop.peak_memory", peak)
+    result = run(strategy="single", steps=8, log_every=3)
+    # In the first step, the third, the sixth and the last one; and once for the whole run.
+    assert [r.peak_memory for r in result.history] == [1, 1, 2, 2, 2, 3, 3, 4]
+    assert result.peak_memory == [5]

@@ -26,6 +26,7 @@ from small_run import (
 )
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.data import DataLoader
 
 from unipar import Callback, RunInfo, StepRecord, fit, load_model
 from unipar.errors import ConfigError, DataError, NonFiniteLossError, Terminated
@@ -305,6 +306,39 @@ def test_metrics_where_ranks_have_seen_unequally_much(
         **settings(tmp_path / "alone", steps=1, eval_data=data(num_samples), metrics=metrics),
     )
     assert found[0] == pytest.approx(alone.metrics, rel=1e-5)
+
+
+class Unsteady(Net):
+    """Gives another output each time, on one rank."""
+
+    runs, unsteady = 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Unsteady.runs += not self.training
+        return super().forward(x) + (torch.rand(()) if self.unsteady else 0.0)
+
+
+@pytest.mark.parametrize(("unsteady", "runs"), [(False, 4), (True, 6)])
+def test_ranks_agree_on_running_the_model_once_in_an_evaluation(
+    world_pool: WorldPools, tmp_path: Path, unsteady: bool, runs: int
+):
+    """Passes through a divided model are collective: a rank that ran it alone would wait."""
+
+    def task(placement: Placement) -> int:
+        torch.manual_seed(1)
+        Unsteady.runs, Unsteady.unsteady = 0, unsteady and placement.rank == 1
+        fit_in_world(
+            placement,
+            tmp_path,
+            Unsteady(),
+            strategy="fsdp",
+            steps=1,
+            eval_data=DataLoader(data(12), batch_size=4),
+            metrics={"accuracy": accuracy},
+        )
+        return Unsteady.runs
+
+    assert world_pool(2).run(task) == [runs, runs]
 
 
 class CopiesAtTheEnd(Callback):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from unipar.callbacks import ProgressBar, RunResult
+from unipar.callbacks import History, ProgressBar, RunResult
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -30,7 +30,7 @@ def plain_bar():
 def result_of(records, run):
     return RunResult(
         metrics={"train_loss": records[-1].loss},
-        history=list(records),
+        history=History(records),
         evaluations=[(50, {"loss": 0.5}), (100, {"loss": 0.25, "accuracy": 0.9375})],
         checkpoint=run.output_dir / "step-00000100",
         items_per_second=64321.0,

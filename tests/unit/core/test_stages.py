@@ -14,6 +14,7 @@ from torch import nn
 from unipar import checkpoint
 from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import Schedule, StageCall, Stages, StepEngine, build_optimizer
+from unipar.evaluation.evaluate import evaluate
 from unipar.objective import Objective
 from unipar.strategy import EngineSpec
 from unipar.world import Placement, World
@@ -129,6 +130,24 @@ def test_a_whole_batch_is_evaluated_in_one_run_of_the_schedule() -> None:
     found = engine.eval_batch(batch, SQUARE)
     assert float(found.total) / float(found.count) == pytest.approx(expected, rel=1e-6)
     assert float(found.count) == 5
+
+
+def test_loss_and_metrics_are_made_of_one_run_of_the_schedule() -> None:
+    def largest(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (output - x).abs().mean()
+
+    def measured(inputs: Any) -> tuple[dict[str, float], int]:
+        engine = staged()
+        predict = Objective(inputs, lambda output, x: (output, x))
+        metrics = {"off": largest}
+        found = evaluate(engine, batches(), SQUARE, engine.world, metrics=metrics, predict=predict)
+        schedule = engine._schedule
+        assert isinstance(schedule, OneAfterTheOther)
+        return found, schedule.computed
+
+    once, runs = measured(SQUARE.inputs)
+    assert runs == 4
+    assert measured(lambda x: x) == (once, 8)
 
 
 def test_a_loop_of_ones_own_is_refused() -> None:
