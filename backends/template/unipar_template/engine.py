@@ -12,6 +12,7 @@ from torch import nn
 from unipar.engine import (
     Reducer,
     StepEngine,
+    broadcast_tensors,
     build_optimizer,
     checkpoint_activations,
     compile_modules,
@@ -52,10 +53,7 @@ class AllReducer(Reducer):
 
     def share_weights(self) -> None:
         """Give every rank the weights of rank 0: a user may have built another on each."""
-        if self.world.size > 1:
-            for parameter in self.parameters:
-                dist.broadcast(parameter.detach(), src=0)
-        self.share_buffers()
+        broadcast_tensors([*self.parameters, *self.module.buffers()], self.world)
 
     def begin(self, *, whole_step: bool) -> None:
         # Replicas whose buffers differ compute different functions.
