@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unipar import registry
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.world import Placement, World
 from unipar_torch import from_host, sharding
 

@@ -42,7 +42,7 @@ from unipar.engine import (
 from unipar.engine.sharded import discard_gradients, refuse_gradients_outside, total_norm_of_shards
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
-from unipar.torch_versions import recovering
+from unipar.utils.torch_versions import recovering
 from unipar.world import World
 from unipar_torch.from_host import give_values, host_model, take_values, tied_names
 
