@@ -34,7 +34,7 @@ def make_engine(spec: EngineSpec, world: World, options: TemplateOptions) -> Ste
     reducer = AllReducer(module, world, bucket_bytes=round(options.bucket_mb * 2**20))
     reducer.share_weights()
     # Once the parameters have their final form.
-    optimizer = build_optimizer(spec, module)
+    optimizer = build_optimizer(spec, module, may_fuse=True)
     return StepEngine(spec, world, module, optimizer, reducer=reducer, undo=undo)
 
 

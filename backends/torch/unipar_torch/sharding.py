@@ -95,7 +95,7 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
     undo.append(refuse_changed_weights(module, "fsdp", parts, lambda p: not isinstance(p, DTensor)))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)
-    optimizer = build_optimizer(spec, module)
+    optimizer = build_optimizer(spec, module, may_fuse=True)
     precision = PrecisionPolicy(spec.precision, world.device)
     stepper = None
     if optimizer is not None:
