@@ -96,7 +96,9 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)
     optimizer = build_optimizer(spec, module, may_fuse=True)
-    precision = PrecisionPolicy(spec.precision, world.device)
+    # FSDP casts what goes into its units itself, unless it is told to leave parameters as they are.
+    autocast = options.param_dtype == "fp32"
+    precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast)
     stepper = None
     if optimizer is not None:
         parameters = module.parameters()
@@ -106,7 +108,7 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
         world,
         module,
         optimizer,
-        reducer=ShardReducer(module, world),
+        reducer=ShardReducer(module, world, every=options.reduce_scatter_every_microbatch),
         precision=precision,
         stepper=stepper,
         undo=undo,
@@ -114,16 +116,26 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
 
 
 class ShardReducer(Reducer):
-    """Reduce-scatters gradients during the backward pass of the last micro-batch."""
+    """Reduce-scatters gradients during backward passes.
 
-    # Between micro-batches they are inside FSDP; and a DTensor does not tell of all changes.
+    Args:
+        module: the root of what ``fully_shard`` was called for.
+        world: the joined processes.
+        every: whether each micro-batch's are, and not those of all together in the last one.
+    """
+
+    # FSDP may have them; and a DTensor does not tell of all changes.
     hides_gradients = True
 
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    def __init__(self, module: nn.Module, world: World, *, every: bool) -> None:
+        super().__init__(module, world)
+        self._every = every
+
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        self.module.set_requires_gradient_sync(last)
+        self.module.set_requires_gradient_sync(last or self._every)
         try:
             yield
         finally:
