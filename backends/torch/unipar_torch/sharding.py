@@ -129,7 +129,7 @@ class ShardReducer(Reducer):
 
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, module: nn.Module, world: World, *, every: bool) -> None:
+    def __init__(self, module: nn.Module, world: World, *, every: bool = True) -> None:
         super().__init__(module, world)
         self._every = every
 
