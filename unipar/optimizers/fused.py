@@ -52,7 +52,7 @@ def is_fused(name: str, options: Mapping[str, Any], parameters: Sequence[torch.T
     if sparse is None or chosen or options.get("differentiable"):
         return False
     divided = {is_dtensor(parameter) for parameter in parameters}
-    # torch 2.13, distributed/tensor/_ops/_pointwise_ops.py, and 2.8 likewise: there are rules for
+    # torch 2.13, distributed/tensor/_ops/_pointwise_ops.py, and 2.8 to 2.15: there are rules for
     # Adam's kernels and for none of SGD's, and none for DTensors among plain tensors.
     able = {"adam", "adamw"} if divided == {True} else {"adam", "adamw", "sgd"}
     return (
