@@ -43,6 +43,7 @@ from unipar.strategy import (
 )
 from unipar.utils.devices import DeviceChoice, resolve_device_type
 from unipar.utils.garbage_collection import no_collection
+from unipar.utils.matmul_precision import MatmulPrecision, set_matmul_precision
 from unipar.world import Placement, World
 
 log = logging.getLogger("unipar")
@@ -64,6 +65,9 @@ class Session:
         model: what will be prepared, one or several, for ``"auto"`` with several processes to go
             by: it shards what would not fit on a device. Nothing else looks at it.
         precision: the compute dtype of every engine; weights and reductions stay fp32.
+        float32_matmul_precision: how exactly matrix products of fp32 tensors are computed inside
+            the ``with`` block, as :func:`torch.set_float32_matmul_precision` takes it; left out: as
+            torch is set.
         device: ``"auto"`` takes the GPU where there is one.
         seed: seeds torch's generators and the order of data.
         timeout: seconds that a collective waits for a rank.
@@ -87,6 +91,7 @@ class Session:
         *,
         model: nn.Module | ModelFactory | Sequence[nn.Module | ModelFactory] = (),
         precision: Precision = "fp32",
+        float32_matmul_precision: MatmulPrecision | None = None,
         device: DeviceChoice = "auto",
         seed: int = 0,
         timeout: float = 1800.0,
@@ -95,6 +100,7 @@ class Session:
     ) -> None:
         asked = {
             "precision": precision,
+            "float32_matmul_precision": float32_matmul_precision,
             "device": device,
             "seed": seed,
             "timeout": timeout,
@@ -110,6 +116,7 @@ class Session:
         self._owners = WeakIdKeyDictionary()
         self._undo: list[Undo] = []
         self._precision: Precision = precision
+        self._matmul_precision: MatmulPrecision | None = float32_matmul_precision
         self._on_nan: OnNaN = on_nan
         self._seed = seed
 
@@ -120,9 +127,15 @@ class Session:
 
     def __enter__(self) -> Session:
         check_capabilities(self.strategy, self._spec(nn.Identity()), self._placement)
-        with no_collection():
-            self.world = self.strategy.setup(self._placement)
-        self._check_layout()
+        restore = set_matmul_precision(self._matmul_precision)
+        try:
+            with no_collection():
+                self.world = self.strategy.setup(self._placement)
+            self._check_layout()
+        except BaseException:
+            restore()
+            raise
+        self._undo.append(restore)
         self._peers = peers.watch(self.world)
         torch.manual_seed(self._seed)
         return self

@@ -37,6 +37,7 @@ from unipar.objective import Objective
 from unipar.optimizers.groups import factories, holds_functions
 from unipar.strategy import EngineSpec, registry, seeded_model
 from unipar.utils.devices import resolve_device_type
+from unipar.utils.matmul_precision import set_matmul_precision
 from unipar.world import Placement
 
 
@@ -88,21 +89,26 @@ def work(
             )
         return value
 
-    _import(loop).train(
-        {
-            "model": model,
-            "dataset": source.dataset,
-            "collate": source.collate_fn,
-            "batches": batches,
-            "loss": mean_loss,
-            **built,
-            "max_grad_norm": config.max_grad_norm,
-            "precision": config.precision,
-            "device": placement.device,
-            "options": {k: v for k, v in registry.as_mapping(cell.strategy).items() if k != "name"},
-            "record": clock.record,
-        }
-    )
+    options = {k: v for k, v in registry.as_mapping(cell.strategy).items() if k != "name"}
+    restore = set_matmul_precision(config.float32_matmul_precision)
+    try:
+        _import(loop).train(
+            {
+                "model": model,
+                "dataset": source.dataset,
+                "collate": source.collate_fn,
+                "batches": batches,
+                "loss": mean_loss,
+                **built,
+                "max_grad_norm": config.max_grad_norm,
+                "precision": config.precision,
+                "device": placement.device,
+                "options": options,
+                "record": clock.record,
+            }
+        )
+    finally:
+        restore()
     samples = float(config.global_batch_size or 0)
     RankRecord(
         rank=Rank(rank=placement.rank, seconds=clock.seconds, threads=torch.get_num_threads()),

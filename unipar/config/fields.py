@@ -40,6 +40,7 @@ from unipar.errors import ConfigError
 from unipar.strategy import OnNaN, Precision, StrategyOptions
 from unipar.strategy.registry import as_mapping
 from unipar.utils.documents import Document, KeyPath, read_document
+from unipar.utils.matmul_precision import MatmulPrecision
 from unipar.utils.signals import GRACE_PERIOD
 from unipar.utils.validation import check_plain, config_error
 
@@ -139,6 +140,9 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     precision: Precision = "fp32"
     """Compute dtype; weights and reductions are fp32 in all of them. fp8 is bf16 with linear layers
     in float8, by torchao."""
+    float32_matmul_precision: MatmulPrecision | None = None
+    """How exactly matrix products of fp32 tensors are computed: highest (fp32), high (TF32 on GPUs,
+    or three products in bf16), medium (bf16); left out: as torch is set, highest by default."""
     max_grad_norm: PositiveFloat | None = None
     """The 2-norm that the whole gradient is clipped to."""
     activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"

@@ -6,6 +6,7 @@ plain loop: a :class:`Reducer`, a :class:`PrecisionPolicy`, a :class:`Stepper`, 
 """
 
 from unipar.engine.average import LossAverage
+from unipar.engine.broadcast import broadcast_tensors, share_buffers
 from unipar.engine.ddp import DDPReducer, disarm, sparse_parameters
 from unipar.engine.divisible import check_divisible, with_divisible_optimizer
 from unipar.engine.divisions import (
@@ -20,7 +21,7 @@ from unipar.engine.flat import flat_state
 from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
-from unipar.engine.reducer import Reducer, share_buffers
+from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import Schedule, StageCall
 from unipar.engine.stages import Stages
 from unipar.engine.state import (
@@ -68,6 +69,7 @@ __all__ = [
     "Undo",
     "Update",
     "backward_pass",
+    "broadcast_tensors",
     "build_optimizer",
     "check_divisible",
     "check_float8",

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from unipar.engine.broadcast import share_buffers
 from unipar.world import World
 
 
@@ -125,20 +125,3 @@ class Reducer:
 
     def close(self) -> None:
         """Undo what was done to the module."""
-
-
-def share_buffers(module: nn.Module, world: World) -> None:
-    """Give every rank the buffers of rank 0 (ranks see different batches in BatchNorm). Collective.
-
-    One message for each dtype and device.
-    """
-    if world.size == 1:
-        return
-    by_kind: dict[Any, list[torch.Tensor]] = {}
-    for buffer in module.buffers():
-        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer.detach())
-    for buffers in by_kind.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        dist.broadcast(flat, src=0)
-        for buffer, sent in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-            buffer.copy_(sent.view(buffer.shape))

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unipar.data.batch import Batch, MicroBatch
 from unipar.data.feed import on_device
 from unipar.engine.average import LossAverage
+from unipar.engine.ddp import sparse_parameters
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
 from unipar.engine.last_step import LastStep, keep_hyperparameters
@@ -28,6 +29,7 @@ from unipar.engine.stepper import OptimizerStepper, Stepper
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.objective import Objective, require_objective
+from unipar.optimizers.fused import fused_by_default
 from unipar.optimizers.named import takes_metric
 from unipar.state import EngineState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult
@@ -36,9 +38,22 @@ from unipar.utils.progress_marks import mark
 from unipar.world import World
 
 
-def build_optimizer(spec: EngineSpec, module: nn.Module) -> Optimizer | None:
-    """The optimizer that the user asked for, over parameters in their final form."""
-    return None if spec.optimizer is None else spec.optimizer(module.named_parameters())
+def build_optimizer(
+    spec: EngineSpec, module: nn.Module, *, may_fuse: bool = False
+) -> Optimizer | None:
+    """The optimizer that the user asked for, over parameters in their final form.
+
+    Args:
+        spec: what the user asked for.
+        module: with the parameters.
+        may_fuse: whether one that is chosen by name may be a fused one on GPUs: it steps these
+            parameters themselves, not what a framework puts in their places.
+    """
+    if spec.optimizer is None:
+        return None
+    fusing = fused_by_default(sparse_parameters(module)) if may_fuse else contextlib.nullcontext()
+    with fusing:
+        return spec.optimizer(module.named_parameters())
 
 
 class StepEngine(Engine):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from unipar.errors import ConfigError, did_you_mean
+from unipar.optimizers.fused import is_fused
 
 _NEED_CALLS = {
     "lbfgs": "it evaluates the model several times a step",
@@ -74,6 +75,8 @@ class NamedOptimizer:
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """Build it over the parameters that require grad.
 
+        On GPUs it may be a fused one; see :func:`unipar.optimizers.fused.is_fused`.
+
         Raises:
             ConfigError: none of them does, or the optimizer cannot take their shapes.
         """
@@ -83,7 +86,10 @@ class NamedOptimizer:
                 "the model has no trainable parameter (requires_grad is False for all, or there "
                 "is none): unfreeze what should be trained."
             )
-        return _build("optimizer", OPTIMIZERS, self.name, trainable, self.options)
+        options = dict(self.options)
+        if is_fused(self.name.lower(), options, trainable):
+            options["fused"] = True
+        return _build("optimizer", OPTIMIZERS, self.name, trainable, options)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Capabilities:
         skip_nan: whether a step with a non-finite loss can be skipped (``on_nan="skip"``).
         half_weights: whether ``bf16`` and ``fp16`` round the weights that compute, buffers
             included, and the gradients; the optimizer updates fp32 weights beside them. Elsewhere
-            half precision is autocast's, which rounds neither.
+            half precision is autocast's, which rounds neither, or as near to fp32 as that.
         splits_tensors: whether the optimizer is given parts of tensors. Preparing an engine then
             refuses one that would update parts otherwise than the whole, and two engines of a
             session may have no parameter in common.

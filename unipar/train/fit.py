@@ -36,6 +36,7 @@ from unipar.train.arguments import check_objects
 from unipar.train.job import Job
 from unipar.train.loaders import evaluation_loader
 from unipar.train.loop import train
+from unipar.utils.matmul_precision import MatmulPrecision
 from unipar.utils.scratch import scratch, tmpdir_remedy
 
 
@@ -62,6 +63,7 @@ def fit(
     steps: int | Unset | None = UNSET,
     eval_every: int | Unset | None = UNSET,
     precision: Precision | Unset = UNSET,
+    float32_matmul_precision: MatmulPrecision | Unset | None = UNSET,
     max_grad_norm: float | Unset | None = UNSET,
     activation_checkpointing: str | Sequence[str] | Unset = UNSET,
     compile: bool | Mapping[str, Any] | Unset = UNSET,
@@ -119,6 +121,8 @@ def fit(
         eval_every: steps between evaluations; default: each epoch's end.
         precision: compute dtype, ``"fp32"``, ``"bf16"``, ``"fp16"``, or ``"fp8"`` (``"bf16"``
             with linear layers in float8); weights and reductions are fp32.
+        float32_matmul_precision: how exactly matrix products of fp32 tensors are computed, as
+            :func:`torch.set_float32_matmul_precision` takes it; default: as torch is set.
         max_grad_norm: 2-norm to clip the whole gradient to; ``math.inf`` only measures it.
         activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
         compile: whether to use ``torch.compile``, or its keyword arguments.

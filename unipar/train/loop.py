@@ -59,6 +59,7 @@ def train(job: Job, placement: Placement) -> RunResult:
     session = Session(
         config.strategy,
         precision=config.precision,
+        float32_matmul_precision=config.float32_matmul_precision,
         device=placement.device_type,  # pyright: ignore[reportArgumentType]
         seed=config.seed,
         timeout=config.timeout,

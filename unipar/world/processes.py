@@ -323,25 +323,22 @@ def join(
         layout: how the processes are arranged; left out: as replicas, one each.
         process_group: also make a group when the run has one process (what DDP and FSDP need).
     """
-    if placement.device_type == "cuda":
-        torch.cuda.set_device(placement.local_rank)
+    device = placement.device if placement.device_type == "cuda" else None
+    if device is not None:
+        torch.cuda.set_device(device)
     owns = False
     if (placement.size > 1 or process_group) and not dist.is_initialized():
-        # Both backends in one group: gloo carries the core's own values from the host.
-        backend = "cpu:gloo,cuda:nccl" if placement.device_type == "cuda" else "gloo"
-        timeout = timedelta(seconds=placement.timeout)
-        if placement.size == 1:
-            dist.init_process_group(
-                backend, store=HashStore(), rank=0, world_size=1, timeout=timeout
-            )
-        else:
-            dist.init_process_group(
-                backend,
-                store=meet(placement),
-                rank=placement.rank,
-                world_size=placement.size,
-                timeout=timeout,
-            )
+        dist.init_process_group(
+            # Both backends in one group: gloo carries the core's own values from the host.
+            backend="gloo" if device is None else "cpu:gloo,cuda:nccl",
+            store=HashStore() if placement.size == 1 else meet(placement),
+            rank=placement.rank,
+            world_size=placement.size,
+            timeout=timedelta(seconds=placement.timeout),
+            # NCCL connects now, and not in the first collective; which device a rank uses is said,
+            # not guessed from its number; and smaller groups are split from this one.
+            device_id=device,
+        )
         owns = True
     return World(placement, layout, owns_group=owns)
 

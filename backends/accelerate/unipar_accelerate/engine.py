@@ -58,7 +58,7 @@ def prepare_replica(
     undo: list[Undo],
 ) -> AccelerateEngine:
     """A replica under DDP, unless the process is alone. Collective."""
-    optimizer = build_optimizer(spec, module)
+    optimizer = build_optimizer(spec, module, may_fuse=True)
     undo = [partial(_free, accelerator), *undo, _restored(module)]
     prepared: Any = None
     with quiet():

@@ -6,10 +6,7 @@ import functools
 import os
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-from torch import nn
-
-from unipar.engine import checkpoint_activations, compile_modules
+from unipar.engine import broadcast_tensors, checkpoint_activations, compile_modules
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.strategy import (
@@ -110,7 +107,8 @@ class AccelerateStrategy(Strategy):
         accelerator = make_accelerator(self._framework, self.options, spec, module, world)
         if self.options.plugin == "ddp":
             return prepare_replica(spec, world, module, accelerator, self.options, undo)
-        _make_equal(module)
+        # As DDP does, and FSDP2 does not.
+        broadcast_tensors([*module.parameters(), *module.buffers()], world)
         return prepare_shards(spec, world, module, accelerator, self.options, undo)
 
     def _prepare_deepspeed(self, spec: EngineSpec, world: World) -> Engine:
@@ -132,9 +130,3 @@ class AccelerateStrategy(Strategy):
         self._framework.stop()
         if self.options.plugin == "deepspeed":
             self._deepspeed.teardown()
-
-
-def _make_equal(module: nn.Module) -> None:
-    """Give every rank rank 0's weights, as DDP does and FSDP2 does not."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +15,7 @@ from unipar.engine import (
     OptimizerStepper,
     PrecisionPolicy,
     StepEngine,
+    broadcast_tensors,
     build_optimizer,
 )
 from unipar.strategy import EngineSpec
@@ -47,8 +47,7 @@ class Start:
 
         Colossal-AI takes each rank's part from that rank's own weights.
         """
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.world)
 
     def boost(self, optimizer: Optimizer | None) -> tuple[Any, Any]:
         """What Colossal-AI makes of the module and of an optimizer; ``None`` of none."""

@@ -12,6 +12,7 @@ from torch import nn
 from unipar.engine import (
     Reducer,
     StepEngine,
+    broadcast_tensors,
     build_optimizer,
     checkpoint_activations,
     compile_modules,
@@ -34,7 +35,7 @@ def make_engine(spec: EngineSpec, world: World, options: TemplateOptions) -> Ste
     reducer = AllReducer(module, world, bucket_bytes=round(options.bucket_mb * 2**20))
     reducer.share_weights()
     # Once the parameters have their final form.
-    optimizer = build_optimizer(spec, module)
+    optimizer = build_optimizer(spec, module, may_fuse=True)
     return StepEngine(spec, world, module, optimizer, reducer=reducer, undo=undo)
 
 
@@ -53,10 +54,7 @@ class AllReducer(Reducer):
 
     def share_weights(self) -> None:
         """Give every rank the weights of rank 0: a user may have built another on each."""
-        if self.world.size > 1:
-            for parameter in self.parameters:
-                dist.broadcast(parameter.detach(), src=0)
-        self.share_buffers()
+        broadcast_tensors([*self.parameters, *self.module.buffers()], self.world)
 
     def begin(self, *, whole_step: bool) -> None:
         # Replicas whose buffers differ compute different functions.

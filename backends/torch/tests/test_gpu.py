@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from plain import BATCH, batches, build, loss_fn
 from torch import nn
 
 from unipar import checkpoint
 from unipar.data.batch import Batch, MicroBatch
+from unipar.optimizers.named import NamedOptimizer
 from unipar.strategy import EngineSpec, Precision, registry
-from unipar.world import Placement
+from unipar.world import Placement, joined
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,3 +124,35 @@ def test_fused_optimizer_state_survives_a_checkpoint(strategy: str, tmp_path: Pa
     checkpoint.load(path, {"model": again}, world)
     assert train(again) == pytest.approx(on, rel=1e-5)
     world.leave()
+
+
+@pytest.mark.parametrize(("strategy", "sgd"), [("single", True), ("ddp", True), ("fsdp", None)])
+def test_optimizers_by_name_are_fused(strategy: str, sgd: bool | None) -> None:
+    for name, expected in (("adamw", True), ("sgd", sgd)):
+        found = registry.resolve(strategy)
+        world = found.setup(Placement(device_type="cuda"))
+        spec = EngineSpec(build(), optimizer=NamedOptimizer(name, {"lr": 1e-2}))
+        engine: Any = found.prepare(spec, world)
+        losses = train(engine)
+        world.leave()
+        assert [group["fused"] for group in engine.optimizer.param_groups] == [expected]
+        if name == "adamw":
+            assert losses == pytest.approx(reference(torch.float32), rel=1e-5)
+
+
+def test_offloaded_shards_are_never_on_the_gpu() -> None:
+    found = registry.resolve("fsdp:cpu_offload=true")
+    world = found.setup(Placement(device_type="cuda"))
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found.prepare(EngineSpec(model, optimizer=NamedOptimizer("adamw")), world)
+    world.leave()
+    assert torch.cuda.max_memory_allocated() - before < 1024 * 1024 * 4
+
+
+def test_the_group_is_bound_to_the_gpu() -> None:
+    with joined(Placement(device_type="cuda")):
+        assert dist.group.WORLD is not None
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)

@@ -11,6 +11,7 @@ from plain import BATCH, WIDTH, Model, batches, build, loss_fn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+import unipar
 from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec, registry
@@ -83,6 +84,8 @@ def largest_difference(losses: list[float]) -> float:
         "fsdp:sharding=grad_op",
         "fsdp:sharding=hybrid,shard_size=2",
         "fsdp:sharding=hybrid,shard_size=1",
+        "fsdp:reduce_scatter_every_microbatch=false",
+        "fsdp:reduce_scatter_every_microbatch=false,sharding=hybrid,shard_size=1",
     ],
 )
 def test_option_trains_the_same_run(world_pool: Any, strategy: str) -> None:
@@ -124,6 +127,80 @@ def test_reduce_dtype_takes_effect_under_bf16(world_pool: Any) -> None:
     assert gathered == pytest.approx(autocast, rel=1e-6)
     for seen in (exact, rounded, gathered):
         assert largest_difference(seen) < 5e-2
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_gradients_are_divided_between_microbatches_unless_kept_whole(
+    world_pool: Any, divided: bool
+) -> None:
+    class Seeing(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[set[str]] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Those of what the root gathers are whole by now, and of the blocks shards.
+            self.seen.append({type(p.grad).__name__ for p in self.parameters()} - {"NoneType"})
+            return super().forward(x)
+
+    def seen(placement: Placement) -> list[set[str]]:
+        torch.manual_seed(3)
+        model = Seeing()
+        option = f"fsdp:reduce_scatter_every_microbatch={str(divided).lower()}"
+        train(placement, option, model=model)
+        return model.seen
+
+    for found in world_pool(2).run(seen):
+        assert found[:4] == [set(), {"DTensor" if divided else "Tensor"}] * 2
+
+
+def test_fsdp_in_half_precision_computes_without_autocast(world_pool: Any) -> None:
+    def seen(placement: Placement, strategy: str, precision: Any) -> set[Any]:
+        found: set[Any] = set()
+
+        class Looking(Model):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                autocast = torch.is_autocast_enabled("cpu")
+                found.add((autocast, self.head.weight.dtype, x.dtype))
+                return super().forward(x)
+
+        train(placement, strategy, model=Looking(), precision=precision)
+        return found
+
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        run = world_pool(2).run
+        assert run(seen, "fsdp", precision)[0] == {(False, dtype, dtype)}
+        autocast = run(seen, "fsdp:param_dtype=fp32", precision)[0]
+        assert autocast == {(True, torch.float32, torch.float32)}
+
+
+class NormInFP32(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x.float()))
+
+
+def test_tensors_of_other_dtypes_are_explained(world_pool: Any) -> None:
+    def losses(placement: Placement, strategy: str, model: nn.Module) -> Any:
+        inputs, targets = batches()[0]
+        micro = MicroBatch((inputs[placement.rank :: 2], targets[placement.rank :: 2]), BATCH // 2)
+        try:
+            with unipar.Session(strategy, precision="bf16", placement=placement) as session:
+                engine = session.prepare(model, optimizer="sgd")
+                return engine.train_step(Batch((micro,), BATCH), loss_fn).loss
+        except ConfigError as error:
+            return str(error)
+
+    for model in (NormInFP32(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))):
+        for said in world_pool(2).run(losses, "fsdp", model):
+            assert isinstance(said, float) or "fsdp:param_dtype=fp32" in said
+        for loss in world_pool(2).run(losses, "fsdp:param_dtype=fp32", model):
+            assert isinstance(loss, float)
+    assert all(isinstance(said, str) for said in world_pool(2).run(losses, "fsdp", NormInFP32()))
 
 
 def test_fsdp_shards_the_units_that_it_is_told(world_pool: Any) -> None:

@@ -128,7 +128,7 @@ class DDPStrategy(Strategy):
             _compress(model, options)
         if options.shard_optimizer:
             spec = with_divisible_optimizer(spec, self.name, world, ByTensor(rebuilt=True))
-        optimizer = build_optimizer(spec, module)
+        optimizer = build_optimizer(spec, module, may_fuse=True)
         if optimizer is not None and options.shard_optimizer:
             optimizer = shard_optimizer(optimizer)
         reducer = DDPReducer(

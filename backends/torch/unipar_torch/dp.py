@@ -52,5 +52,5 @@ class DPStrategy(Strategy):
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
         model = nn.DataParallel(module, device_ids=list(range(torch.cuda.device_count())))
-        optimizer = build_optimizer(spec, module)
+        optimizer = build_optimizer(spec, module, may_fuse=True)
         return StepEngine(spec, world, module, optimizer, model=model, undo=undo)

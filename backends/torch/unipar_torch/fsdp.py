@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +17,14 @@ from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 if TYPE_CHECKING:
     from unipar.engine import StepEngine
     from unipar.sizing import Needs
+
+
+_DTYPES_DIFFER = re.compile(
+    "same (data)?type|same dtype|dtypes? match|mixed dtype|expected scalar type"
+    "|(input|bias|weight) type .* should be the same",
+    re.IGNORECASE,
+)
+"""What operations of torch 2.13 say, each in its own words."""
 
 
 class FSDPOptions(StrategyOptions):
@@ -48,7 +57,16 @@ class FSDPOptions(StrategyOptions):
         default="fp32", description="The dtype in which gradients are summed over ranks."
     )
     param_dtype: Literal["compute", "fp32"] = Field(
-        default="compute", description="The dtype in which parameters are gathered."
+        default="compute",
+        description="The dtype in which parameters are gathered. 'compute' is that of the run's "
+        "precision: each unit computes in it, and there is no autocast. 'fp32' leaves parameters "
+        "as they are and computes by autocast, as ddp does: more traffic, and any model runs.",
+    )
+    reduce_scatter_every_microbatch: bool = Field(
+        default=True,
+        description="Gradients are divided among ranks after each micro-batch. false keeps them "
+        "whole on each rank until the last one: one reduction a step, and memory for the gradients "
+        "of the whole model.",
     )
     cpu_offload: bool = Field(
         default=False,
@@ -74,6 +92,8 @@ class FSDPStrategy(Strategy):
     options_type = FSDPOptions
     options: FSDPOptions
     rewrites_module = True
+    _casts = False
+    """Whether an engine's units compute in half precision without autocast."""
 
     @classmethod
     def bid(cls, needs: Needs) -> float:
@@ -106,6 +126,7 @@ class FSDPStrategy(Strategy):
         self.layout(placement)
 
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+        self._casts |= spec.precision != "fp32" and self.options.param_dtype == "compute"
         # FSDP and DTensor take longer to import than torch, and only the workers need them.
         with no_collection():
             from unipar_torch.sharding import prepare
@@ -115,4 +136,17 @@ class FSDPStrategy(Strategy):
     def explain(self, error: BaseException) -> str:
         from unipar.engine.sharded import explain_mixed
 
-        return explain_mixed(error, self.name)
+        return explain_mixed(error, self.name) or (_explain_dtypes(error) if self._casts else "")
+
+
+def _explain_dtypes(error: BaseException) -> str:
+    """What an operation's complaint of its dtypes means; empty for any other error."""
+    if not isinstance(error, RuntimeError) or not _DTYPES_DIFFER.search(str(error)):
+        return ""
+    return (
+        "an operation of the model was given tensors of different dtypes. Under strategy 'fsdp' "
+        "the parameters of a model in half precision are gathered in it, and what goes into each "
+        "unit is cast to it; buffers, and what the model makes in fp32 itself, are not. Use "
+        "strategy='fsdp:param_dtype=fp32', which computes by autocast, or cast the tensor in the "
+        f"model's forward (x.to(self.weight.dtype)). PyTorch says: {error}"
+    )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -43,9 +41,10 @@ from unipar.engine import (
 )
 from unipar.engine.sharded import discard_gradients, refuse_gradients_outside, total_norm_of_shards
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec, seeded_model
+from unipar.strategy import EngineSpec
 from unipar.utils.torch_versions import recovering
 from unipar.world import World
+from unipar_torch.from_host import give_values, host_model, take_values, tied_names
 
 if TYPE_CHECKING:
     from unipar_torch.fsdp import FSDPOptions
@@ -61,8 +60,10 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
     """
     hybrid = world.layout.dp_replicate > 1
     mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
-    module, weights = _unsharded(spec, world)
+    module, weights = host_model(spec, world)
     refuse_parameter_hooks(module, options.strategy)
+    take_values(module)
+    ties = tied_names(module)
     # While weights are whole: a layer does not tell afterwards who will gather its weight.
     undo = [compute_in_float8(module, spec.precision)]
     if spec.parallelize is not None:
@@ -85,17 +86,19 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
             mp_policy=_mixed_precision(spec, options, root=unit is module),
             offload_policy=_offload(world.device, options),
         )
+    _refuse_untied(ties, tied_names(module))
     sum_shards(module)
-    if weights is not None:
-        _materialize(module, weights, world, offloaded=options.cpu_offload)
+    give_values(module, weights, world, offloaded=options.cpu_offload)
     _prefetch(units, options.prefetch)
     # What is changed of a DTensor is changed for good.
     parts = [*units, module]
     undo.append(refuse_changed_weights(module, "fsdp", parts, lambda p: not isinstance(p, DTensor)))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)
-    optimizer = build_optimizer(spec, module)
-    precision = PrecisionPolicy(spec.precision, world.device)
+    optimizer = build_optimizer(spec, module, may_fuse=True)
+    # FSDP casts what goes into its units itself, unless it is told to leave parameters as they are.
+    autocast = options.param_dtype == "fp32"
+    precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast)
     stepper = None
     if optimizer is not None:
         parameters = module.parameters()
@@ -105,7 +108,7 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
         world,
         module,
         optimizer,
-        reducer=ShardReducer(module, world),
+        reducer=ShardReducer(module, world, every=options.reduce_scatter_every_microbatch),
         precision=precision,
         stepper=stepper,
         undo=undo,
@@ -113,16 +116,26 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
 
 
 class ShardReducer(Reducer):
-    """Reduce-scatters gradients during the backward pass of the last micro-batch."""
+    """Reduce-scatters gradients during backward passes.
 
-    # Between micro-batches they are inside FSDP; and a DTensor does not tell of all changes.
+    Args:
+        module: the root of what ``fully_shard`` was called for.
+        world: the joined processes.
+        every: whether each micro-batch's are, and not those of all together in the last one.
+    """
+
+    # FSDP may have them; and a DTensor does not tell of all changes.
     hides_gradients = True
 
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    def __init__(self, module: nn.Module, world: World, *, every: bool = True) -> None:
+        super().__init__(module, world)
+        self._every = every
+
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        self.module.set_requires_gradient_sync(last)
+        self.module.set_requires_gradient_sync(last or self._every)
         try:
             yield
         finally:
@@ -189,48 +202,15 @@ def _large_modules(model: nn.Module, minimum: int) -> list[nn.Module]:
     return taken
 
 
-def _unsharded(spec: EngineSpec, world: World) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
-    """The module to shard; and, where a function builds it, what its tensors are to be filled with.
-
-    Only rank 0 builds a model function's tensors, on the host, and the shards are sent out one
-    tensor at a time: initializers run under DTensor give equal shards on all ranks.
-    """
-    if isinstance(spec.model, nn.Module):
-        module = spec.model.to(world.device)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
-        return module, None
-    weights: dict[str, torch.Tensor] = {}
-    if world.is_main:
-        built = seeded_model(spec)
-        weights = {**built.state_dict(), **dict(built.named_buffers())}
-    try:
-        with torch.device("meta"):
-            return spec.model(), weights
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"the model function cannot run on the meta device ({type(error).__name__}: {error}), "
-            "as fsdp needs to shard a model while it is built. Build the module first and pass it "
-            "instead of the function."
-        ) from error
-
-
-def _materialize(
-    module: nn.Module, weights: dict[str, torch.Tensor], world: World, *, offloaded: bool
-) -> None:
-    module.to_empty(device="cpu" if offloaded else world.device)
-    persistent = set(module.state_dict())
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=True)
-    full: dict[str, Any] = {name: t for name, t in weights.items() if name in persistent}
-    set_model_state_dict(module, full, options=options)
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            if name not in persistent:
-                if world.is_main:
-                    buffer.copy_(weights[name])
-                dist.broadcast(buffer, src=0)
+def _refuse_untied(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Refuse parameters that were one, and of which each unit has made its own."""
+    for name, first in before.items():
+        if after[name] != after[first]:
+            raise ConfigError(
+                f"fsdp: '{first}' and '{name}' are one parameter of the model, and stand in "
+                "modules that are sharded each by itself, which would make two of it. Let one unit "
+                "hold both: name a class that does by wrap=[…], or use wrap=none."
+            )
 
 
 def _prefetch(units: list[nn.Module], ahead: int) -> None:

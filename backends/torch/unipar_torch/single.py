@@ -65,4 +65,6 @@ class SingleStrategy(Strategy):
             checkpoint_activations(module, spec.activation_checkpointing),
             compile_modules([module], spec.compile),
         ]
-        return StepEngine(spec, world, module, build_optimizer(spec, module), undo=undo)
+        return StepEngine(
+            spec, world, module, build_optimizer(spec, module, may_fuse=True), undo=undo
+        )

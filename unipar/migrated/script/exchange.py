@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from unipar.engine import broadcast_tensors
 from unipar.errors import ConfigError
 from unipar.strategy import Engine
 from unipar.world import World
@@ -57,9 +58,7 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
 
 def broadcast_weights(model: nn.Module, world: World) -> None:
     """Give all ranks rank 0's parameters and buffers. Collective."""
-    if world.size > 1:
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor.detach(), src=0)
+    broadcast_tensors(model.state_dict().values(), world)
 
 
 def broadcast_optimizer(

@@ -1,0 +1,73 @@
+"""Many tensors sent from rank 0 in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unipar.world import World
+
+_MESSAGE_BYTES = 2**26
+
+
+def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
+    """Give these tensors the values that they have on rank 0, in place. Collective.
+
+    One message for each dtype, device and 64 MiB; a message needs as much memory again.
+
+    Args:
+        tensors: whole ones, of the same shapes, dtypes and order on every rank.
+        world: the joined processes.
+    """
+    if world.size == 1:
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in by_kind.values():
+        for some in in_pieces(alike, _MESSAGE_BYTES):
+            _broadcast(some)
+
+
+def share_buffers(module: nn.Module, world: World) -> None:
+    """Give every rank the buffers of rank 0 (ranks see different batches in BatchNorm). Collective.
+
+    One message for each dtype and device, or several where they are large.
+    """
+    broadcast_tensors(module.buffers(), world)
+
+
+def in_pieces(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Runs of tensors that have at most ``limit`` bytes together; a larger one alone."""
+    piece: list[torch.Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if piece and filled + tensor.nbytes > limit:
+            yield piece
+            piece, filled = [], 0
+        piece.append(tensor)
+        filled += tensor.nbytes
+    if piece:
+        yield piece
+
+
+def _broadcast(tensors: list[torch.Tensor]) -> None:
+    """One message; of one dtype and device."""
+    alone = len(tensors) == 1 and tensors[0].is_contiguous()
+    flat = tensors[0].view(-1) if alone else torch.cat([t.reshape(-1) for t in tensors])
+    # As bytes: gloo does not know all dtypes.
+    dist.broadcast(flat.view(torch.uint8), src=0)
+    if not alone:
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            tensors,
+            [
+                sent.view(tensor.shape)
+                for tensor, sent in zip(
+                    tensors, flat.split([t.numel() for t in tensors]), strict=True
+                )
+            ],
+        )
