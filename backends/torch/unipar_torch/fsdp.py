@@ -18,22 +18,9 @@ if TYPE_CHECKING:
     from unipar.sizing import Needs
 
 
-class FSDPOptions(StrategyOptions):
-    """What ``fully_shard`` lets one tune."""
+class ShardingOptions(StrategyOptions):
+    """What ``fully_shard`` lets one tune, however ranks are arranged."""
 
-    strategy: ClassVar[str] = "fsdp"
-
-    sharding: Literal["full", "grad_op", "hybrid"] = Field(
-        default="full",
-        description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
-        "backward; 'hybrid' shards within groups of ranks and replicates across them.",
-    )
-    shard_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="With 'hybrid': ranks that share one replica. Default: those of a node, or "
-        "half of all ranks where there is one node.",
-    )
     wrap: Literal["auto", "none"] | tuple[str, ...] = Field(
         default="auto",
         description="Which submodules are gathered as units: the repeated blocks ('auto'), the "
@@ -58,12 +45,43 @@ class FSDPOptions(StrategyOptions):
         default=0, ge=0, description="Units gathered ahead explicitly; 0 leaves it to PyTorch."
     )
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether parameters stay gathered from forward to backward."""
+        return False
+
+    @model_validator(mode="after")
+    def _wrapped_in_one_way(self) -> ShardingOptions:
+        if self.wrap_min_params is not None and self.wrap != "auto":
+            raise ValueError("give wrap or wrap_min_params, not both")
+        return self
+
+
+class FSDPOptions(ShardingOptions):
+    """What ``fully_shard`` lets one tune."""
+
+    strategy: ClassVar[str] = "fsdp"
+
+    sharding: Literal["full", "grad_op", "hybrid"] = Field(
+        default="full",
+        description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
+        "backward; 'hybrid' shards within groups of ranks and replicates across them.",
+    )
+    shard_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="With 'hybrid': ranks that share one replica. Default: those of a node, or "
+        "half of all ranks where there is one node.",
+    )
+
+    @property
+    def keeps_gathered(self) -> bool:
+        return self.sharding == "grad_op"
+
     @model_validator(mode="after")
     def _consistent(self) -> FSDPOptions:
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ValueError("shard_size needs sharding='hybrid'")
-        if self.wrap_min_params is not None and self.wrap != "auto":
-            raise ValueError("give wrap or wrap_min_params, not both")
         return self
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from unipar.engine import (
     PrecisionPolicy,
     Reducer,
     StepEngine,
+    Undo,
     build_optimizer,
     checkpoint_activations,
     compile_modules,
@@ -48,29 +49,38 @@ from unipar.torch_versions import recovering
 from unipar.world import World
 
 if TYPE_CHECKING:
-    from unipar_torch.fsdp import FSDPOptions
+    from unipar_torch.fsdp import ShardingOptions
+
+Divide = Callable[[nn.Module], list[Undo]]
+"""Divides the layers of a model, on the meta device too; returns what takes back what can be."""
 
 
-def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
+def prepare(
+    spec: EngineSpec, world: World, options: ShardingOptions, divide: Divide | None = None
+) -> StepEngine:
     """Shard a model, then build its optimizer. Collective.
 
     Args:
         spec: what the user asked for.
         world: the joined processes.
         options: of the strategy.
+        divide: divides layers before anything else is done to the model.
     """
+    name = options.strategy
     hybrid = world.layout.dp_replicate > 1
     mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
-    module, weights = _unsharded(spec, world)
+    module, weights = _unsharded(spec, world, name)
     refuse_parameter_hooks(module, options.strategy)
     # While weights are whole: a layer does not tell afterwards who will gather its weight.
     undo = [compute_in_float8(module, spec.precision)]
+    if divide is not None:
+        undo += divide(module)
     if spec.parallelize is not None:
         parallelize(module, spec.parallelize, world)
     undo += [
         checkpoint_activations(module, spec.activation_checkpointing),
         # The second backward pass needs weights that the first one lets go of.
-        refuse_inner_gradients(module, "fsdp", only_graphs=True),
+        refuse_inner_gradients(module, name, only_graphs=True),
     ]
     units = _units(module, options)
     compile_modules(units or [module], spec.compile)
@@ -81,7 +91,7 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=options.sharding != "grad_op",
+            reshard_after_forward=not options.keeps_gathered,
             mp_policy=_mixed_precision(spec, options, root=unit is module),
             offload_policy=_offload(world.device, options),
         )
@@ -89,9 +99,8 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
     if weights is not None:
         _materialize(module, weights, world, offloaded=options.cpu_offload)
     _prefetch(units, options.prefetch)
-    # What is changed of a DTensor is changed for good.
     parts = [*units, module]
-    undo.append(refuse_changed_weights(module, "fsdp", parts, lambda p: not isinstance(p, DTensor)))
+    undo.append(refuse_changed_weights(module, name, parts, _is_gathered))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)
     optimizer = build_optimizer(spec, module)
@@ -105,7 +114,7 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
         world,
         module,
         optimizer,
-        reducer=ShardReducer(module, world),
+        reducer=ShardReducer(module, world, name),
         precision=precision,
         stepper=stepper,
         undo=undo,
@@ -120,6 +129,10 @@ class ShardReducer(Reducer):
 
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    def __init__(self, module: nn.Module, world: World, strategy: str = "fsdp") -> None:
+        super().__init__(module, world)
+        self.strategy = strategy
+
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         self.module.set_requires_gradient_sync(last)
@@ -130,17 +143,26 @@ class ShardReducer(Reducer):
 
     def discard(self) -> None:
         # Those that were not reduced are inside FSDP.
-        discard_gradients(self.module, "fsdp")
+        discard_gradients(self.module, self.strategy)
         super().discard()
 
     def probing(self) -> AbstractContextManager[None]:
-        return recovering(self.module, "fsdp")
+        return recovering(self.module, self.strategy)
 
 
-def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
+def _is_gathered(parameter: nn.Parameter) -> bool:
+    """Whether it is a copy, as a forward pass has it. What is changed of a shard stays changed."""
+    if not isinstance(parameter, DTensor):
+        return True
+    # Of a layer that is divided over tensor-parallel ranks it is still a part.
+    return parameter.device_mesh.mesh_dim_names == ("tp",)
+
+
+def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
+    name = options.strategy
     if not has_forward(module):
         raise ConfigError(
-            f"fsdp: the model is a {type(module).__name__}, which has no forward, and FSDP gathers "
+            f"{name}: the model is a {type(module).__name__}, which has no forward, and FSDP gathers "
             "parameters when forward is called. Hold it in a module whose forward calls its parts."
         )
     minimum, wrap = options.wrap_min_params, options.wrap
@@ -151,10 +173,12 @@ def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
     if wrap == "none":
         return []
     assert not isinstance(wrap, str)
-    return modules_of_classes(module, wrap, "fsdp: wrap")
+    return modules_of_classes(module, wrap, f"{name}: wrap")
 
 
-def _mixed_precision(spec: EngineSpec, options: FSDPOptions, *, root: bool) -> MixedPrecisionPolicy:
+def _mixed_precision(
+    spec: EngineSpec, options: ShardingOptions, *, root: bool
+) -> MixedPrecisionPolicy:
     if spec.precision == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -166,7 +190,7 @@ def _mixed_precision(spec: EngineSpec, options: FSDPOptions, *, root: bool) -> M
     )
 
 
-def _offload(device: torch.device, options: FSDPOptions) -> OffloadPolicy:
+def _offload(device: torch.device, options: ShardingOptions) -> OffloadPolicy:
     if not options.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -189,7 +213,9 @@ def _large_modules(model: nn.Module, minimum: int) -> list[nn.Module]:
     return taken
 
 
-def _unsharded(spec: EngineSpec, world: World) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
+def _unsharded(
+    spec: EngineSpec, world: World, name: str
+) -> tuple[nn.Module, dict[str, torch.Tensor] | None]:
     """The module to shard; and, where a function builds it, what its tensors are to be filled with.
 
     Only rank 0 builds a model function's tensors, on the host, and the shards are sent out one
@@ -212,7 +238,7 @@ def _unsharded(spec: EngineSpec, world: World) -> tuple[nn.Module, dict[str, tor
     except Exception as error:
         raise ConfigError(
             f"the model function cannot run on the meta device ({type(error).__name__}: {error}), "
-            "as fsdp needs to shard a model while it is built. Build the module first and pass it "
+            f"as {name} needs to shard a model while it is built. Build the module first and pass it "
             "instead of the function."
         ) from error
 

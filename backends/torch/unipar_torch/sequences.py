@@ -1,0 +1,106 @@
+"""Sequence parallelism: between divided layers each rank has a part of the sequence.
+
+The sequence is divided where the first repeated block begins, and gathered where the last one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unipar.errors import ConfigError
+from unipar_torch.layer_cuts import SEQUENCE, Activations
+
+Undo = Callable[[], None]
+HIDDEN = "hidden_states"
+"""What models of transformers call a block's input, where they pass it by name."""
+
+
+def divide_sequences(blocks: Mapping[str, nn.Module], activations: Activations) -> list[Undo]:
+    """Divide sequences before the first block, and gather them after the last.
+
+    Args:
+        blocks: of the model, in the order in which they run.
+        activations: how they go between ranks.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not blocks:
+        raise ConfigError(
+            "mesh: sequence_parallel=true divides sequences between the model's repeated blocks, "
+            "and it has none (an nn.ModuleList or nn.Sequential of modules of one class). Leave "
+            "sequence_parallel out."
+        )
+    chain = _Chain(blocks, activations)
+    undo: list[Undo] = []
+    for number, block in enumerate(blocks.values()):
+        block.forward = chain.around(number, block.forward)
+        undo.append(lambda block=block: block.__dict__.pop("forward", None))
+    return undo
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A block's input among its arguments."""
+    return args[0] if args else kwargs.get(HIDDEN)
+
+
+def with_hidden(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A block's arguments with another input."""
+    return ((hidden, *args[1:]), dict(kwargs)) if args else ((), {**kwargs, HIDDEN: hidden})
+
+
+def mapped(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A block's output, of which the first tensor is what goes into the next one."""
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:])
+    return change(output)
+
+
+class _Chain:
+    """Blocks that hand on parts of sequences to one another."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module], activations: Activations) -> None:
+        self._names, self._activations = list(blocks), activations
+        self._handed_on: tuple[int, tuple[int, ...]] | None = None
+
+    def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward, on parts of sequences."""
+        last = len(self._names) - 1
+
+        def divided(*args: Any, **kwargs: Any) -> Any:
+            hidden = hidden_of(args, kwargs)
+            self._check(number, hidden)
+            if number == 0:
+                args, kwargs = with_hidden(args, kwargs, self._split(hidden))
+            output = forward(*args, **kwargs)
+            if number == last:
+                return mapped(output, self._activations.gather_sequence)
+            return output
+
+        return divided
+
+    def _split(self, hidden: torch.Tensor) -> torch.Tensor:
+        tp = self._activations.mesh.size()
+        if hidden.shape[SEQUENCE] % tp:
+            raise ConfigError(
+                f"mesh: sequence_parallel=true divides sequences among tp={tp} ranks, and "
+                f"'{self._names[0]}' was given some of length {hidden.shape[SEQUENCE]} (an input "
+                f"of shape {tuple(hidden.shape)}). Pad them to a multiple of {tp}, or leave "
+                "sequence_parallel out."
+            )
+        return self._activations.split_sequence(hidden)
+
+    def _check(self, number: int, hidden: Any) -> None:
+        if not isinstance(hidden, torch.Tensor) or hidden.ndim < 3:
+            found = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden)
+            raise ConfigError(
+                f"mesh: sequence_parallel=true needs blocks whose first argument (or {HIDDEN}=…) "
+                f"is of shape (batch, sequence, width), and '{self._names[number]}' was given "
+                f"{found}. Leave sequence_parallel out."
+            )
