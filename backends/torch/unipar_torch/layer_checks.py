@@ -24,8 +24,8 @@ from unipar_torch.tensor_plan import STYLES, TensorPlan
 
 Undo = Callable[[], None]
 TOLERANCE = 1e-3
-"""The largest difference that is rounding in fp32, relative to the largest element of a tensor. What
-plans get wrong is off by a factor."""
+"""The largest difference that is rounding in fp32, relative to the largest element of a tensor.
+What plans get wrong is off by a factor."""
 _SAMPLES = 2
 
 
@@ -280,7 +280,7 @@ def _replaced(
 
 
 def _difference(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> str:
-    """How a tensor is off; ``floor`` is a size that is small beside others', and may be rounding."""
+    """How a tensor is off; a size below ``floor`` is small beside others', and may be rounding."""
     if found is None:
         return "is there only where it is whole"
     if found.shape != expected.shape:

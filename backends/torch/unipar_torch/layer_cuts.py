@@ -221,5 +221,5 @@ def _shown(name: str, placements: list[Any]) -> property:
 
 
 def is_gathered(parameter: Any) -> bool:
-    """Whether a parameter is as forward passes have it: on the tensor-parallel ranks' mesh alone."""
+    """Whether a parameter is as passes have it: on the tensor-parallel ranks' mesh alone."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("tp",)

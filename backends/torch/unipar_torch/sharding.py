@@ -162,8 +162,8 @@ def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
     name = options.strategy
     if not has_forward(module):
         raise ConfigError(
-            f"{name}: the model is a {type(module).__name__}, which has no forward, and FSDP gathers "
-            "parameters when forward is called. Hold it in a module whose forward calls its parts."
+            f"{name}: the model is a {type(module).__name__}, which has no forward, and FSDP "
+            "gathers parameters when forward is called. Hold it in a module whose forward calls its parts."
         )
     minimum, wrap = options.wrap_min_params, options.wrap
     if minimum is not None:
@@ -238,8 +238,8 @@ def _unsharded(
     except Exception as error:
         raise ConfigError(
             f"the model function cannot run on the meta device ({type(error).__name__}: {error}), "
-            f"as {name} needs to shard a model while it is built. Build the module first and pass it "
-            "instead of the function."
+            f"as {name} needs to shard a model while it is built. Build the module first and pass "
+            "it instead of the function."
         ) from error
 
 

@@ -196,8 +196,9 @@ def _with_tied(model: nn.Module, plan: TensorPlan, *, strict: bool) -> TensorPla
             )
         (dim,) = divided
         for name in set(names) - set(dims):
-            kinds = [kind for kind in (nn.Embedding, nn.Linear) if isinstance(modules[name], kind)]
-            styles |= {name: _TIED[kind, dim] for kind in kinds}
+            for kind in (nn.Embedding, nn.Linear):
+                if isinstance(modules[name], kind):
+                    styles[name] = _TIED[kind, dim]
         odd = [name for name in names if (said := _unusual(modules[name], styles.get(name)))]
         if odd and strict:
             raise ConfigError(
