@@ -125,17 +125,19 @@ class MeshStrategy(Strategy):
         if layout.tp > 1:
             self._plan(_skeleton(spec, layout, placement), layout)
 
-    def placements(self, model: nn.Module, placement: Placement) -> dict[str, str]:
-        """Each parameter's placement on the grid, by name, for people to read.
+    def placements(self, spec: EngineSpec, placement: Placement) -> list[tuple[str, str]]:
+        """Say which layers are divided and where each parameter goes, for a dry run.
 
         Raises:
             ConfigError: the model cannot be divided.
         """
-        from unipar_torch.placements import placements
+        from unipar_torch.placements import placements, remarks
 
         layout = self.layout(placement)
+        model = _skeleton(spec, layout, placement)
         plan = self._plan(model, layout) if layout.tp > 1 else None
-        return placements(model, layout, plan)
+        said = [] if plan is None else list(remarks(plan))
+        return [*said, *placements(model, layout, plan).items()]
 
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         # FSDP and DTensor take longer to import than torch, and only the workers need them.

@@ -67,7 +67,8 @@ class _Chain:
 
     def __init__(self, blocks: Mapping[str, nn.Module], activations: Activations) -> None:
         self._names, self._activations = list(blocks), activations
-        self._handed_on: tuple[int, tuple[int, ...]] | None = None
+        self._handed_on: torch.Tensor | None = None
+        self._first_pass = True
 
     def around(self, number: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """A block's forward, on parts of sequences."""
@@ -80,7 +81,10 @@ class _Chain:
                 args, kwargs = with_hidden(args, kwargs, self._split(hidden))
             output = forward(*args, **kwargs)
             if number == last:
+                self._handed_on, self._first_pass = None, False
                 return mapped(output, self._activations.gather_sequence)
+            if self._first_pass:
+                self._handed_on = output[0] if isinstance(output, tuple) else output
             return output
 
         return divided
@@ -104,3 +108,18 @@ class _Chain:
                 f"is of shape (batch, sequence, width), and '{self._names[number]}' was given "
                 f"{found}. Leave sequence_parallel out."
             )
+        before = self._handed_on
+        if number and self._first_pass and before is not None and not _same(before, hidden):
+            raise ConfigError(
+                f"mesh: sequence_parallel=true has '{self._names[number - 1]}' hand on a part of "
+                f"the sequence, and what '{self._names[number]}' is given is not that: the model "
+                "does something between its blocks, which may need the whole. Leave "
+                "sequence_parallel out."
+            )
+
+
+def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether a tensor is another, or a view or a conversion of it, as FSDP makes them."""
+    if before.shape != now.shape or before.dtype != now.dtype:
+        return before.shape == now.shape
+    return before.data_ptr() == now.data_ptr()

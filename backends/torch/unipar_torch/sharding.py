@@ -163,7 +163,8 @@ def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
     if not has_forward(module):
         raise ConfigError(
             f"{name}: the model is a {type(module).__name__}, which has no forward, and FSDP "
-            "gathers parameters when forward is called. Hold it in a module whose forward calls its parts."
+            "gathers parameters when forward is called. Hold it in a module whose forward calls "
+            "its parts."
         )
     minimum, wrap = options.wrap_min_params, options.wrap
     if minimum is not None:
