@@ -12,9 +12,9 @@ from torch import nn
 
 from unipar.engine import StepEngine
 from unipar.errors import ConfigError
-from unipar.garbage import no_collection
 from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec, ModelContext, Strategy, build_model
+from unipar.utils.garbage_collection import no_collection
 from unipar.world import Placement, World
 from unipar_torch.fsdp import ShardingOptions
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from unipar.checks import check_gradients
+from unipar.engine.checks import check_gradients
 from unipar.errors import ConfigError
 from unipar.testing import models
 from unipar.testing.cases.case import Case, case, case_also_at
