@@ -23,15 +23,17 @@ from unipar.testing.cases.shapes import DECODER
 from unipar.testing.compare import assert_equal_weights
 from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
-from unipar.testing.scenarios import Scenario, predict_tokens
+from unipar.testing.scenarios import predict_tokens
 from unipar.world import Placement
 from unipar_torch.mesh import MeshOptions, MeshStrategy
 
 CASES = {case.name: case for case in ALL}
 PAIRS = {
     **{f"blocks.*.attention.{name}": "colwise" for name in "qkv"},
-    **{"blocks.*.attention.out": "rowwise", "blocks.*.down": "rowwise"},
-    **{"blocks.*.gate": "colwise", "blocks.*.up": "colwise"},
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.down": "rowwise",
+    "blocks.*.gate": "colwise",
+    "blocks.*.up": "colwise",
 }
 
 
@@ -64,7 +66,9 @@ SIZES = {
 def llama() -> nn.Module:
     import transformers
 
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    )
 
 
 def qwen3() -> nn.Module:
@@ -123,7 +127,13 @@ class _Bert(nn.Module):
         return self.model(input_ids=input_ids)
 
 
-MODELS = [llama, *(pytest.param(m, marks=pytest.mark.thorough) for m in (qwen3, olmo2, gemma2, phi3, neox, bert))]
+MODELS = [
+    llama,
+    *(
+        pytest.param(m, marks=pytest.mark.thorough)
+        for m in (qwen3, olmo2, gemma2, phi3, neox, bert)
+    ),
+]
 
 
 @pytest.mark.slow
@@ -167,9 +177,7 @@ def test_tied_embeddings_are_divided_as_a_plan_says(world_pool: WorldPools) -> N
 
 def test_without_tensor_parallelism_it_is_fsdp_to_the_bit(world_pool: WorldPools) -> None:
     scenario = replace(PLAIN, num_steps=4)
-    runs = [
-        Kit(Target.named(name), 2, world_pool).train(scenario)[0] for name in ("mesh", "fsdp")
-    ]
+    runs = [Kit(Target.named(name), 2, world_pool).train(scenario)[0] for name in ("mesh", "fsdp")]
     assert runs[0].trace.losses == runs[1].trace.losses
     assert runs[0].trace.grad_norms == runs[1].trace.grad_norms
     assert_equal_weights(runs[0].trace.weights, runs[1].trace.weights, 0.0)
@@ -322,5 +330,3 @@ def test_divided_sequences_are_scattered_and_gathered_in_place_of_sums(
     *_, counts = world_pool(2).run(step_of, models.Decoder(), options)[0]
     pairs = 2 * len(models.Decoder().blocks)
     assert counts["reduce_scatter_tensor"] == 2 * pairs
-
-

@@ -52,7 +52,7 @@ def check_in_first_pass(
     opened = [name for name, style in plan.styles.items() if not STYLES[style].is_closed]
     checked: dict[Any, tuple[str, nn.Module]] = {}
     for name, block in blocks.items():
-        own = [layer for layer in opened if layer.startswith(f"{name}.")]
+        own = [layer for layer in opened if f"{layer}.".startswith(f"{name}.")]
         opened = [layer for layer in opened if layer not in set(own)]
         kind = type(block), tuple((layer[len(name) :], plan.styles[layer]) for layer in own)
         if own:
@@ -91,6 +91,8 @@ class _Check:
         self, name: str, block: nn.Module, plan: TensorPlan, activations: Activations, world: World
     ) -> None:
         self._name, self._block, self._plan = name, block, plan
+        # FSDP gives it another.
+        self._kind = type(block).__name__
         self._activations, self._world = activations, world
         self._done = False
 
@@ -116,7 +118,7 @@ class _Check:
                 n for n in self._plan.styles if n.startswith(f"{self._name}.") or not self._name
             ]
             raise ConfigError(
-                f"mesh: dividing '{self._name or 'the model'}' ({type(self._block).__name__}) as "
+                f"mesh: dividing '{self._name or 'the model'}' ({self._kind}) as "
                 f"{self._plan.source} says changes what it computes: {problem}. Divided are "
                 f"{', '.join(f'{n} ({self._plan.styles[n]})' for n in layers)}. Leave out of "
                 "plan={…} what does not bear it: layers between which something is computed over "

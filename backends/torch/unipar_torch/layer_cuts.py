@@ -39,24 +39,28 @@ class Activations:
     Args:
         mesh: of the tensor-parallel ranks.
         sequence: whether they are divided by sequence outside of what is divided by columns.
+        entered: whether that is seen to before a layer is called, by the module that holds it.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, sequence: bool = False) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, *, sequence: bool = False, entered: bool = False) -> None:
+        self.mesh, self.entered = mesh, entered
         self.outside = Shard(SEQUENCE) if sequence else Replicate()
-        self._known: tuple[Any, Any, Any] = (None, None, None)
+        self._known: tuple[weakref.ref[torch.Tensor], torch.Tensor, Any] | None = None
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Whole, for a layer of which each rank has some columns."""
+        if self.entered:
+            return x
         if torch.compiler.is_compiling():
             return self._enter(x)
         # Queries, keys and values have one input, and its gradients are summed over ranks once.
         pass_of = x._version, torch.is_grad_enabled()
-        before, after, known_pass = self._known
-        if known_pass == pass_of and before() is x and (known := after()) is not None:
-            return known
+        if self._known is not None:
+            before, known, known_pass = self._known
+            if before() is x and known_pass == pass_of:
+                return known
         entered = self._enter(x)
-        self._known = weakref.ref(x), weakref.ref(entered), pass_of
+        self._known = weakref.ref(x), entered, pass_of
         return entered
 
     def _enter(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,6 +69,8 @@ class Activations:
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of what ranks have computed from their rows."""
+        # All that take the columns' input have been called, and it need not be kept.
+        self._known = None
         total = DTensor.from_local(part, self.mesh, [Partial()], run_check=False)
         return total.redistribute(placements=[self.outside]).to_local()
 

@@ -122,8 +122,12 @@ class MeshStrategy(Strategy):
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         layout = self.layout(placement)
-        if layout.tp > 1:
-            self._plan(_skeleton(spec, layout, placement), layout)
+        if layout.tp == 1:
+            return
+        model = _skeleton(spec, layout, placement)
+        # A session asks before it knows of any.
+        if any(True for _ in model.parameters()):
+            self._plan(model, layout)
 
     def placements(self, spec: EngineSpec, placement: Placement) -> list[tuple[str, str]]:
         """Say which layers are divided and where each parameter goes, for a dry run.

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from unipar.errors import ConfigError
-from unipar_torch.layer_cuts import SEQUENCE, Activations
+from unipar_torch.layer_cuts import SEQUENCE, Activations, is_gathered
+from unipar_torch.tensor_plan import TensorPlan
 
 Undo = Callable[[], None]
 HIDDEN = "hidden_states"
@@ -41,6 +42,47 @@ def divide_sequences(blocks: Mapping[str, nn.Module], activations: Activations) 
         block.forward = chain.around(number, block.forward)
         undo.append(lambda block=block: block.__dict__.pop("forward", None))
     return undo
+
+
+def holders_of(blocks: Mapping[str, nn.Module], plan: TensorPlan) -> dict[str, nn.Module]:
+    """Modules within blocks that hold layers divided by columns; and one of these layers.
+
+    What such a module computes may go by the length of its input, so that is gathered before.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, block in blocks.items():
+        for layer, style in plan.styles.items():
+            holder = layer.rpartition(".")[0]
+            if holder.startswith(f"{name}.") and style.startswith("colwise"):
+                found.setdefault(holder, block.get_submodule(layer[len(name) + 1 :]))
+    return found
+
+
+def enter_before(name: str, holder: nn.Module, layer: nn.Module, activations: Activations) -> Undo:
+    """Gather the sequence before a module that holds divided layers is called.
+
+    Args:
+        name: of the module.
+        holder: the module.
+        layer: one of these layers.
+        activations: how they go between ranks.
+    """
+    forward = holder.forward
+
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        if not is_gathered(layer.weight):
+            return forward(*args, **kwargs)
+        hidden = hidden_of(args, kwargs)
+        if not isinstance(hidden, torch.Tensor):
+            raise ConfigError(
+                f"mesh: sequence_parallel=true gathers the sequence before '{name}', and neither "
+                f"its first argument nor {HIDDEN}=… is a tensor. Leave sequence_parallel out."
+            )
+        args, kwargs = with_hidden(args, kwargs, activations.enter(hidden))
+        return forward(*args, **kwargs)
+
+    holder.forward = entered
+    return lambda: holder.__dict__.pop("forward", None)
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

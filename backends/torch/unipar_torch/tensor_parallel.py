@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from unipar.world import World
 from unipar_torch.layer_checks import check_in_first_pass
 from unipar_torch.layer_cuts import Activations, divided_forward, show_whole_parameters
-from unipar_torch.sequences import divide_sequences
+from unipar_torch.sequences import divide_sequences, enter_before, holders_of
 from unipar_torch.tensor_plan import STYLES, TensorPlan, blocks_by_name
 
 Undo = Callable[[], None]
@@ -41,6 +41,8 @@ def divide_layers(
     blocks = blocks_by_name(module)
     within = {part for block in blocks.values() for part in block.modules()}
     usual, inside = Activations(mesh), Activations(mesh, sequence=sequence)
+    entered = Activations(mesh, sequence=sequence, entered=True)
+    holders = holders_of(blocks, plan) if sequence else {}
     _distribute(module, plan, mesh)
     undo: list[Undo] = []
     for name, part in module.named_modules():
@@ -48,6 +50,8 @@ def divide_layers(
         in_sequence = sequence and part in within
         if style is not None and STYLES[style].dims:
             activations = inside if in_sequence else usual
+            if name.rpartition(".")[0] in holders:
+                activations = entered
             part.forward = divided_forward(part, style, activations)
             undo.append(lambda part=part: part.__dict__.pop("forward", None))
         elif any(True for _ in part.named_parameters(recurse=False)):
@@ -58,6 +62,8 @@ def divide_layers(
         for holder, keys in plan.counts.items()
         for key in keys
     ]
+    for holder, layer in holders.items():
+        undo.append(enter_before(holder, module.get_submodule(holder), layer, inside))
     undo += check_in_first_pass(module, plan, blocks, inside, world)
     if sequence:
         undo += divide_sequences(blocks, inside)
