@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import ProfilerActivity, profile
 
 import unipar
 from unipar.data.batch import Batch, MicroBatch
@@ -23,7 +23,7 @@ from unipar.testing.cases.shapes import DECODER
 from unipar.testing.compare import assert_equal_weights
 from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
-from unipar.testing.scenarios import predict_tokens
+from unipar.testing.scenarios import predict_tokens, sgd
 from unipar.world import Placement
 from unipar_torch.mesh import MeshOptions, MeshStrategy
 
@@ -56,10 +56,17 @@ def predict(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
     return predict_tokens(logits_of(model), batch)
 
 
-SIZES = {
-    **dict(vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=2),
-    **dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16),
-    **dict(pad_token_id=0, bos_token_id=1, eos_token_id=2),
+SIZES: dict[str, Any] = {
+    "vocab_size": 12,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
@@ -141,7 +148,7 @@ MODELS = [
 def test_models_of_transformers_train_the_same_run(
     model: Callable[[], nn.Module], world_pool: WorldPools
 ) -> None:
-    scenario = replace(DECODER, model=model, terms=predict, num_steps=5)
+    scenario = replace(DECODER, model=model, terms=predict, optimizer=sgd, num_steps=5)
     kit = kit_of(world_pool)
     (run,) = kit.train(scenario)
     kit.check(run, scenario)
@@ -152,7 +159,7 @@ def test_models_of_transformers_train_the_same_run(
 def test_models_of_transformers_divide_sequences(
     model: Callable[[], nn.Module], world_pool: WorldPools
 ) -> None:
-    scenario = replace(DECODER, model=model, terms=predict, num_steps=5)
+    scenario = replace(DECODER, model=model, terms=predict, optimizer=sgd, num_steps=5)
     kit = kit_of(world_pool, sequence_parallel=True)
     (run,) = kit.train(scenario)
     kit.check(run, scenario)
@@ -165,7 +172,8 @@ def test_sequences_are_divided_with_recomputation_in_half_precision(
         replace(DECODER, activation_checkpointing="full", accumulation=2, num_steps=5),
         replace(DECODER, precision="bf16", num_steps=5),
     ]
-    kit = kit_of(world_pool, sequence_parallel=True)
+    # Gathered in bf16, weights and their gradients are rounded once more than by autocast alone.
+    kit = kit_of(world_pool, sequence_parallel=True, param_dtype="fp32")
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario)
 
@@ -302,10 +310,10 @@ def step_of(placement: Placement, model: nn.Module, options: dict[str, Any]) -> 
             return LossSum(*predict_tokens(model, batch))
 
         engine.train_step(Batch((part,), 8), loss)
-        with CommDebugMode() as counted:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
             told = engine.train_step(Batch((part,), 8), loss).loss
         weight: Any = engine.module.get_parameter("blocks.0.norm_feed.weight")
-        counts = {str(kind).split(".")[-1]: n for kind, n in counted.get_comm_counts().items()}
+        counts = {event.key.split("::")[-1]: event.count for event in profiled.key_averages()}
         return told, weight.full_tensor().tolist(), weight.to_local().tolist(), counts
 
 

@@ -30,13 +30,16 @@ def of_first_block(styles: Any) -> dict[str, str]:
 
 def llama(**changed: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        **{
-            **dict(vocab_size=12, hidden_size=16, intermediate_size=24, num_hidden_layers=2),
-            **dict(num_attention_heads=4, num_key_value_heads=2, use_cache=False),
-            **changed,
-        }
-    )
+    sizes = {
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "use_cache": False,
+    }
+    config = transformers.LlamaConfig(**{**sizes, **changed})
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(config)
 
@@ -171,9 +174,9 @@ def test_a_vocabulary_that_does_not_divide_is_left_whole_and_said_to_be() -> Non
 
 
 def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_would() -> None:
-    with pytest.raises(ConfigError, match="num_key_value_heads is 2.* tp=1 or 2;"):
+    with pytest.raises(ConfigError, match=r"num_key_value_heads is 2.* tp=1 or 2;"):
         make_plan(llama(), 4)
-    with pytest.raises(ConfigError, match="num_kv_heads of 'attention' is 2.* tp=1 or 2;"):
+    with pytest.raises(ConfigError, match=r"num_kv_heads of 'attention' is 2.* tp=1 or 2;"):
         make_plan(models.Decoder(), 4)
 
 
