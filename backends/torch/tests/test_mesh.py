@@ -114,13 +114,15 @@ def bert() -> nn.Module:
     import transformers
 
     sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
-    return _Bert(
-        transformers.BertForMaskedLM(
-            transformers.BertConfig(
-                **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
-            )
-        )
+    config = transformers.BertConfig(
+        **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
+    model = transformers.BertForMaskedLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("key.bias"):
+            # It moves all scores of a query alike, so its gradient is rounding error.
+            parameter.requires_grad_(False)
+    return _Bert(model)
 
 
 class _Bert(nn.Module):
