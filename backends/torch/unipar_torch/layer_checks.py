@@ -262,7 +262,7 @@ def _replaced(
                     continue
                 kept.append((part, key, parameter))
                 if id(parameter) not in copies:
-                    value = parameter.detach().float()
+                    value: Any = parameter.detach().float()
                     value = (value.full_tensor() if whole else value).detach()
                     copies[id(parameter)] = value.requires_grad_(parameter.requires_grad)
                     named[f"{part_name}.{key}".lstrip(".")] = copies[id(parameter)]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -226,6 +226,6 @@ def _shown(name: str, placements: list[Any]) -> property:
     return property(read)
 
 
-def is_gathered(parameter: Any) -> bool:
+def is_gathered(parameter: Any) -> TypeGuard[DTensor]:
     """Whether a parameter is as passes have it: on the tensor-parallel ranks' mesh alone."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("tp",)

@@ -313,9 +313,11 @@ def _filled(block: nn.Module) -> nn.Module:
 def _given_by(block: nn.Module, layer: str, x: torch.Tensor) -> torch.Tensor:
     """What a layer of a block gives."""
     given: list[torch.Tensor] = []
-    handle = block.get_submodule(layer).register_forward_hook(
-        lambda module, args, output: given.append(output)
-    )
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        given.append(output)
+
+    handle = block.get_submodule(layer).register_forward_hook(keep)
     try:
         block(x)
     except Exception:

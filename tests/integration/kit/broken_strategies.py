@@ -273,7 +273,8 @@ class NormOverRanks(OptimizerStepper):
     """Counts what every rank has once for each of them."""
 
     def clip(self, max_norm: float) -> float:
-        parts = [p.grad.to_local() for p in self.parameters if p.grad is not None]
+        gradients: list[Any] = [p.grad for p in self.parameters if p.grad is not None]
+        parts = [gradient.to_local() for gradient in gradients]
         square = torch.stack([part.square().sum() for part in parts]).sum()
         torch.distributed.all_reduce(square)
         norm = square.sqrt()
