@@ -36,7 +36,7 @@ PAGES = (
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
 )
-STRATEGIES = ("single", "ddp", "ddp:shard_optimizer=true", "fsdp", "dp")
+STRATEGIES = ("single", "ddp", "ddp:shard_optimizer=true", "fsdp", "mesh", "dp")
 
 
 def strategies() -> str:
@@ -145,6 +145,7 @@ TABLES = {
     "strategies": strategies,
     "options: ddp": lambda: options("ddp"),
     "options: fsdp": lambda: options("fsdp"),
+    "options: mesh": lambda: options("mesh"),
     "settings": settings,
     "checkpoint": checkpoint,
     "survey: ran": ran,

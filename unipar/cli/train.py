@@ -85,5 +85,5 @@ def _resolved(settings: Settings) -> str:
     from unipar.train.dry_run import resolve_run
 
     plan = resolve_run(settings)
-    known = "".join(f"# {key}: {value}\n" for key, value in plan.facts.items())
+    known = "".join(f"# {key}: {value}\n" for key, value in [*plan.facts.items(), *plan.placements])
     return known + yaml.safe_dump(plan.values, sort_keys=False, allow_unicode=True)

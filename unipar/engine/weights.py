@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from unipar.errors import ConfigError, first_few
+from unipar.state import is_dtensor
 
 
 def refuse_changed_weights(
@@ -107,14 +108,14 @@ class _EveryPass(_Watch):
     def enter(self, module: nn.Module, args: Any) -> None:
         if self._between_passes:
             self._compare()
-        self._counts = {p: p._version for p in self._copies()}
+        self._counts = {p: _changes(p) for p in self._copies()}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._compare()
 
     def _compare(self) -> None:
         counts = self._counts.items()
-        self._refuse([parameter for parameter, count in counts if parameter._version != count])
+        self._refuse([parameter for parameter, count in counts if _changes(parameter) != count])
 
 
 class _SomePasses(_Watch):
@@ -142,8 +143,20 @@ class _SomePasses(_Watch):
             self._refuse([p for p, equal in zip(before, same, strict=True) if not equal])
 
 
+def _changes(parameter: nn.Parameter) -> int:
+    return _held(parameter)._version
+
+
+def _held(parameter: nn.Parameter) -> torch.Tensor:
+    """The tensor itself; of a DTensor, this rank's part, which has the count of changes."""
+    if not is_dtensor(parameter):
+        return parameter
+    with torch.no_grad():
+        return parameter.to_local()
+
+
 def _sum(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter.detach().sum(dtype=torch.float64).nan_to_num()
+    return _held(parameter).detach().sum(dtype=torch.float64).nan_to_num()
 
 
 def _refusal(strategy: str, names: list[str]) -> ConfigError:

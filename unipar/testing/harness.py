@@ -62,12 +62,15 @@ class RankRun:
         samples: the indices of the samples that this rank trained on, step by step.
         state: this rank's part of the engine's state at the end.
         scheduler_steps: how often the scheduler was stepped, or ``None`` without one.
+        data_rank: which share of each global batch that is; ranks that hold parts of one replica
+            have the same.
     """
 
     trace: Trace
     state: Exported
     samples: list[list[int]] = field(default_factory=list)
     scheduler_steps: int | None = None
+    data_rank: int | None = None
 
 
 def on_strategy(
@@ -108,7 +111,7 @@ def train(
                 engine.lr_scheduler.step(float(len(samples)))
         scheduler = engine.lr_scheduler
         steps = None if scheduler is None else scheduler.last_epoch
-        return RankRun(trace, Exported.of(engine), samples, steps)
+        return RankRun(trace, Exported.of(engine), samples, steps, world.data_rank)
     finally:
         engine.close()
 

@@ -65,7 +65,7 @@ class Run:
 
     Attributes:
         trace: as in the reference.
-        samples: the samples of each step, of all ranks, in order of rank.
+        samples: the samples of each step, of all replicas, in order of rank.
         optimizer: the optimizer's moments, whole, by name.
         ranks: what each rank returned.
     """
@@ -252,7 +252,8 @@ def merge(ranks: list[RankRun]) -> Run:
     """One run from what its ranks saw.
 
     Raises:
-        AssertionError: ranks were told different results, or hold different values of one tensor.
+        AssertionError: ranks were told different results, hold different values of one tensor, or
+            hold parts of one replica and were given different samples.
     """
     first = ranks[0].trace
     for rank, own in enumerate(ranks):
@@ -261,10 +262,22 @@ def merge(ranks: list[RankRun]) -> Run:
     trace = Trace(first.losses, first.grad_norms, first.num_items, first.lrs, first.skipped)
     trace.weights = assemble_weights([own.state for own in ranks])
     samples = [
-        [i for share in step for i in share]
-        for step in zip(*(r.samples for r in ranks), strict=True)
+        [i for share in step for i in share] for step in zip(*_samples_of(ranks), strict=True)
     ]
     return Run(trace, samples, assemble([own.state.optimizer for own in ranks]), ranks)
+
+
+def _samples_of(ranks: list[RankRun]) -> Iterable[list[list[int]]]:
+    """The samples of each replica, once."""
+    found: dict[int, list[list[int]]] = {}
+    for rank, own in enumerate(ranks):
+        replica = rank if own.data_rank is None else own.data_rank
+        if found.setdefault(replica, own.samples) != own.samples:
+            raise AssertionError(
+                f"rank {rank} holds a part of replica {replica}, and was given other samples than "
+                "the ranks that hold the rest of it"
+            )
+    return found.values()
 
 
 def _assert_told_alike(what: str, own: list, first: list, rank: int) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 FEATURES, CLASSES, VOCABULARY, LENGTH = 6, 3, 11, 7
+EVEN_LENGTH = 8
 
 
 class Samples(Dataset):
@@ -44,13 +45,13 @@ def poisoned_points(num_samples: int, poisoned: int) -> Samples:
     return data
 
 
-def sentences(num_samples: int) -> Samples:
+def sentences(num_samples: int, length: int = LENGTH) -> Samples:
     """Token rows of unequal length: labels after the end are -100, and some rows are all -100."""
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(VOCABULARY, (num_samples, LENGTH), generator=generator)
+    tokens = torch.randint(VOCABULARY, (num_samples, length), generator=generator)
     labels = (tokens * 3 + 1) % VOCABULARY
-    lengths = torch.randint(0, LENGTH + 1, (num_samples,), generator=generator)
-    labels[torch.arange(LENGTH)[None] >= lengths[:, None]] = -100
+    lengths = torch.randint(0, length + 1, (num_samples,), generator=generator)
+    labels[torch.arange(length)[None] >= lengths[:, None]] = -100
     return Samples(tokens=tokens, labels=labels)
 
 
@@ -173,6 +174,65 @@ class Tied(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Attention(nn.Module):
+    """Grouped queries: two heads of them share each head of keys and values."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = heads, kv_heads
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width // heads * kv_heads, bias=False)
+        self.v = nn.Linear(width, width // heads * kv_heads)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k = self.k(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class DecoderBlock(nn.Module):
+    """Attention and a gated feed-forward layer, each after a norm and added to its input."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.norm_attention = nn.RMSNorm(width, eps=1e-5)
+        self.attention = Attention(width, heads, kv_heads)
+        self.norm_feed = nn.LayerNorm(width)
+        self.gate = nn.Linear(width, 2 * width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm_attention(x))
+        normed = self.norm_feed(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Decoder(nn.Module):
+    """A decoder of the usual kind, whose layers divide among two ranks; its embeddings are tied.
+
+    So do its sequences, of :data:`EVEN_LENGTH`.
+    """
+
+    def __init__(self, width: int = 16, heads: int = 4, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY + 1, width)
+        self.positions = nn.Embedding(EVEN_LENGTH, width)
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, kv_heads) for _ in range(2))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, VOCABULARY + 1, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 class Sparse(nn.Module):

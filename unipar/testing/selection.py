@@ -9,10 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
+from unipar.errors import ConfigError
 from unipar.strategy import registry
 from unipar.testing.cases import ALL, Case, refuses_world
 from unipar.testing.kit import Kit, Measurements, Target
 from unipar.testing.pool import WorldPools
+from unipar.world import Placement
 
 WORLD_SIZES = (1, 2, 4)
 MAIN_SIZE = 2
@@ -80,7 +82,7 @@ def _target(name: str) -> Target:
 
 def _proofs_of(target: Target, size: int, main_size: int | None) -> Sequence[Proof]:
     limit = target.make().capabilities().max_devices
-    if limit is not None and size > limit:
+    if (limit is not None and size > limit) or not _arranges(target, size):
         return [Proof(target, size, refuses_world)]
     if main_size is not None and limit is not None:
         main_size = min(main_size, limit)
@@ -89,6 +91,14 @@ def _proofs_of(target: Target, size: int, main_size: int | None) -> Sequence[Pro
         for case in ALL
         if case.applies(size)
     ]
+
+
+def _arranges(target: Target, size: int) -> bool:
+    try:
+        target.make().layout(Placement(size=size, local_size=size))
+    except ConfigError:
+        return False
+    return True
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:

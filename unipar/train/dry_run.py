@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from unipar.config.settings import Settings
 from unipar.optimizers.groups import factories
+from unipar.strategy import EngineSpec
 from unipar.train import preflight
+from unipar.world import Placement
+
+
+@runtime_checkable
+class Places(Protocol):
+    """A strategy that can say beforehand where each parameter goes."""
+
+    def placements(self, spec: EngineSpec, placement: Placement) -> list[tuple[str, str]]:
+        """Names, and what is to be said of them, in order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -17,10 +28,12 @@ class ResolvedRun:
     Attributes:
         values: a run file's content, every default and strategy option filled in.
         facts: what follows from it: world size, accumulation and the like.
+        placements: where the strategy would put parameters, if it says so.
     """
 
     values: dict[str, Any]
     facts: dict[str, Any]
+    placements: list[tuple[str, str]]
 
 
 def resolve_run(settings: Settings) -> ResolvedRun:
@@ -53,4 +66,8 @@ def resolve_run(settings: Settings) -> ResolvedRun:
         "micro-batches in a step": "to be found" if found_later else loader.accumulation,
         "steps in an epoch": loader.num_batches or "unknown",
     }
-    return ResolvedRun({key: value for key, value in values.items() if value is not None}, facts)
+    placements: list[tuple[str, str]] = []
+    if isinstance(strategy, Places):
+        placements = strategy.placements(EngineSpec(arguments["model"]), placement)
+    values = {key: value for key, value in values.items() if value is not None}
+    return ResolvedRun(values, facts, placements)

@@ -28,7 +28,7 @@ _HOST = torch.device("cpu")
 _PIECE_BYTES = 2**26
 
 
-def host_model(spec: EngineSpec, world: World) -> tuple[nn.Module, Weights]:
+def host_model(spec: EngineSpec, world: World, strategy: str) -> tuple[nn.Module, Weights]:
     """The module to divide, and rank 0's values of its tensors.
 
     A module that was given is the one to divide. A model function is called on the meta device, and
@@ -52,12 +52,12 @@ def host_model(spec: EngineSpec, world: World) -> tuple[nn.Module, Weights]:
     except Exception as error:
         raise ConfigError(
             f"the model function cannot run on the meta device ({type(error).__name__}: {error}), "
-            "as fsdp needs to shard a model while it is built. Build the module first and pass it "
-            "instead of the function."
+            f"as {strategy} needs to divide a model while it is built. Build the module first and "
+            "pass it instead of the function."
         ) from error
 
 
-def take_values(module: nn.Module) -> None:
+def take_values(module: nn.Module, strategy: str) -> None:
     """Replace all parameters and buffers by tensors on the meta device, tied ones by one.
 
     Raises:
@@ -67,8 +67,8 @@ def take_values(module: nn.Module) -> None:
     for name, old in list(module.named_parameters(remove_duplicate=False)):
         if is_dtensor(old):
             raise ConfigError(
-                f"fsdp: parameter '{name}' of the model is divided already (a DTensor). Pass the "
-                "model whole, and divide parts of it your own way by parallelize=."
+                f"{strategy}: parameter '{name}' of the model is divided already (a DTensor). Pass "
+                "the model whole, and divide parts of it your own way by parallelize=."
             )
         if old not in replaced:
             new = nn.Parameter(torch.empty_like(old, device="meta"), old.requires_grad)

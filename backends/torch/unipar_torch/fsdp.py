@@ -27,22 +27,9 @@ _DTYPES_DIFFER = re.compile(
 """What operations of torch 2.13 say, each in its own words."""
 
 
-class FSDPOptions(StrategyOptions):
-    """What ``fully_shard`` lets one tune."""
+class ShardingOptions(StrategyOptions):
+    """What ``fully_shard`` lets one tune, however ranks are arranged."""
 
-    strategy: ClassVar[str] = "fsdp"
-
-    sharding: Literal["full", "grad_op", "hybrid"] = Field(
-        default="full",
-        description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
-        "backward; 'hybrid' shards within groups of ranks and replicates across them.",
-    )
-    shard_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="With 'hybrid': ranks that share one replica. Default: those of a node, or "
-        "half of all ranks where there is one node.",
-    )
     wrap: Literal["auto", "none"] | tuple[str, ...] = Field(
         default="auto",
         description="Which submodules are gathered as units: the repeated blocks ('auto'), the "
@@ -76,12 +63,43 @@ class FSDPOptions(StrategyOptions):
         default=0, ge=0, description="Units gathered ahead explicitly; 0 leaves it to PyTorch."
     )
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether parameters stay gathered from forward to backward."""
+        return False
+
+    @model_validator(mode="after")
+    def _wrapped_in_one_way(self) -> ShardingOptions:
+        if self.wrap_min_params is not None and self.wrap != "auto":
+            raise ValueError("give wrap or wrap_min_params, not both")
+        return self
+
+
+class FSDPOptions(ShardingOptions):
+    """What ``fully_shard`` lets one tune."""
+
+    strategy: ClassVar[str] = "fsdp"
+
+    sharding: Literal["full", "grad_op", "hybrid"] = Field(
+        default="full",
+        description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
+        "backward; 'hybrid' shards within groups of ranks and replicates across them.",
+    )
+    shard_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="With 'hybrid': ranks that share one replica. Default: those of a node, or "
+        "half of all ranks where there is one node.",
+    )
+
+    @property
+    def keeps_gathered(self) -> bool:
+        return self.sharding == "grad_op"
+
     @model_validator(mode="after")
     def _consistent(self) -> FSDPOptions:
         if self.shard_size is not None and self.sharding != "hybrid":
             raise ValueError("shard_size needs sharding='hybrid'")
-        if self.wrap_min_params is not None and self.wrap != "auto":
-            raise ValueError("give wrap or wrap_min_params, not both")
         return self
 
 
@@ -136,17 +154,19 @@ class FSDPStrategy(Strategy):
     def explain(self, error: BaseException) -> str:
         from unipar.engine.sharded import explain_mixed
 
-        return explain_mixed(error, self.name) or (_explain_dtypes(error) if self._casts else "")
+        return explain_mixed(error, self.name) or (
+            explain_dtypes(error, self.name) if self._casts else ""
+        )
 
 
-def _explain_dtypes(error: BaseException) -> str:
+def explain_dtypes(error: BaseException, strategy: str) -> str:
     """What an operation's complaint of its dtypes means; empty for any other error."""
     if not isinstance(error, RuntimeError) or not _DTYPES_DIFFER.search(str(error)):
         return ""
     return (
-        "an operation of the model was given tensors of different dtypes. Under strategy 'fsdp' "
-        "the parameters of a model in half precision are gathered in it, and what goes into each "
-        "unit is cast to it; buffers, and what the model makes in fp32 itself, are not. Use "
-        "strategy='fsdp:param_dtype=fp32', which computes by autocast, or cast the tensor in the "
-        f"model's forward (x.to(self.weight.dtype)). PyTorch says: {error}"
+        "an operation of the model was given tensors of different dtypes. Under strategy "
+        f"'{strategy}' the parameters of a model in half precision are gathered in it, and what "
+        "goes into each unit is cast to it; buffers, and what the model makes in fp32 itself, are "
+        f"not. Use '{strategy}:param_dtype=fp32', which computes by autocast, or cast "
+        f"the tensor in the model's forward (x.to(self.weight.dtype)). PyTorch says: {error}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from unipar.engine import (
     PrecisionPolicy,
     Reducer,
     StepEngine,
+    Undo,
     build_optimizer,
     checkpoint_activations,
     compile_modules,
@@ -47,31 +48,40 @@ from unipar.world import World
 from unipar_torch.from_host import give_values, host_model, take_values, tied_names
 
 if TYPE_CHECKING:
-    from unipar_torch.fsdp import FSDPOptions
+    from unipar_torch.fsdp import ShardingOptions
+
+Divide = Callable[[nn.Module], list[Undo]]
+"""Divides the layers of a model, on the meta device too; returns what takes back what can be."""
 
 
-def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
+def prepare(
+    spec: EngineSpec, world: World, options: ShardingOptions, divide: Divide | None = None
+) -> StepEngine:
     """Shard a model, then build its optimizer. Collective.
 
     Args:
         spec: what the user asked for.
         world: the joined processes.
         options: of the strategy.
+        divide: divides layers before anything else is done to the model.
     """
+    name = options.strategy
     hybrid = world.layout.dp_replicate > 1
     mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
-    module, weights = host_model(spec, world)
+    module, weights = host_model(spec, world, name)
     refuse_parameter_hooks(module, options.strategy)
-    take_values(module)
+    take_values(module, name)
     ties = tied_names(module)
     # While weights are whole: a layer does not tell afterwards who will gather its weight.
     undo = [compute_in_float8(module, spec.precision)]
+    if divide is not None:
+        undo += divide(module)
     if spec.parallelize is not None:
         parallelize(module, spec.parallelize, world)
     undo += [
         checkpoint_activations(module, spec.activation_checkpointing),
         # The second backward pass needs weights that the first one lets go of.
-        refuse_inner_gradients(module, "fsdp", only_graphs=True),
+        refuse_inner_gradients(module, name, only_graphs=True),
     ]
     units = _units(module, options)
     compile_modules(units or [module], spec.compile)
@@ -82,17 +92,16 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=options.sharding != "grad_op",
+            reshard_after_forward=not options.keeps_gathered,
             mp_policy=_mixed_precision(spec, options, root=unit is module),
             offload_policy=_offload(world.device, options),
         )
-    _refuse_untied(ties, tied_names(module))
+    _refuse_untied(name, ties, tied_names(module))
     sum_shards(module)
     give_values(module, weights, world, offloaded=options.cpu_offload)
     _prefetch(units, options.prefetch)
-    # What is changed of a DTensor is changed for good.
     parts = [*units, module]
-    undo.append(refuse_changed_weights(module, "fsdp", parts, lambda p: not isinstance(p, DTensor)))
+    undo.append(refuse_changed_weights(module, name, parts, _is_gathered))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)
     optimizer = build_optimizer(spec, module, may_fuse=True)
@@ -108,7 +117,7 @@ def prepare(spec: EngineSpec, world: World, options: FSDPOptions) -> StepEngine:
         world,
         module,
         optimizer,
-        reducer=ShardReducer(module, world, every=options.reduce_scatter_every_microbatch),
+        reducer=ShardReducer(module, world, name, every=options.reduce_scatter_every_microbatch),
         precision=precision,
         stepper=stepper,
         undo=undo,
@@ -129,9 +138,11 @@ class ShardReducer(Reducer):
 
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, module: nn.Module, world: World, *, every: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, strategy: str = "fsdp", *, every: bool = True
+    ) -> None:
         super().__init__(module, world)
-        self._every = every
+        self.strategy, self._every = strategy, every
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -143,18 +154,28 @@ class ShardReducer(Reducer):
 
     def discard(self) -> None:
         # Those that were not reduced are inside FSDP.
-        discard_gradients(self.module, "fsdp")
+        discard_gradients(self.module, self.strategy)
         super().discard()
 
     def probing(self) -> AbstractContextManager[None]:
-        return recovering(self.module, "fsdp")
+        return recovering(self.module, self.strategy)
 
 
-def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
+def _is_gathered(parameter: nn.Parameter) -> bool:
+    """Whether it is a copy, as a forward pass has it. What is changed of a shard stays changed."""
+    if not isinstance(parameter, DTensor):
+        return True
+    # Of a layer that is divided over tensor-parallel ranks it is still a part.
+    return parameter.device_mesh.mesh_dim_names == ("tp",)
+
+
+def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
+    name = options.strategy
     if not has_forward(module):
         raise ConfigError(
-            f"fsdp: the model is a {type(module).__name__}, which has no forward, and FSDP gathers "
-            "parameters when forward is called. Hold it in a module whose forward calls its parts."
+            f"{name}: the model is a {type(module).__name__}, which has no forward, and FSDP "
+            "gathers parameters when forward is called. Hold it in a module whose forward calls "
+            "its parts."
         )
     minimum, wrap = options.wrap_min_params, options.wrap
     if minimum is not None:
@@ -164,10 +185,12 @@ def _units(module: nn.Module, options: FSDPOptions) -> list[nn.Module]:
     if wrap == "none":
         return []
     assert not isinstance(wrap, str)
-    return modules_of_classes(module, wrap, "fsdp: wrap")
+    return modules_of_classes(module, wrap, f"{name}: wrap")
 
 
-def _mixed_precision(spec: EngineSpec, options: FSDPOptions, *, root: bool) -> MixedPrecisionPolicy:
+def _mixed_precision(
+    spec: EngineSpec, options: ShardingOptions, *, root: bool
+) -> MixedPrecisionPolicy:
     if spec.precision == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
@@ -179,7 +202,7 @@ def _mixed_precision(spec: EngineSpec, options: FSDPOptions, *, root: bool) -> M
     )
 
 
-def _offload(device: torch.device, options: FSDPOptions) -> OffloadPolicy:
+def _offload(device: torch.device, options: ShardingOptions) -> OffloadPolicy:
     if not options.cpu_offload:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -202,12 +225,12 @@ def _large_modules(model: nn.Module, minimum: int) -> list[nn.Module]:
     return taken
 
 
-def _refuse_untied(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+def _refuse_untied(strategy: str, before: Mapping[str, str], after: Mapping[str, str]) -> None:
     """Refuse parameters that were one, and of which each unit has made its own."""
     for name, first in before.items():
         if after[name] != after[first]:
             raise ConfigError(
-                f"fsdp: '{first}' and '{name}' are one parameter of the model, and stand in "
+                f"{strategy}: '{first}' and '{name}' are one parameter of the model, and stand in "
                 "modules that are sharded each by itself, which would make two of it. Let one unit "
                 "hold both: name a class that does by wrap=[…], or use wrap=none."
             )

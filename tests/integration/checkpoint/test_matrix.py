@@ -18,7 +18,12 @@ from unipar.testing.portability import (
 pytestmark = pytest.mark.slow
 
 SHARDING = ("ddp", "ddp:shard_optimizer=true", "fsdp", "fsdp:sharding=hybrid")
-PLACES = [Where("single", 1), *(Where(name, ranks) for ranks in (1, 2, 4) for name in SHARDING)]
+PLACES = [
+    Where("single", 1),
+    *(Where(name, ranks) for ranks in (1, 2, 4) for name in SHARDING),
+    # Layers are divided too: by two ranks, and by two pairs of them.
+    *(Where("mesh:tp=2", ranks) for ranks in (2, 4)),
+]
 
 (
     test_resumes_what_its_neighbor_has_saved,

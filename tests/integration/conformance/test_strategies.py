@@ -13,5 +13,7 @@ STRATEGIES = [
     "fsdp",
     "fsdp:sharding=grad_op",
     "fsdp:sharding=hybrid",
+    # On four ranks two pairs of them, which shard over each other.
+    "mesh:tp=2",
 ]
 BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unittest.mock
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from unipar.strategy import EngineSpec, StepResult, Strategy
 from unipar.world import World
 from unipar_torch.ddp import DDPOptions, DDPStrategy
 from unipar_torch.fsdp import FSDPOptions, FSDPStrategy
+from unipar_torch.mesh import MeshOptions, MeshStrategy
 
 # -- wrong parts -----------------------------------------------------------------------------------
 
@@ -262,6 +264,81 @@ def with_classes(**classes: type) -> Callable[[], Strategy]:
             return engine
 
     return lambda: Broken(DDPOptions.model_validate({}))
+
+
+# -- layers divided wrongly ------------------------------------------------------------------------
+
+
+class NormOverRanks(OptimizerStepper):
+    """Counts what every rank has once for each of them."""
+
+    def clip(self, max_norm: float) -> float:
+        gradients: list[Any] = [p.grad for p in self.parameters if p.grad is not None]
+        parts = [gradient.to_local() for gradient in gradients]
+        square = torch.stack([part.square().sum() for part in parts]).sum()
+        torch.distributed.all_reduce(square)
+        norm = square.sqrt()
+        if max_norm != float("inf"):
+            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        return norm.item()
+
+
+class LossOfEveryRank(StepEngine):
+    """Adds up the loss of each rank of a replica."""
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        self.world._leads = True
+        return super().train_step(batch, loss_fn)
+
+
+class NormOverRanksStrategy(MeshStrategy):
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+        engine = super().prepare(spec, world)
+        assert engine.stepper is not None
+        engine.stepper.__class__ = NormOverRanks
+        return engine
+
+
+class LossOfEveryRankStrategy(MeshStrategy):
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+        engine = super().prepare(spec, world)
+        engine.__class__ = LossOfEveryRank
+        return engine
+
+
+class SumForgottenStrategy(MeshStrategy):
+    """Leaves out the sum after layers that are divided by rows, and what would find that out."""
+
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+        from unipar_torch import tensor_parallel
+
+        class Forgetting(tensor_parallel.Activations):
+            def leave(self, part: torch.Tensor) -> torch.Tensor:
+                return part
+
+        patched = {"Activations": Forgetting, "check_in_first_pass": lambda *args: []}
+        with unittest.mock.patch.multiple(tensor_parallel, **patched):
+            return super().prepare(spec, world)
+
+
+class GradientSumForgottenStrategy(MeshStrategy):
+    """Leaves out the sum of gradients before layers that are divided by columns."""
+
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+        from unipar_torch import tensor_parallel
+
+        class Forgetting(tensor_parallel.Activations):
+            def enter(self, x: torch.Tensor) -> torch.Tensor:
+                return x
+
+        patched = {"Activations": Forgetting, "check_in_first_pass": lambda *args: []}
+        with unittest.mock.patch.multiple(tensor_parallel, **patched):
+            return super().prepare(spec, world)
+
+
+def dividing(strategy: type[MeshStrategy]) -> Callable[[], Strategy]:
+    """A maker of ``mesh`` whose two ranks divide layers, broken in one way."""
+    return lambda: strategy(MeshOptions(tp=2))
 
 
 def early_optimizer() -> Strategy:

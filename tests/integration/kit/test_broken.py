@@ -136,6 +136,30 @@ BROKEN = [
         "steps_every_optimizer",
         "the (loss|gradient norm) of step 2",
     ),
+    (
+        "no sum after layers divided by rows",
+        broken.dividing(broken.SumForgottenStrategy),
+        "equals_the_reference",
+        "holds other values of|was told other|the (loss|gradient norm) of step 1 ",
+    ),
+    (
+        "no sum of gradients before layers divided by columns",
+        broken.dividing(broken.GradientSumForgottenStrategy),
+        "divides_a_decoder",
+        "rank 1 was told other|holds other values of|the (loss|gradient norm) of step",
+    ),
+    (
+        "loss counted by every rank of a replica",
+        broken.dividing(broken.LossOfEveryRankStrategy),
+        "equals_the_reference",
+        r"the number of items of step 1 is 32\.0, and 16\.0",
+    ),
+    (
+        "norm counted by every rank of a replica",
+        broken.dividing(broken.NormOverRanksStrategy),
+        "clips",
+        "the gradient norm of step 1 ",
+    ),
     ("precision ignored", broken.precision_ignored, "keeps_to_bf16", "changed nothing"),
     (
         "sharding pretended",

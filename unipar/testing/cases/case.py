@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from unipar.engine.checks import check_capabilities
+from unipar.errors import ConfigError
 from unipar.testing.kit import Kit
 from unipar.testing.scenarios import Scenario
 
@@ -39,9 +41,16 @@ def case_also_at(*sizes: int) -> Callable[[Callable[[Kit], None]], Case]:
 
 
 def _refuses_the_world(kit: Kit) -> None:
-    """More processes than ``max_devices`` are refused before any of them starts."""
-    if not kit.refuses(Scenario()):
-        raise AssertionError(f"{kit.target.name} takes {kit.size} devices; the case is misplaced")
+    """A number of processes that cannot be had is refused before any of them starts."""
+    if kit.refuses(Scenario()):
+        return
+    try:
+        check_capabilities(kit.target.make(), Scenario().spec(kit.size), kit.placement)
+    except ConfigError as error:
+        if len(str(error)) < 20:
+            raise AssertionError(f"the refusal says too little: {error}") from error
+        return
+    raise AssertionError(f"{kit.target.name} takes {kit.size} devices; the case is misplaced")
 
 
 refuses_world = Case("refuses_the_world", _refuses_the_world)

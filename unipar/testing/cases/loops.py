@@ -450,7 +450,7 @@ def _evaluate(
         part = engine.eval_batch(batch, watched)
         total, count = total + float(part.total), count + float(part.count)
     evaluating = any(modes)
-    shares = world.gather((total, count))
+    shares = world.gather((total, count) if world.leads else (0.0, 0.0))
     mean = evaluate(engine, loader, scenario.loss, world)["loss"]
     engine.train_step(next(batches(scenario, world)), watched)
     engine.close()

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import partial
 
 from unipar.engine.checks import check_gradients
 from unipar.errors import ConfigError
 from unipar.testing import models
-from unipar.testing.cases.case import Case, case
+from unipar.testing.cases.case import Case, case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assert_equal_weights
 from unipar.testing.kit import Kit
 from unipar.testing.optimizers import each_schedule, sgd_and_adamw, sgd_and_adamw_by_hand
 from unipar.testing.reference import copy_weights
 from unipar.testing.scenarios import (
+    NUM_SAMPLES,
     Scenario,
     grouped,
     pass_dict,
     pass_keywords,
     pass_tuple,
     plain_sgd,
+    sgd,
     warmup_and_decay,
 )
 
@@ -32,6 +36,12 @@ SEVERAL = Scenario(
     scheduler=each_schedule,
     by_hand=sgd_and_adamw_by_hand,
     num_steps=10,
+)
+DECODER = replace(
+    TOKENS,
+    model=models.Decoder,
+    data=partial(models.sentences, NUM_SAMPLES, models.EVEN_LENGTH),
+    num_steps=7,
 )
 BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
@@ -55,6 +65,33 @@ def keeps_tied_weights_tied(kit: Kit) -> None:
                 f"rank {rank} exports {sorted(exported)} and aliases {own.state.aliases}; tied "
                 "weights are one tensor with an alias"
             )
+
+
+@case_also_at(4)
+def divides_a_decoder(kit: Kit) -> None:
+    """Where ranks divide layers: a decoder with grouped queries and tied embeddings.
+
+    One run by token weights, one clipped and accumulated, whose norm counts what all ranks have
+    once.
+    """
+    layout = kit.target.make().layout(kit.placement)
+    scenarios = [
+        DECODER,
+        replace(DECODER, optimizer=sgd, accumulation=4, max_grad_norm=0.25),
+    ]
+    scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
+    if layout.tp == 1 or not scenarios:
+        return
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.optimizer.__name__}")
+        for rank, own in enumerate(run.ranks):
+            held = {part.name: part for part in own.state.weights}
+            query = held["blocks.0.attention.q.weight"]
+            if sum(t.numel() for t in query.tensors) * layout.tp > math.prod(query.shape):
+                raise AssertionError(
+                    f"{kit.target.name} says that {layout.tp} ranks divide each layer, and rank "
+                    f"{rank} holds more than that part of {query.name}"
+                )
 
 
 @case

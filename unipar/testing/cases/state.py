@@ -68,4 +68,4 @@ def _interrupted_run(
         record(trace, engine.train_step(batch, scenario.loss))
     exported = Exported.of(engine)
     engine.close()
-    return RankRun(trace, exported, samples)
+    return RankRun(trace, exported, samples, data_rank=world.data_rank)

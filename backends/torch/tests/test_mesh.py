@@ -1,0 +1,342 @@
+"""Layers divided over two ranks: models of several kinds, sequences, wrong plans, traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import unipar
+from unipar.data.batch import Batch, MicroBatch
+from unipar.errors import ConfigError
+from unipar.loss import LossSum
+from unipar.strategy import Strategy
+from unipar.testing import models
+from unipar.testing.cases import ALL
+from unipar.testing.cases.numbers import PLAIN
+from unipar.testing.cases.shapes import DECODER
+from unipar.testing.compare import assert_equal_weights
+from unipar.testing.kit import Kit, Target
+from unipar.testing.pool import WorldPools
+from unipar.testing.scenarios import predict_tokens, sgd
+from unipar.world import Placement
+from unipar_torch.mesh import MeshOptions, MeshStrategy
+
+CASES = {case.name: case for case in ALL}
+PAIRS = {
+    **{f"blocks.*.attention.{name}": "colwise" for name in "qkv"},
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.down": "rowwise",
+    "blocks.*.gate": "colwise",
+    "blocks.*.up": "colwise",
+}
+
+
+def made(**options: Any) -> Callable[[], Strategy]:
+    return lambda: MeshStrategy(MeshOptions(tp=2, **options))
+
+
+def kit_of(world_pool: WorldPools, **options: Any) -> Kit:
+    return Kit(Target(f"mesh with {options}", made(**options)), 2, world_pool)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def logits_of(model: Any) -> Callable[..., torch.Tensor]:
+    return lambda tokens: model(input_ids=tokens, use_cache=False).logits
+
+
+def predict(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    return predict_tokens(logits_of(model), batch)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 12,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama() -> nn.Module:
+    import transformers
+
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    )
+
+
+def qwen3() -> nn.Module:
+    import transformers
+
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=4))
+
+
+def olmo2() -> nn.Module:
+    import transformers
+
+    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES))
+
+
+def gemma2() -> nn.Module:
+    import transformers
+
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=4))
+
+
+def phi3() -> nn.Module:
+    import transformers
+
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES))
+
+
+def neox() -> nn.Module:
+    import transformers
+
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    config = transformers.GPTNeoXConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0)
+    return transformers.GPTNeoXForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    import transformers
+
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    config = transformers.BertConfig(
+        **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    model = transformers.BertForMaskedLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("key.bias"):
+            # It moves all scores of a query alike, so its gradient is rounding error.
+            parameter.requires_grad_(False)
+    return _Bert(model)
+
+
+class _Bert(nn.Module):
+    """Its plan is found by tracing."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        return self.model(input_ids=input_ids)
+
+
+MODELS = [
+    llama,
+    *(
+        pytest.param(m, marks=pytest.mark.thorough)
+        for m in (qwen3, olmo2, gemma2, phi3, neox, bert)
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_models_of_transformers_train_the_same_run(
+    model: Callable[[], nn.Module], world_pool: WorldPools
+) -> None:
+    scenario = replace(DECODER, model=model, terms=predict, optimizer=sgd, num_steps=5)
+    kit = kit_of(world_pool)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [llama, pytest.param(neox, marks=pytest.mark.thorough)])
+def test_models_of_transformers_divide_sequences(
+    model: Callable[[], nn.Module], world_pool: WorldPools
+) -> None:
+    scenario = replace(DECODER, model=model, terms=predict, optimizer=sgd, num_steps=5)
+    kit = kit_of(world_pool, sequence_parallel=True)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+def test_sequences_are_divided_with_recomputation_in_half_precision(
+    world_pool: WorldPools,
+) -> None:
+    scenarios = [
+        replace(DECODER, activation_checkpointing="full", accumulation=2, num_steps=5),
+        replace(DECODER, precision="bf16", num_steps=5),
+    ]
+    # Gathered in bf16, weights and their gradients are rounded once more than by autocast alone.
+    kit = kit_of(world_pool, sequence_parallel=True, param_dtype="fp32")
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario)
+
+
+def test_tied_embeddings_are_divided_as_a_plan_says(world_pool: WorldPools) -> None:
+    options = {"plan": {**PAIRS, "tokens": "embedding_rowwise"}, "sequence_parallel": True}
+    CASES["divides_a_decoder"].check(kit_of(world_pool, **options))
+
+
+def test_without_tensor_parallelism_it_is_fsdp_to_the_bit(world_pool: WorldPools) -> None:
+    scenario = replace(PLAIN, num_steps=4)
+    runs = [Kit(Target.named(name), 2, world_pool).train(scenario)[0] for name in ("mesh", "fsdp")]
+    assert runs[0].trace.losses == runs[1].trace.losses
+    assert runs[0].trace.grad_norms == runs[1].trace.grad_norms
+    assert_equal_weights(runs[0].trace.weights, runs[1].trace.weights, 0.0)
+
+
+# -- plans that change what a model computes -------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Between divided layers there is a factor, whose gradient each rank has a part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.factor = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)) * self.factor)
+
+
+class ScaledNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+SCALED = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+WRONG = {
+    "a layer left out": (
+        DECODER,
+        {name: style for name, style in PAIRS.items() if "gate" not in name},
+        r"dividing 'blocks\.0' \(DecoderBlock\).* divided, it raises RuntimeError",
+    ),
+    "no sum": (
+        replace(PLAIN, model=ScaledNetwork),
+        {"blocks.*.up": "colwise_gather_output", "blocks.1.down": "rowwise"},
+        r"dividing 'blocks\.1' \(Scaled\).* divided, it raises RuntimeError",
+    ),
+    "a gradient in parts": (
+        replace(PLAIN, model=ScaledNetwork),
+        SCALED,
+        r"dividing 'blocks\.0'.* the gradient of factor is \d.*replicated_with_grad_allreduce",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_plan_that_changes_the_model_is_refused_in_the_first_pass(
+    name: str, world_pool: WorldPools
+) -> None:
+    scenario, plan, said = WRONG[name]
+    with pytest.raises(ConfigError, match=said):
+        kit_of(world_pool, plan=plan).train(replace(scenario, num_steps=1))
+
+
+def test_a_gradient_in_parts_is_summed_where_the_plan_says_so(world_pool: WorldPools) -> None:
+    scenario = replace(PLAIN, model=ScaledNetwork, num_steps=5)
+    plan = {**SCALED, "blocks.*": "replicated_with_grad_allreduce"}
+    kit = kit_of(world_pool, plan=plan)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+def test_sequences_that_do_not_divide_are_refused(world_pool: WorldPools) -> None:
+    odd = models.sentences(16, 7)
+    with pytest.raises(ConfigError, match=r"of length 7 .*Pad them to a multiple of 2"):
+        kit_of(world_pool, sequence_parallel=True).train(
+            replace(DECODER, data=lambda: odd, num_steps=1)
+        )
+    with pytest.raises(ConfigError, match=r"shape \(batch, sequence, width\)"):
+        kit_of(world_pool, sequence_parallel=True).train(replace(PLAIN, num_steps=1))
+
+
+class Mixing(models.Decoder):
+    """Something between blocks sees the whole sequence."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x).cumsum(1)
+        return self.head(self.norm(x))
+
+
+def test_what_happens_between_blocks_is_refused_where_sequences_are_divided(
+    world_pool: WorldPools,
+) -> None:
+    with pytest.raises(ConfigError, match=r"does something between its blocks"):
+        kit_of(world_pool, sequence_parallel=True).train(
+            replace(DECODER, model=Mixing, num_steps=1)
+        )
+
+
+# -- what ranks do alike, and what they send -------------------------------------------------------
+
+
+class Dropping(models.Decoder):
+    """Drops what all ranks have whole, and would learn apart from different masks."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(self.tokens(tokens), 0.5, self.training)
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.5, self.training)
+        return self.head(self.norm(x))
+
+
+def step_of(placement: Placement, model: nn.Module, options: dict[str, Any]) -> Any:
+    """A step in a session: its loss, a weight that is whole on each rank, and collectives."""
+    with unipar.Session({"name": "mesh", **options}, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            model, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        data = models.sentences(8, models.EVEN_LENGTH)
+        part = MicroBatch(data.batch(list(range(8))), 8)
+
+        def loss(model: Any, batch: Any) -> LossSum:
+            return LossSum(*predict_tokens(model, batch))
+
+        engine.train_step(Batch((part,), 8), loss)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            told = engine.train_step(Batch((part,), 8), loss).loss
+        weight: Any = engine.module.get_parameter("blocks.0.norm_feed.weight")
+        counts = {event.key.split("::")[-1]: event.count for event in profiled.key_averages()}
+        return told, weight.full_tensor().tolist(), weight.to_local().tolist(), counts
+
+
+def test_dropout_is_the_same_where_all_ranks_have_the_whole(world_pool: WorldPools) -> None:
+    (loss, whole, own, _), (other, _, others, _) = world_pool(2).run(step_of, Dropping(), {"tp": 2})
+    assert loss == other
+    assert own == others == whole
+
+
+def test_each_pair_of_layers_sums_once_in_each_direction(world_pool: WorldPools) -> None:
+    """Queries, keys and values have one input, whose gradient is summed once; so a gate and up."""
+    *_, counts = world_pool(2).run(step_of, models.Decoder(), {"tp": 2})[0]
+    pairs = 2 * len(models.Decoder().blocks)
+    # FSDP's own are those of one rank, and gather nothing.
+    assert counts["all_reduce"] == 2 * pairs
+
+
+def test_divided_sequences_are_scattered_and_gathered_in_place_of_sums(
+    world_pool: WorldPools,
+) -> None:
+    options = {"tp": 2, "sequence_parallel": True}
+    *_, counts = world_pool(2).run(step_of, models.Decoder(), options)[0]
+    pairs = 2 * len(models.Decoder().blocks)
+    assert counts["reduce_scatter_tensor"] == 2 * pairs

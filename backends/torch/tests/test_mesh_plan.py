@@ -1,0 +1,256 @@
+"""Which layers mesh divides: what is said, what a model carries, what is found; and what is refused
+before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unipar.errors import ConfigError
+from unipar.layout import Layout
+from unipar.strategy import EngineSpec, registry
+from unipar.testing import models
+from unipar.world import Placement
+from unipar_torch.mesh import MeshOptions, MeshStrategy
+from unipar_torch.tensor_plan import make_plan
+
+DECODER = {
+    **dict.fromkeys(("attention.q", "attention.k", "attention.v", "gate", "up"), "colwise"),
+    **dict.fromkeys(("attention.out", "down"), "rowwise"),
+}
+
+
+def of_first_block(styles: Any) -> dict[str, str]:
+    start = "blocks.0."
+    return {name[len(start) :]: style for name, style in styles.items() if name.startswith(start)}
+
+
+def llama(**changed: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "use_cache": False,
+    }
+    config = transformers.LlamaConfig(**{**sizes, **changed})
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config)
+
+
+# -- what is found ---------------------------------------------------------------------------------
+
+
+def test_pairs_of_a_decoder_are_found_with_the_heads_that_they_count() -> None:
+    plan = make_plan(models.Decoder(), 2)
+    assert plan.source == "found by tracing"
+    assert of_first_block(plan.styles) == DECODER
+    assert plan.counts["blocks.1.attention"] == ("num_heads", "num_kv_heads")
+    assert not plan.notes
+
+
+def test_what_is_found_needs_no_weights() -> None:
+    with torch.device("meta"):
+        model = models.Decoder()
+    assert make_plan(model, 2) == make_plan(models.Decoder(), 2)
+
+
+class Fused(nn.Module):
+    """Queries, keys and values in one layer, so that columns of it are no heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 2
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Normed(nn.Module):
+    """A norm over the whole width between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.norm(self.up(x)))
+
+
+def test_layers_that_do_not_bear_it_are_left_whole_and_said_to_be() -> None:
+    plan = make_plan(nn.Sequential(Fused(), Fused()), 2)
+    assert {name for name in plan.styles if name.startswith("0.")} == {"0.up", "0.down"}
+    assert not plan.counts
+    (note,) = plan.notes
+    assert "qkv and out are left whole" in note
+
+
+def test_nothing_to_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"up and down are left whole.* plan=\{"):
+        make_plan(nn.Sequential(Normed(), Normed()), 2)
+    with pytest.raises(ConfigError, match=r"no repeated blocks.* plan=\{"):
+        make_plan(models.Normalized(), 2)
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def test_a_plan_of_the_user_is_taken_as_it_is() -> None:
+    plan = make_plan(models.Decoder(), 2, {"blocks.*.up": "colwise", "blocks.0.down": "rowwise"})
+    assert set(plan.styles) == {"blocks.0.up", "blocks.1.up", "blocks.0.down"}
+    assert not plan.counts
+
+
+def test_numbers_of_heads_follow_a_plan_of_the_user() -> None:
+    given = {f"blocks.*.attention.{name}": "colwise" for name in "qkv"}
+    plan = make_plan(models.Decoder(), 2, {**given, "blocks.*.attention.out": "rowwise"})
+    assert plan.counts["blocks.0.attention"] == ("num_heads", "num_kv_heads")
+
+
+def test_tied_layers_are_divided_alike() -> None:
+    for given in ({"head": "colwise_gather_output"}, {"tokens": "embedding_rowwise"}):
+        plan = make_plan(models.Decoder(), 2, given)
+        assert plan.styles == {"tokens": "embedding_rowwise", "head": "colwise_gather_output"}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"blocks.*.attention.qq": "colwise"}, r"names no layer.* Did you mean 'blocks\.\*\.att"),
+        ({"blocks.*.up.weight": "colwise"}, "names a parameter"),
+        ({"blocks.*.up": "colwize"}, "'colwize', which is not built. Allowed: colwise, rowwise"),
+        ({"blocks.*.up": "colwise", "blocks.0.up": "rowwise"}, "and, by 'blocks.0.up', as"),
+        ({"blocks.*.norm_feed": "colwise"}, r"LayerNorm\) cannot be divided.* is for nn\.Linear"),
+        ({"tokens": "embedding_rowwise", "head": "rowwise_split_input"}, "in two ways"),
+        ({}, "plan is empty"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(given: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make_plan(models.Decoder(), 2, given)
+
+
+def test_a_plan_that_divides_what_does_not_bear_it_is_refused() -> None:
+    given = {"*.qkv": "colwise", "*.out": "rowwise"}
+    with pytest.raises(ConfigError, match=r"option plan divides 0\.qkv, 0\.out, which would"):
+        make_plan(nn.Sequential(Fused(), Fused()), 2, given)
+
+
+# -- what a model carries --------------------------------------------------------------------------
+
+
+def test_a_model_of_transformers_says_itself() -> None:
+    plan = make_plan(llama(), 2)
+    assert plan.source == "the model's own plan (_tp_plan)"
+    assert plan.styles["model.layers.1.self_attn.k_proj"] == "colwise"
+    assert plan.styles["model.embed_tokens"] == "embedding_rowwise"
+    assert plan.styles["lm_head"] == "colwise_gather_output"
+
+
+def test_a_vocabulary_that_does_not_divide_is_left_whole_and_said_to_be() -> None:
+    plan = make_plan(llama(vocab_size=13), 2)
+    assert not {"lm_head", "model.embed_tokens"} & set(plan.styles)
+    assert sorted(plan.notes) == [
+        "lm_head: 13 does not divide by tp=2",
+        "model.embed_tokens: 13 does not divide by tp=2",
+    ]
+
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_sizes_that_would() -> None:
+    with pytest.raises(ConfigError, match=r"num_key_value_heads is 2.* tp=1 or 2;"):
+        make_plan(llama(), 4)
+    with pytest.raises(ConfigError, match=r"num_kv_heads of 'attention' is 2.* tp=1 or 2;"):
+        make_plan(models.Decoder(), 4)
+
+
+def test_widths_that_do_not_divide_are_refused_with_the_sizes_that_would() -> None:
+    with pytest.raises(ConfigError, match=r"is 18.* tp=1 or 2 or 3 or 6 or 9 or 18;"):
+        make_plan(models.Network(), 4)
+
+
+def test_it_is_refused_before_any_process_starts() -> None:
+    strategy = MeshStrategy(MeshOptions(tp=4))
+    for model in (models.Network(), models.Network):
+        with pytest.raises(ConfigError, match="tp=4 does not divide the model"):
+            strategy.check(EngineSpec(model), Placement(size=4, local_size=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "layout"),
+    [
+        ({}, 4, Layout(dp_shard=4)),
+        ({"tp": 2}, 8, Layout(dp_shard=4, tp=2)),
+        ({"tp": 2, "dp_replicate": 2}, 8, Layout(dp_replicate=2, dp_shard=2, tp=2)),
+        ({"tp": 2, "dp_shard": 1, "dp_replicate": 2}, 4, Layout(dp_replicate=2, tp=2)),
+    ],
+)
+def test_what_other_axes_leave_is_dp_shard(options: Any, size: int, layout: Layout) -> None:
+    assert MeshStrategy(MeshOptions(**options)).layout(Placement(size=size)) == layout
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "named"),
+    [
+        ({"tp": 3}, 4, "tp=3 does not divide the 4 processes"),
+        ({"tp": 4}, 2, "tp=4 does not divide the 2 processes"),
+        ({"tp": 2, "dp_shard": 4}, 4, "is of 8 processes, and there are 4.* dp_shard to 2"),
+    ],
+)
+def test_other_numbers_of_processes_are_refused(options: Any, size: int, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        MeshStrategy(MeshOptions(**options)).layout(Placement(size=size))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("pp=2", r"pp \(pipeline parallelism\) is not built yet"),
+        ("cp=2", r"cp \(context parallelism\) is not built yet"),
+        ("ep=2", r"ep \(expert parallelism\) is not built yet"),
+        ("sequence_parallel=true", "sequence_parallel=true divides sequences among .* tp is 1"),
+        ("plan={a: colwise}", "plan says how layers are divided .* tp is 1"),
+        ("sharding=hybrid", "sharding"),
+    ],
+)
+def test_what_is_not_built_or_says_nothing_is_refused(options: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        registry.resolve(f"mesh:{options}")
+
+
+def test_float8_is_denied_whatever_the_options() -> None:
+    for options in ({}, {"tp": 2}):
+        assert "fp8" not in MeshStrategy(MeshOptions(**options)).capabilities().precisions
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_every_parameter() -> None:
+    strategy = MeshStrategy(MeshOptions(tp=2))
+    placement = Placement(size=4, local_size=4)
+    said = dict(strategy.placements(EngineSpec(models.Decoder), placement))
+    assert set(dict(models.Decoder().named_parameters())) < set(said)
+    assert said["layers divided over tp"] == "found by tracing"
+    assert said["blocks.0.attention: divided too"] == "num_heads, num_kv_heads"
+    assert said["blocks.0.down.weight"] == (
+        "[16, 32], dim 1 over tp=2, dim 0 over dp_shard=2: [8, 16] of a rank"
+    )
+    assert said["blocks.0.down.bias"] == "[16], whole on tp=2, dim 0 over dp_shard=2: [8] of a rank"
+    assert said["tokens.weight"].endswith("also head.weight")

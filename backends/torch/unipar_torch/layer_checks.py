@@ -1,0 +1,295 @@
+"""A plan held against numbers: in the first pass one block of each kind runs whole and divided.
+
+In fp32, without dropout, on what the block was given, cut to a few samples: its output, and the
+gradients of its input and of each of its parameters. What differs is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from unipar.errors import ConfigError, first_few
+from unipar.world import World
+from unipar_torch.layer_cuts import Activations, is_gathered
+from unipar_torch.sequences import hidden_of, mapped, with_hidden
+from unipar_torch.tensor_plan import STYLES, TensorPlan
+
+Undo = Callable[[], None]
+TOLERANCE = 1e-3
+"""The largest difference that is rounding in fp32, relative to the largest element of a tensor.
+What plans get wrong is off by a factor."""
+_SAMPLES = 2
+
+
+def check_in_first_pass(
+    model: nn.Module,
+    plan: TensorPlan,
+    blocks: Mapping[str, nn.Module],
+    activations: Activations,
+    world: World,
+) -> list[Undo]:
+    """Have a block of each kind compared with itself undivided, when it is first called.
+
+    Args:
+        model: the whole model, divided.
+        plan: how.
+        blocks: its repeated blocks.
+        activations: how they go between ranks within blocks.
+        world: the joined processes.
+
+    Raises:
+        ConfigError: layers are divided outside of blocks in a way that has to be checked, and
+            cannot be by itself.
+    """
+    opened = [name for name, style in plan.styles.items() if not STYLES[style].is_closed]
+    checked: dict[Any, tuple[str, nn.Module]] = {}
+    for name, block in blocks.items():
+        own = [layer for layer in opened if f"{layer}.".startswith(f"{name}.")]
+        opened = [layer for layer in opened if layer not in set(own)]
+        kind = type(block), tuple((layer[len(name) :], plan.styles[layer]) for layer in own)
+        if own:
+            checked.setdefault(kind, (name, block))
+    if opened:
+        around = _around(model, opened)
+        if any(block in set(around[1].modules()) for block in blocks.values()):
+            raise ConfigError(
+                f"mesh: {plan.source} divides {first_few(opened)} outside of the model's repeated "
+                "blocks, and that cannot be checked in parts. Divide them so that their inputs and "
+                "outputs stay whole (colwise_gather_output, rowwise_split_input), or leave them "
+                "out."
+            )
+        checked[""] = around
+    return [
+        _Check(name, block, plan, activations, world).install() for name, block in checked.values()
+    ]
+
+
+def _around(model: nn.Module, layers: list[str]) -> tuple[str, nn.Module]:
+    """The smallest module that holds all layers."""
+    parts = [name.split(".")[:-1] for name in layers]
+    shared: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    name = ".".join(shared)
+    return name, model.get_submodule(name)
+
+
+class _Check:
+    """Compares one block with itself, once."""
+
+    def __init__(
+        self, name: str, block: nn.Module, plan: TensorPlan, activations: Activations, world: World
+    ) -> None:
+        self._name, self._block, self._plan = name, block, plan
+        # FSDP gives it another.
+        self._kind = type(block).__name__
+        self._activations, self._world = activations, world
+        self._done = False
+
+    def install(self) -> Undo:
+        block = self._block
+        self._forward = block.forward
+        compare: Any = torch.compiler.disable(self._compare)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if not self._done:
+                self._done = True
+                compare(args, kwargs)
+            return self._forward(*args, **kwargs)
+
+        block.forward = checked
+        return lambda: block.__dict__.pop("forward", None)
+
+    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = self._problem(args, kwargs)
+        problem = next(filter(None, self._world.gather(found)), None)
+        if problem:
+            layers = [
+                n for n in self._plan.styles if n.startswith(f"{self._name}.") or not self._name
+            ]
+            raise ConfigError(
+                f"mesh: dividing '{self._name or 'the model'}' ({self._kind}) as "
+                f"{self._plan.source} says changes what it computes: {problem}. Divided are "
+                f"{', '.join(f'{n} ({self._plan.styles[n]})' for n in layers)}. Leave out of "
+                "plan={…} what does not bear it: layers between which something is computed over "
+                "the whole width, or with numbers of heads that are written down elsewhere. "
+                "Parameters between divided layers are 'replicated_with_grad_allreduce'."
+            )
+
+    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        with _apart(self._block, self._world.device):
+            try:
+                divided = self._run(args, kwargs, whole=False)
+            except ConfigError:
+                raise
+            except Exception as error:
+                return f"divided, it raises {type(error).__name__} ({str(error)[:160]})"
+            whole = self._run(args, kwargs, whole=True)
+        largest = max((t.abs().max().item() for t in whole.values() if t.numel()), default=0.0)
+        for what, expected in whole.items():
+            if said := _difference(divided.get(what), expected, TOLERANCE * largest):
+                return f"{what} {said}"
+        return ""
+
+    def _run(self, args: Any, kwargs: Any, *, whole: bool) -> dict[str, torch.Tensor]:
+        """Outputs and gradients, whole, by what they are."""
+        sequence = self._activations.outside.is_shard()
+        hidden = hidden_of(args, kwargs)
+        args, kwargs = _in_fp32(args, kwargs, _rows(hidden))
+        hidden = hidden_of(args, kwargs)
+        takes = isinstance(hidden, torch.Tensor) and hidden.is_floating_point()
+        if takes and sequence and whole:
+            hidden = self._activations.gather_sequence(hidden)
+        if takes:
+            hidden = hidden.detach().requires_grad_()
+            args, kwargs = with_hidden(args, kwargs, hidden)
+        with _replaced(self._block, self._plan, self._name, whole, self._activations) as held:
+            output = self._forward(*args, **kwargs)
+            if sequence and not whole:
+                output = mapped(output, self._activations.gather_sequence)
+            given = [t for t in tree_leaves(output) if _is_float(t)]
+            seen = {f"output {number}": t.detach() for number, t in enumerate(given)}
+            wanted = {name: p for name, p in held.items() if p.requires_grad}
+            if takes:
+                wanted["its input"] = hidden
+            if nested(self._block) or not wanted:
+                # What is gathered within would reduce these gradients as a step's.
+                return seen
+            total = sum((t * _factors(t)).sum() for t in given)
+            if not isinstance(total, torch.Tensor) or not total.requires_grad:
+                return seen
+            gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
+            for name, gradient in zip(wanted, gradients, strict=True):
+                if gradient is None:
+                    continue
+                if isinstance(gradient, DTensor):
+                    gradient = gradient.redistribute(
+                        placements=wanted[name].placements
+                    ).full_tensor()
+                elif takes and name == "its input" and sequence and not whole:
+                    gradient = self._activations.gather_sequence(gradient)
+                seen[f"the gradient of {name}"] = gradient.detach()
+        return seen
+
+
+def nested(block: nn.Module) -> bool:
+    """Whether parts of a block are gathered by themselves."""
+    return any(isinstance(m, FSDPModule) for m in block.modules() if m is not block)
+
+
+def _rows(hidden: Any) -> int | None:
+    return hidden.shape[0] if isinstance(hidden, torch.Tensor) and hidden.ndim else None
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _in_fp32(args: Any, kwargs: Any, rows: int | None) -> tuple[Any, Any]:
+    """Arguments by themselves, of a few samples."""
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.ndim]
+    few = (
+        rows is not None
+        and all(t.shape[0] in (rows, 1) or t.ndim == 1 for t in tensors)
+        and not any(size == rows for t in tensors for size in t.shape[1:])
+    )
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.detach()
+        if few and value.ndim and value.shape[0] == rows:
+            value = value[:_SAMPLES]
+        return value.float() if value.is_floating_point() else value
+
+    return tree_map(own, (args, kwargs))
+
+
+def _factors(output: torch.Tensor) -> torch.Tensor:
+    """Numbers that tell elements apart, the same on every rank."""
+    places = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
+    return torch.cos(places).view(output.shape)
+
+
+@contextlib.contextmanager
+def _apart(block: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let nothing of a run be noticed by what surrounds it."""
+    modes = [(module, module.training) for module in block.modules()]
+    devices = [device] if device.type == "cuda" else []
+    block.eval()
+    try:
+        with (
+            torch.random.fork_rng(devices),
+            torch.enable_grad(),
+            torch.autocast(device.type, enabled=False),
+            # Recomputation counts what a pass saves.
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        ):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def _replaced(
+    block: nn.Module, plan: TensorPlan, name: str, whole: bool, activations: Activations
+) -> Iterator[dict[str, Any]]:
+    """Put copies in fp32 in the place of a block's parameters: whole ones, or divided as they are.
+
+    Yields:
+        The copies, by name.
+    """
+    kept: list[tuple[nn.Module, str, Any]] = []
+    copies: dict[int, Any] = {}
+    named: dict[str, Any] = {}
+    counts: list[tuple[nn.Module, str, int]] = []
+    tp = activations.mesh.size()
+    try:
+        for part_name, part in block.named_modules():
+            for key, parameter in list(part._parameters.items()):
+                if not is_gathered(parameter):
+                    continue
+                kept.append((part, key, parameter))
+                if id(parameter) not in copies:
+                    value: Any = parameter.detach().float()
+                    value = (value.full_tensor() if whole else value).detach()
+                    copies[id(parameter)] = value.requires_grad_(parameter.requires_grad)
+                    named[f"{part_name}.{key}".lstrip(".")] = copies[id(parameter)]
+                part._parameters[key] = copies[id(parameter)]
+        for holder, keys in plan.counts.items():
+            if whole and (holder == name or holder.startswith(f"{name}.") or not name):
+                module = block.get_submodule(holder[len(name) :].lstrip("."))
+                for key in keys:
+                    counts.append((module, key, getattr(module, key)))
+                    setattr(module, key, getattr(module, key) * tp)
+        yield named
+    finally:
+        for part, key, parameter in kept:
+            part._parameters[key] = parameter
+        for module, key, value in counts:
+            setattr(module, key, value)
+
+
+def _difference(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> str:
+    """How a tensor is off; a size below ``floor`` is small beside others', and may be rounding."""
+    if found is None:
+        return "is there only where it is whole"
+    if found.shape != expected.shape:
+        return f"has the shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+    if not expected.numel() or not torch.isfinite(expected).all():
+        # What is no number shows nothing, and is the run's to find.
+        return ""
+    scale = max(expected.abs().max().item(), floor)
+    apart = (found - expected).abs().max().item()
+    return "" if apart <= TOLERANCE * scale else f"is {apart / scale:.1%} off"
