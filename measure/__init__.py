@@ -1,1 +1,1 @@
-"""What measures the docs: every number and table of theirs comes from a program in here."""
+"""Programs that measure: every number and table of the docs comes from one of them."""

@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from measure.fuzzing.strangers import READERS, Reader  # noqa: E402
+from measure.fuzzing.readers import READERS, Reader  # noqa: E402
 from unipar.errors import UniparError  # noqa: E402
 
 EDITS = 20_000

@@ -1,4 +1,4 @@
-"""What ``make compare`` has measured, as pages show it."""
+"""The tables of ``make compare``'s measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of what runs endured: hangs and kills, as the surveys have measured them."""
+"""The tables of hangs and kills, as measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hand-written loops have in common: batches, autocast, and the reported loss."""
+"""Common parts of the hand-written loops: batches, autocast, the reported loss."""
 
 from __future__ import annotations
 

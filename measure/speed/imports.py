@@ -1,4 +1,4 @@
-"""What importing costs beside ``import torch``, each time in a fresh process."""
+"""The cost of importing beside ``import torch``, each time in a fresh process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a batch costs to load beside ``DataLoader``: tiny samples, one process, no workers."""
+"""The cost of loading a batch beside ``DataLoader``: tiny samples, one process, no workers."""
 
 from __future__ import annotations
 

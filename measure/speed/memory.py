@@ -6,7 +6,7 @@ from typing import Any
 
 import unipar
 from measure.report import Row, mebibytes
-from measure.speed.held import held
+from measure.speed.tensor_bytes import held
 from unipar import launch
 from unipar.benchmark.statistics import Estimate
 

@@ -1,4 +1,4 @@
-"""What a training step costs beside the hand-written loop: tiny model, one process."""
+"""The cost of a training step beside the hand-written loop: tiny model, one process."""
 
 from __future__ import annotations
 

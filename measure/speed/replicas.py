@@ -1,4 +1,4 @@
-"""What a step under ``ddp`` costs beside hand-written DistributedDataParallel: two processes."""
+"""The cost of a step under ``ddp`` beside hand-written DistributedDataParallel: two processes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def main() -> None:
     for framework in FRAMEWORKS:
         strategies = (*framework.strategies, *framework.half_only)
         question = {"strategies": strategies, "package": framework.package}
-        found[framework.name] = framework.ask("measure.strategies.measure", question)
+        found[framework.name] = framework.ask("measure.strategies.parity", question)
     record = {
         "about": circumstances("make tables", time.perf_counter() - began, ()),
         "frameworks": found,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from measure.strategies.measure import capabilities
+from measure.strategies.parity import capabilities
 from unipar.strategy import registry
 
 ROOT = Path(__file__).resolve().parents[2]

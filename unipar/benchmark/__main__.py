@@ -1,4 +1,4 @@
-"""What forks the trials of a benchmark: see :mod:`unipar.benchmark.server`."""
+"""The server that forks the trials of a benchmark: see :mod:`unipar.benchmark.server`."""
 
 import gc
 import socket

@@ -23,7 +23,6 @@ from unipar.benchmark.cells import REFERENCE, Cell, make_cells
 from unipar.benchmark.environments import Environments
 from unipar.benchmark.job import LEFT_OUT, BenchJob
 from unipar.benchmark.modelling import Model
-from unipar.benchmark.outlook import Outlook, Tally
 from unipar.benchmark.raw import loop_for
 from unipar.benchmark.reference import find_references, reference_cells
 from unipar.benchmark.report import html, table
@@ -31,6 +30,7 @@ from unipar.benchmark.result import BenchResult, Interconnect, Job
 from unipar.benchmark.runner import Runner
 from unipar.benchmark.store import Store
 from unipar.benchmark.summary import summarize
+from unipar.benchmark.time_left import Outlook, Tally
 from unipar.benchmark.writing import replace
 from unipar.config import RunConfig
 from unipar.data import batch_size_of, num_samples_of

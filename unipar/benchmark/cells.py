@@ -1,4 +1,4 @@
-"""What a benchmark compares: every strategy in every shape that is asked for."""
+"""The cells of a benchmark: every strategy in every shape asked for."""
 
 from __future__ import annotations
 

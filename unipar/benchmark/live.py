@@ -1,4 +1,4 @@
-"""What a terminal shows while a benchmark runs."""
+"""The live view of a benchmark in a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from unipar.benchmark.cells import Cell
-from unipar.benchmark.outlook import Outlook
+from unipar.benchmark.time_left import Outlook
 
 _ENDED = ("done", "done before")
 
@@ -28,7 +28,7 @@ class Progress:
         self._cells: dict[Cell, list[str]] = {}
         self._began = time.monotonic()
         self._outlook = ""
-        # Drawn anew by itself, so that the clock goes on while a trial is waited for.
+        # Drawn again by itself, so that the clock goes on while a trial is waited for.
         self._live = Live(get_renderable=self._table, console=console, refresh_per_second=2)
 
     def __enter__(self) -> Progress:

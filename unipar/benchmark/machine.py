@@ -1,4 +1,4 @@
-"""Where a benchmark is run."""
+"""The machine that a benchmark runs on."""
 
 from __future__ import annotations
 

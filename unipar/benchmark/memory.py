@@ -1,4 +1,4 @@
-"""What a rank holds in tensors, and what for."""
+"""The bytes that a rank holds in tensors, by purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What watches a benchmarked run from inside of each of its processes."""
+"""Measuring a benchmarked run from inside each of its processes."""
 
 from __future__ import annotations
 

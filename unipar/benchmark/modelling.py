@@ -1,4 +1,4 @@
-"""What a job's model is, and how many floating-point operations a training step of it takes."""
+"""Facts about a job's model: its size, and the floating-point operations of a training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a benchmark went well: what its exit code says."""
+"""The exit code of a benchmark."""
 
 from __future__ import annotations
 

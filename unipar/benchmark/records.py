@@ -1,4 +1,4 @@
-"""What each process of a benchmark measures."""
+"""Records of what each process of a benchmark measured."""
 
 from __future__ import annotations
 

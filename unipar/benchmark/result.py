@@ -1,4 +1,4 @@
-"""What a benchmark found, as it is stored in ``result.json``."""
+"""The result of a benchmark, as stored in ``result.json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What repeats say of a cell, and those of one round of two cells."""
+"""Statistics over the repeats of a cell, and over rounds of two cells."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from typing import Any
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.environments import Environments
 from unipar.benchmark.machine import cores
-from unipar.benchmark.outlook import Outlook, Tally
 from unipar.benchmark.raw import loop_for
 from unipar.benchmark.server import Server
 from unipar.benchmark.store import Failure, Finding, Store, fresh
+from unipar.benchmark.time_left import Outlook, Tally
 from unipar.utils.subprocesses import end_group
 
 _TAIL = 5

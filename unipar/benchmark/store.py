@@ -93,7 +93,7 @@ class Store:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"the benchmark's directory {root} cannot be used: {error}. Name another by "
-                "--output, or mend its permissions."
+                "--output, or change its permissions."
             ) from error
         return cls(root)
 

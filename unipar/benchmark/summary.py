@@ -1,4 +1,4 @@
-"""From what trials have found to what a benchmark says."""
+"""The summary of a benchmark from the findings of its trials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the process of one trial does.
+"""One trial of a benchmark: one cell, trained and measured in a process of its own.
 
 ``request.json`` in the directory says what to do; ``answer.json`` or ``failure.json`` says what
 came of it.

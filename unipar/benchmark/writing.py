@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Atomic writing: a file is written whole or not at all."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def from_framework(
     if not moments:
         logger.warning(
             "%s says of no optimizer state whose it is: only weights are taken over, and the "
-            "optimizer starts anew.",
+            "optimizer starts over.",
             source,
         )
     step = int(state.extra["num_steps"])

@@ -73,7 +73,7 @@ def candidates(directory: Path) -> list[Path]:
         for path in directory.iterdir():
             if (step := named_step(path.name)) is not None and path.is_dir():
                 found[step] = path
-        # A crash while a step was being saved anew can leave it under this name alone.
+        # A crash while a step was being saved again can leave it under this name alone.
         for path in directory.glob(f"{REPLACED}step-*"):
             if (step := named_step(path.name.removeprefix(REPLACED))) is not None:
                 found.setdefault(step, path)

@@ -1,4 +1,4 @@
-"""How the files and directories of checkpoints are named."""
+"""Names of the files and directories of checkpoints."""
 
 from __future__ import annotations
 

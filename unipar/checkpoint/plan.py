@@ -1,4 +1,4 @@
-"""Who writes what, and where: the same answer on every rank, from what all ranks hold."""
+"""The plan of a save: who writes what and where, the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded: the one that is named, or the newest that is not damaged."""
+"""The choice of the checkpoint to load: the one named, or the newest undamaged one."""
 
 from __future__ import annotations
 

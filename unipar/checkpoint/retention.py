@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""Retention: which checkpoints are kept."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def command_line() -> App:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    0 is success, 1 a run that failed, 2 something for the user to mend, 3 a comparison whose noise
+    0 is success, 1 a run that failed, 2 something for the user to fix, 3 a comparison whose noise
     hides the answer, 130 an interrupt. SIGTERM and SIGHUP leave by way of ``SystemExit``, with
     their exit codes, 143 and 129.
 

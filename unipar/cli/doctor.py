@@ -49,7 +49,7 @@ def _print_tables(report: Report, console: Console) -> None:
     for one in broken:
         console.print(f"[bold]{one.name}[/] cannot run here: {one.reason}", highlight=False)
         if one.remedy:
-            console.print(f"    to mend it: [cyan]{one.remedy}[/]", highlight=False)
+            console.print(f"    to fix it: [cyan]{one.remedy}[/]", highlight=False)
 
 
 def _table(title: str, *columns: str, headers: bool = True) -> Table:

@@ -42,7 +42,7 @@ def install(
         extras: what is to be had beside the framework; may be given several times.
         yes: do not ask.
         dry_run: print the commands and run none.
-        force: install what is there already, and build anew what is in the cache.
+        force: install what is there already, and build again what is in the cache.
     """
     from rich.console import Console
 

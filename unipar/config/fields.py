@@ -1,4 +1,4 @@
-"""What a run is, as typed and documented fields; pydantic at the edge, plain values inside."""
+"""The fields of a run, typed and documented; pydantic at the edge, plain values inside."""
 
 from __future__ import annotations
 

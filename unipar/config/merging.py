@@ -1,4 +1,4 @@
-"""Laying one source of config over another: file, environment, flags, arguments."""
+"""Merging of sources of config: file, environment, flags, arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's settings come from: a file, then the environment, then flags; later ones win."""
+"""The sources of a run's settings: a file, the environment, flags; later ones win."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def no_batch(source: Source, epoch: int, global_batch_size: int) -> str:
     if epoch:
         return (
             f"the stream ({name}) gave no sample in epoch {epoch}: it was used up before. Its "
-            "__iter__ must begin anew each time it is called."
+            "__iter__ must begin again each time it is called."
         )
     if source.drop_last:
         return (

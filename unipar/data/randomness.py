@@ -16,7 +16,7 @@ class OwnRandomness:
 
     They begin at ``seed``, go on at each ``with`` where the last one ended, and the process's own
     generators are afterwards as they were. (Only the second of a pair of normal deviates, which
-    NumPy's old functions keep in hand, is drawn anew on either side.)
+    NumPy's old functions keep in hand, is drawn again on either side.)
     """
 
     def __init__(self, seed: int) -> None:

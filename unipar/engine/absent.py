@@ -1,4 +1,4 @@
-"""What stands in ``parameter.grad`` where a framework keeps gradients elsewhere.
+"""The stand-in in ``parameter.grad`` where a framework keeps gradients elsewhere.
 
 With ``None`` there, a loop that clips or scales gradients by hand would do nothing, and not know.
 """

@@ -1,4 +1,4 @@
-"""Refusing, before any process starts, what a strategy cannot do."""
+"""Checks before any process starts: what a strategy cannot do is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
     """
     available = strategy.availability()
     if not available.ok:
-        remedy = f" To mend it: {available.remedy}" if available.remedy else ""
+        remedy = f" To fix it: {available.remedy}" if available.remedy else ""
         raise ConfigError(f"strategy '{strategy.name}': {available.reason}{remedy}")
     # Before the rest, since a strategy's own words say more than what follows.
     strategy.check(spec, placement)

@@ -1,4 +1,4 @@
-"""Refusing an optimizer that would not do with parts of tensors what it does with the whole.
+"""Refusal of optimizers that would treat parts of tensors differently from whole ones.
 
 A rank that holds a part of a tensor updates that part alone. This is right where the update of an
 element depends on that element only, and where the parts are DTensors, by whose operations ranks

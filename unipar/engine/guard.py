@@ -185,5 +185,5 @@ def guard_optimizer(
 def _mark(grad: torch.Tensor | None) -> Mark:
     if grad is None or isinstance(grad, AbsentGradient):
         return id(grad), 0
-    # Frameworks whose gradients are views of one buffer make such views anew.
+    # Frameworks whose gradients are views of one buffer make such views again.
     return id(grad) if grad.is_sparse else grad.data_ptr(), grad._version

@@ -1,4 +1,4 @@
-"""How half precision is applied: one of the parts of a :class:`StepEngine`."""
+"""The precision policy: the part of a :class:`StepEngine` that applies half precision."""
 
 from __future__ import annotations
 

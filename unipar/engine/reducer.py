@@ -1,4 +1,4 @@
-"""How the gradients of a step form and are summed: one of the parts of a :class:`StepEngine`."""
+"""The reducer: the part of a :class:`StepEngine` that runs backward passes and sums gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the optimizer clips and steps: one of the parts of a :class:`StepEngine`."""
+"""The stepper: the part of a :class:`StepEngine` that clips and takes optimizer steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to a module before it is wrapped: recomputed activations, compilation."""
+"""Transforms of a module before it is wrapped: recomputed activations, compilation."""
 
 from __future__ import annotations
 

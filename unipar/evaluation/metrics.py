@@ -1,4 +1,4 @@
-"""A torchmetrics metric over the samples of all ranks."""
+"""Torchmetrics' metrics over the samples of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch's elastic agent, told how this library's workers start, fail and stop."""
+"""torch's elastic agent, with this library's way to start, watch and stop workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 
 from unipar.errors import Terminated, UniparError, WorkerError
 from unipar.launch import report
-from unipar.launch.echoes import Kind
+from unipar.launch.blame import Kind
 from unipar.launch.failure import Failure, cause
 from unipar.launch.forked import taken
 from unipar.launch.group import WorkerGroup

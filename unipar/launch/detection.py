@@ -1,4 +1,4 @@
-"""Finding the launcher that has started this process, if one has."""
+"""Detection of the launcher that started this process, if one did."""
 
 from __future__ import annotations
 

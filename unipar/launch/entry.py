@@ -1,4 +1,4 @@
-"""What a worker process does: take its payload, run it, and leave word of how it ended."""
+"""The work of a worker process: take its payload, run it, and record how it ended."""
 
 from __future__ import annotations
 

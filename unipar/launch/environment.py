@@ -1,4 +1,4 @@
-"""What every launcher's environment variables must tell."""
+"""The environment variables of a launcher, read and checked."""
 
 from __future__ import annotations
 

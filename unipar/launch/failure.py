@@ -1,4 +1,4 @@
-"""How a worker's failure is written down, and which of several failures is the cause."""
+"""Records of workers' failures, and the choice of the cause among several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from unipar.errors import Terminated, UniparError, WorkerError
-from unipar.launch.echoes import Kind, chain, classify
+from unipar.launch.blame import Kind, chain, classify
 from unipar.launch.rundir import Attempt
 
 _MAX_MESSAGE = 2000

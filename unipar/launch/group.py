@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from unipar.launch.echoes import Kind, classify_output
+from unipar.launch.blame import Kind, classify_output
 from unipar.launch.failure import Failure, read_failure, read_note
 from unipar.launch.rundir import Attempt
 from unipar.utils.progress_marks import read_mark

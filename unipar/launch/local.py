@@ -240,7 +240,7 @@ def _quiet_elastic() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in (*names, _ELASTIC_EVENTS)]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
-        # Not by level, which torch sets anew when it first logs an event.
+        # Not by level, which torch sets again when it first logs an event.
         logger.disabled = True
     try:
         yield

@@ -23,8 +23,8 @@ from torch.distributed import (
 )
 
 from unipar.errors import WorkerError
-from unipar.launch.echoes import Kind, classify
-from unipar.launch.wording import ADVICE, SAME, behind, in_step, name_ranks, seen
+from unipar.launch.blame import Kind, classify
+from unipar.launch.rank_names import ADVICE, SAME, behind, in_step, name_ranks, seen
 from unipar.utils import progress_marks as progress
 from unipar.utils.progress_marks import Mark
 from unipar.world import World

@@ -1,4 +1,4 @@
-"""Where the workers of one machine meet."""
+"""The meeting point of the workers of one machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user is told when workers fail: one screen, the cause first."""
+"""The error message for failed workers: one screen, the cause first."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 import time
 
 from unipar.errors import WorkerError
-from unipar.launch.echoes import Kind
+from unipar.launch.blame import Kind
 from unipar.launch.failure import Failure, shorten_stack
 from unipar.launch.group import WorkerGroup
-from unipar.launch.wording import ADVICE, SAME, behind, in_step, name_ranks, seen
+from unipar.launch.rank_names import ADVICE, SAME, behind, in_step, name_ranks, seen
 from unipar.utils.progress_marks import read_mark
 
 _LOG_LINES = 10

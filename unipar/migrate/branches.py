@@ -1,4 +1,4 @@
-"""Which of two places of a program a run comes to."""
+"""Branches: which of two places of a program a run reaches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an expression is in a run without arguments on its command line."""
+"""Values of expressions in a run without command-line arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a script puts its tensors: the run's device, and the places launchers tell."""
+"""Devices: where a script puts its tensors, and the ranks that launchers give."""
 
 from __future__ import annotations
 

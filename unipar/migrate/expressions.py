@@ -1,4 +1,4 @@
-"""What an expression may hold, given what its names may hold.
+"""Possible values of an expression, from those of its names.
 
 Each expression stands for a set of origins: the calls that made what it may hold.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 import libcst as cst
 
-from unipar.migrate.done import absolute
 from unipar.migrate.literals import argument, constant
+from unipar.migrate.migrated_files import absolute
 from unipar.migrate.scopes import Scope
 from unipar.migrate.source import Source
 

@@ -1,4 +1,4 @@
-"""What the names of a program may hold, followed through assignments, functions and classes.
+"""Possible values of names, followed through assignments, functions and classes.
 
 The order of statements is not looked at, so a set is what a name may hold anywhere in its scope.
 """

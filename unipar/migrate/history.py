@@ -1,4 +1,4 @@
-"""What a name was last given before it is read, where that is beyond doubt."""
+"""The last assignment to a name before it is read, where that is certain."""
 
 from __future__ import annotations
 

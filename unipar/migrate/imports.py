@@ -1,4 +1,4 @@
-"""What import statements bring in."""
+"""The names that import statements bind."""
 
 from __future__ import annotations
 

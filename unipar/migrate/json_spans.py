@@ -1,4 +1,4 @@
-"""Where the values of a JSON document stand in its text."""
+"""Positions of a JSON document's values in its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What starts a script for the proof, by the name that its dialect gives."""
+"""The command that starts a script for verification, by its dialect's launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of another framework in a program once its dialect has rewritten it."""
+"""Leftovers of a framework in a program that its dialect has rewritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call is given, and what literals say."""
+"""Arguments of calls, and values of literals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where one rank computes while the others do not: right under some strategies only."""
+"""Computation on one rank alone, which only some strategies allow."""
 
 from __future__ import annotations
 

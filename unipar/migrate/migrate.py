@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from unipar.errors import ConfigError
-from unipar.migrate.done import done, module_of
+from unipar.migrate.migrated_files import done, module_of
 from unipar.migrate.notebooks import SUFFIX, Notebook
 from unipar.migrate.notes import Migration, Note
 

@@ -1,7 +1,7 @@
 """Jupyter notebooks: their code as one script, and the edited script put back into the cells.
 
 Everything else in the file, its formatting included, stays as it is: only the strings of lines
-that change are written anew. In place of magics the script has ``pass``, or ``name = []`` where
+that change are written again. In place of magics the script has ``pass``, or ``name = []`` where
 their output is given a name; they are put back.
 """
 

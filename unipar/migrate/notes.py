@@ -1,4 +1,4 @@
-"""What a migration hands back: the code, the run's settings, and what there is to say of it."""
+"""The result of a migration: the code, the run's settings, and notes on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes training in ways that scripts do not say, with the numerical effect."""
+"""Notes on changes of training that a script does not show, with their numerical effect."""
 
 from __future__ import annotations
 

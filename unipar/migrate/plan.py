@@ -1,4 +1,4 @@
-"""What a migration has decided so far: edits, notes and settings."""
+"""The plan of a migration: edits, notes and settings decided so far."""
 
 from __future__ import annotations
 

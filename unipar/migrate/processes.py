@@ -1,4 +1,4 @@
-"""How a script starts and joins its processes: the run does so instead."""
+"""Starting and joining processes: the run does so in place of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes around the engine, and so cannot be migrated."""
+"""Refusals of code that bypasses the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a migration: differences, notes and losses, for a terminal and for a report."""
+"""The report of a migration: differences, notes and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the names of a file are bound, by the rules of the language.
+"""Scopes: where the names of a file are bound, by Python's rules.
 
 LibCST's own provider also tells where each name is used, which takes three quarters of the time of
 a migration and is not needed here.

@@ -1,4 +1,4 @@
-"""Which expressions a setting may come from, and which definitions nobody needs any more."""
+"""The expressions that a setting may come from, and definitions that are no longer used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``zero_grad()``: which ones an engine makes superfluous."""
+"""Calls of ``zero_grad()`` that an engine makes superfluous."""
 
 from __future__ import annotations
 

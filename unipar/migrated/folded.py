@@ -1,4 +1,4 @@
-"""What a script calls whose loop was folded into ``unipar.fit``, besides ``fit`` itself."""
+"""Functions for scripts whose loop was folded into ``unipar.fit``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ``DataLoader`` was built with."""
+"""The arguments that a ``DataLoader`` was built with."""
 
 from __future__ import annotations
 

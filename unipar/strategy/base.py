@@ -143,7 +143,7 @@ class Availability(NamedTuple):
     Attributes:
         ok: whether it can.
         reason: if not, what is missing.
-        remedy: the command or change that mends it.
+        remedy: the command or change that fixes it.
     """
 
     ok: bool

@@ -76,7 +76,7 @@ def train(
         max_grad_norm: the 2-norm that the gradient is scaled down to.
         autocast: the dtype of the forward pass, where it is not fp32 and the weights are.
         half_weights: the dtype of a copy of the model that computes in place of it; the optimizer
-            updates the fp32 model by the copy's gradients, and the copy is rounded from it anew.
+            updates the fp32 model by the copy's gradients, and the copy is rounded from it again.
         leave_out: batches (from 0) that must change nothing.
     """
     if make_several is None:

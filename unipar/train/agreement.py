@@ -1,4 +1,4 @@
-"""What all ranks of a run must have been started with alike."""
+"""Agreement: what all ranks of a run must have been started with alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects that a call of ``fit`` is given, checked before any process starts."""
+"""The objects given to ``fit``, checked before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run saves, and what it keeps."""
+"""The schedule of a run's checkpoints: when to save, and what to keep."""
 
 from __future__ import annotations
 

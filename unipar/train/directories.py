@@ -57,5 +57,5 @@ def _explained() -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"the run's directory cannot be written: {error}. "
-            "Choose another output_dir, or mend its permissions."
+            "Choose another output_dir, or change its permissions."
         ) from error

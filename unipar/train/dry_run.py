@@ -1,4 +1,4 @@
-"""What a run would be: everything checked that can be without starting a process."""
+"""Dry run: every check that needs no process."""
 
 from __future__ import annotations
 

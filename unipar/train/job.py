@@ -1,4 +1,4 @@
-"""What a run needs besides its config: the user's own objects."""
+"""The user's own objects that a run needs besides its config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out and checked of a run before there are any processes."""
+"""Facts and checks about a run before there are any processes."""
 
 from __future__ import annotations
 

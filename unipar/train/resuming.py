@@ -1,4 +1,4 @@
-"""Holding a run's data against that of the checkpoint that it is to go on from."""
+"""Comparison of a run's data with that of the checkpoint it resumes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaving the garbage collector out of what leaves no garbage."""
+"""Pausing the garbage collector where nothing becomes garbage."""
 
 from __future__ import annotations
 

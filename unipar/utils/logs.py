@@ -1,4 +1,4 @@
-"""What reaches the terminal: unipar's own log lines, and not a framework's."""
+"""Logging to the terminal: unipar's own lines, not a framework's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The signals that end a process: which are ours to handle, and what a second one means."""
+"""The signals that end a process: which are handled, and what a second one means."""
 
 from __future__ import annotations
 

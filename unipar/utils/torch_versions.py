@@ -1,4 +1,4 @@
-"""What the versions of torch that unipar takes differ in; no other file asks which one it is.
+"""Differences between the supported versions of torch; no other file asks for the version.
 
 What a torch has is seen by looking, for builds between two versions have some of the next one's;
 numbers are for messages. All else that unipar calls is in every version.

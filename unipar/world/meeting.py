@@ -1,4 +1,4 @@
-"""Where the ranks of a launcher meet, once for each run that their processes make."""
+"""The meeting point of a launcher's ranks, once for each run that their processes make."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def test_a_missing_or_wrong_accelerate_is_named(
 ) -> None:
     monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(installed.metadata, "version", lambda name: version)
-    with pytest.raises(ConfigError, match=reason + r".* To mend it: unipar install accelerate"):
+    with pytest.raises(ConfigError, match=reason + r".* To fix it: unipar install accelerate"):
         fit(build(), DATA, strategy="accelerate", **settings(tmp_path))
 
 

@@ -41,7 +41,7 @@ def load() -> ModuleType:
         raise ConfigError(
             f"Accelerate {metadata.version('accelerate')} is installed and fails to import: "
             f"{type(error).__name__}: {said[0] if said else ''}. "
-            "Install it anew: unipar install accelerate --force."
+            "Install it again: unipar install accelerate --force."
         ) from error
     return accelerate
 

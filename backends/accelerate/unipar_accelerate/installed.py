@@ -1,4 +1,4 @@
-"""What is installed of Accelerate, found without importing it, and how it gets installed."""
+"""The installed Accelerate, found without importing it, and the recipe that installs it."""
 
 from __future__ import annotations
 

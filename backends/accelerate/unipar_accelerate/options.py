@@ -1,4 +1,4 @@
-"""What one may set of Accelerate."""
+"""The options of Accelerate."""
 
 from __future__ import annotations
 

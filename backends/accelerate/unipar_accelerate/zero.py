@@ -51,7 +51,7 @@ def make_strategy(options: AccelerateOptions) -> Strategy:
     if not available.ok:
         raise ConfigError(
             f"accelerate: plugin='deepspeed' cannot be used: {available.reason} "
-            f"To mend it: {available.remedy}"
+            f"To fix it: {available.remedy}"
         )
     return registry.make("deepspeed", {"stage": options.stage, **options.deepspeed})
 

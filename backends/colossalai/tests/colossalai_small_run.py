@@ -1,6 +1,6 @@
 """A run as a user would start it: ``python colossalai_small_run.py PLUGIN LOG_LEVEL [DIRECTORY]``.
 
-With a directory, rank 1 is killed once in the run, which begins anew from its last checkpoint there
+With a directory, rank 1 is killed once in the run, which resumes from its last checkpoint there
 if there is one.
 """
 

@@ -45,7 +45,7 @@ def load() -> Any:
         raise ConfigError(
             f"Colossal-AI {VERSION} is installed and fails to import: "
             f"{type(error).__name__}: {said[0] if said else ''}. "
-            "Install it anew: unipar install colossalai --force."
+            "Install it again: unipar install colossalai --force."
         ) from error
     return colossalai.booster
 

@@ -1,6 +1,6 @@
 """FSDP1, as the plugin applies it: weights gathered unit by unit, and parts that ranks update.
 
-The plugin would build the optimizer anew over one parameter group, and clip by the norm of a rank's
+The plugin would rebuild the optimizer over one parameter group, and clip by the norm of a rank's
 own part. The optimizer stays as the user built it, over parameters that have become parts, and
 clipping takes the norm of the whole gradient.
 """

@@ -1,4 +1,4 @@
-"""What is installed of Colossal-AI, found without importing it, and how it gets installed."""
+"""The installed Colossal-AI, found without importing it, and the recipe that installs it."""
 
 from __future__ import annotations
 

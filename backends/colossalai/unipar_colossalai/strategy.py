@@ -45,7 +45,7 @@ class ColossalAIStrategy(Strategy):
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         available = self.availability()
         if not available.ok:
-            raise ConfigError(f"colossalai: {available.reason} To mend it: {available.remedy}")
+            raise ConfigError(f"colossalai: {available.reason} To fix it: {available.remedy}")
         self._plugin.check_native()
         self._plugin.check(spec, placement)
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from measure.fuzzing.fuzz import EDITS, Tally, attempt, bounded, check_valid, fuzz
-from measure.fuzzing.strangers import READERS, Reader
+from measure.fuzzing.readers import READERS, Reader
 from unipar.errors import CheckpointError
 from unipar_deepspeed import files, saved
 

@@ -129,7 +129,7 @@ def test_a_missing_or_wrong_deepspeed_is_named(
 ) -> None:
     monkeypatch.setattr(framework.importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(framework.metadata, "version", lambda name: version)
-    with pytest.raises(ConfigError, match=reason + r".* To mend it: unipar install deepspeed"):
+    with pytest.raises(ConfigError, match=reason + r".* To fix it: unipar install deepspeed"):
         fit(build(), DATA, strategy="zero1", **settings(tmp_path))
 
 

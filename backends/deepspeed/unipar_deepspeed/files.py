@@ -157,7 +157,7 @@ def load(file: Path) -> dict[str, Any]:
 def _not_plain(file: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{file} holds objects that are not unpickled, since that runs what the file says: "
-        f"{what}. Save it anew with plain values alone in client_state."
+        f"{what}. Save it again with plain values alone in client_state."
     )
 
 

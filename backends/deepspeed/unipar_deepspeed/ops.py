@@ -106,7 +106,7 @@ def build(operator: str) -> None:
     os.environ.setdefault("MAX_JOBS", str(min(2, os.cpu_count() or 1)))
     kept = directory()
     if all(_library(name).is_file() for name in NEEDED[operator]):
-        print(f"{operator} is in {kept} already; remove that to build it anew.")
+        print(f"{operator} is in {kept} already; remove that to build it again.")
         return
     kept.mkdir(parents=True, exist_ok=True)
     with scratch(kept, prefix=".building-") as work:

@@ -1,4 +1,4 @@
-"""What one may set of DeepSpeed."""
+"""The options of DeepSpeed."""
 
 from __future__ import annotations
 

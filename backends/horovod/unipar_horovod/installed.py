@@ -1,4 +1,4 @@
-"""What is installed of Horovod, and how it was built; found without importing it."""
+"""The installed Horovod and how it was built, found without importing it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def starts_again() -> bool:
     """Whether one process may start it twice with a fusion threshold or cycle time set.
 
     Upstream it then writes past the end of a vector (horovod/common/parameter_manager.cc,
-    ``BayesianParameter::SetValue``); the recipe mends that.
+    ``BayesianParameter::SetValue``); the recipe fixes that.
     """
     return metadata.version("horovod").endswith(f".{_MARK}")
 

@@ -157,7 +157,7 @@ class HorovodStrategy(Strategy):
 
         available = self.availability()
         if not available.ok:
-            raise ConfigError(f"horovod: {available.reason} To mend it: {available.remedy}")
+            raise ConfigError(f"horovod: {available.reason} To fix it: {available.remedy}")
         self._settings(placement)
         if self.options.transport == "mpi":
             _check_mpi(placement)

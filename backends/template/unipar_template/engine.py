@@ -63,7 +63,7 @@ class AllReducer(Reducer):
     def finish(self) -> None:
         if self.world.size == 1:
             return
-        # Each step anew, for users freeze and thaw parameters between steps.
+        # Each step again, for users freeze and thaw parameters between steps.
         parameters = [p for p in self.parameters if p.requires_grad]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         used = to_device(used, self.world.device)

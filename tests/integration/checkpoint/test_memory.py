@@ -119,7 +119,7 @@ def test_strategies_stay_within_one_largest_tensor(
     for found in world_pool(ranks).run(train_and_save, strategy, tmp_path):
         largest = LARGEST // ranks if strategy == "fsdp" else LARGEST
         assert found["save"].tensors <= largest
-        # The optimizer's moments are made anew, and become what is held.
+        # The optimizer's moments are made again, and become what is held.
         assert found["load"].tensors <= largest + found["load"].held
         assert found["save_async"].tensors <= found["save_async"].held
         # Headers, digests and the manifest; buffers of data would be megabytes.

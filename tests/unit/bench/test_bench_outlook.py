@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from unipar.benchmark.outlook import Tally, duration
+from unipar.benchmark.time_left import Tally, duration
 
 
 def test_the_time_left_is_that_of_the_trials_that_have_ended(tmp_path: Path) -> None:

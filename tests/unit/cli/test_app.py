@@ -29,8 +29,8 @@ def test_an_error_is_one_line_and_its_kind_the_exit_code(
         monkeypatch.setattr("unipar.install.doctor.examine", fail)
         return main(["doctor"])
 
-    assert fail_with(ConfigError("mend [this]")) == 2
-    assert capsys.readouterr().err == "ConfigError: mend [this]\n"
+    assert fail_with(ConfigError("fix [this]")) == 2
+    assert capsys.readouterr().err == "ConfigError: fix [this]\n"
     assert fail_with(CheckpointError("it broke")) == 1
     assert capsys.readouterr().err == "CheckpointError: it broke\n"
     assert fail_with(KeyboardInterrupt()) == 130

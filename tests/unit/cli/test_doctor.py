@@ -64,7 +64,7 @@ def test_a_strategy_that_cannot_run_is_shown_with_its_remedy(
     shown = io.StringIO()
     _print_tables(report, Console(file=shown))
     text = shown.getvalue()
-    assert "absent cannot run here: no two.\n    to mend it: pip install two" in text
+    assert "absent cannot run here: no two.\n    to fix it: pip install two" in text
     assert "elsewhere cannot run here: runs on tpu, and there is none here." in text
     assert "here cannot run" not in text.replace("elsewhere cannot run", "")
     assert "\x1b" not in text

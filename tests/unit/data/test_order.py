@@ -289,7 +289,7 @@ def test_sizes_that_contradict_each_other_are_refused(
 
 
 def test_the_order_leaves_the_global_generator_alone():
-    """Dropout must go on the same after a resume, which begins an iteration anew."""
+    """Dropout must go on the same after a resume, which begins an iteration again."""
     for data in (list(range(6)), Numbers(6)):
         torch.manual_seed(0)
         before = torch.get_rng_state()

@@ -45,7 +45,7 @@ class SelfDividing(IterableDataset):
 
 
 class UsedUp(IterableDataset):
-    """Forgets to begin anew."""
+    """Forgets to begin again."""
 
     def __init__(self) -> None:
         self.numbers = iter(range(4))
@@ -264,7 +264,7 @@ def test_an_empty_stream_is_an_error(num_workers: int):
 def test_a_stream_that_does_not_begin_anew_is_an_error():
     loader = Loader(UsedUp(), global_batch_size=2)
     list(loader)
-    with pytest.raises(DataError, match=r"no sample in epoch 1.*__iter__ must begin anew"):
+    with pytest.raises(DataError, match=r"no sample in epoch 1.*__iter__ must begin again"):
         list(loader)
 
 

@@ -98,7 +98,7 @@ def test_names_in_code_font_exist(page: Path) -> None:
 
 @pytest.mark.parametrize(
     "span",
-    ["unipar.fitt", "unipar.engine.Nothing", "unipar/loop.py", "unipar trane",
+    ["unipar.fitt", "unipar.engine.Nothing", "unipar/nothing.py", "unipar trane",
      "unipar train --nope", "ddp:no_such_option=1"],
 )  # fmt: skip
 def test_what_does_not_exist_is_found(span: str) -> None:

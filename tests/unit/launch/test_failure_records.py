@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from unipar.errors import CheckpointError, DataError
-from unipar.launch.echoes import ECHOES, Kind, classify, classify_output
+from unipar.launch.blame import ECHOES, Kind, classify, classify_output
 from unipar.launch.failure import Failure, cause, read_failure, write_failure
 from unipar.launch.rundir import Attempt
 

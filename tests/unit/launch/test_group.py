@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from unipar.launch.echoes import Kind
+from unipar.launch.blame import Kind
 from unipar.launch.failure import cause, note, open_notes
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import Attempt

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from unipar.launch import mark
-from unipar.launch.wording import behind
+from unipar.launch.rank_names import behind
 from unipar.utils import progress_marks as progress
 from unipar.utils.progress_marks import Mark
 

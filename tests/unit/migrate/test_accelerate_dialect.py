@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 from unipar.errors import ConfigError
 from unipar.migrate import Migration, migrate_source
-from unipar.migrated.accelerated.dealing import DealtLoader
-from unipar.migrated.accelerated.pacing import Paced
+from unipar.migrated.accelerated.dispatching import DealtLoader
+from unipar.migrated.accelerated.schedulers import Paced
 from unipar.world import Placement, World
 
 SCRIPT = """\

@@ -197,8 +197,8 @@ for x, y in data:
 """
     )
     assert "max_norm / 65536" in refusal(source)
-    mended = source.replace("    nn.utils", "    scaler.unscale_(opt)\n    nn.utils")
-    migration = migrate_source(mended)
+    fixed = source.replace("    nn.utils", "    scaler.unscale_(opt)\n    nn.utils")
+    migration = migrate_source(fixed)
     assert migration.config["precision"] == "fp16"
     assert "max_grad_norm=1.0" in migration.code
     assert "scaler = None\n" in migration.code

@@ -1,4 +1,4 @@
-"""Notebooks: only the lines of code that change are written anew, and notes name their cells."""
+"""Notebooks: only the lines of code that change are written again, and notes name their cells."""
 
 from __future__ import annotations
 

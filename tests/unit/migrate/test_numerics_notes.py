@@ -288,8 +288,8 @@ def test_clipping_gradients_that_are_still_scaled_is_refused_with_its_effect() -
     )
     (note,) = [one for one in migrate_source(source).notes if one.kind == "refused"]
     assert "multiplied by the loss scale (65536 at first): to max_norm / 65536" in note.why
-    mended = source.replace("        nn.utils", "        scaler.unscale_(opt)\n        nn.utils")
-    assert migrate_source(mended).changed
+    fixed = source.replace("        nn.utils", "        scaler.unscale_(opt)\n        nn.utils")
+    assert migrate_source(fixed).changed
 
 
 DEEPSPEED = """\

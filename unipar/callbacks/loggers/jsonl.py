@@ -22,7 +22,7 @@ class JSONLLogger(Logger):
     ``step`` and names that begin with ``eval/``. A value that is NaN or infinite is ``null``. A row
     is in the file as soon as its step has ended. When a run resumes, rows of later steps than the
     one it resumes from are dropped first, so each step is there once; a run from step 0 starts the
-    file anew.
+    file again.
 
     Args:
         filename: the file's name within the output directory.

@@ -21,8 +21,8 @@ from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
 from unipar.migrate.imports import imported
 from unipar.migrate.models import find_optimizers
-from unipar.migrate.parting import refuse_lone_saves
 from unipar.migrate.plan import Plan, Words
+from unipar.migrate.rank_divergence import refuse_lone_saves
 
 _REPLACED = ("model(x)", "loss.backward()", "optimizer.step()", "clip_grad_norm_(",
              "GradScaler", "torch.autocast(")  # fmt: skip

@@ -15,8 +15,8 @@ from unipar.migrate.leftovers import Leftovers
 from unipar.migrate.loaders import rewrite_samplers
 from unipar.migrate.models import find_optimizers
 from unipar.migrate.numerics import warn_of_ranks
-from unipar.migrate.parting import refuse_lone_saves
 from unipar.migrate.plan import Plan
+from unipar.migrate.rank_divergence import refuse_lone_saves
 
 
 class ColossalAI(Dialect):

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import libcst as cst
 
+from unipar.migrate.averages import warn_of_means
 from unipar.migrate.devices import rewrite_devices, rewrite_environment
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.deepspeed_engine import ENGINE, check_engines
@@ -14,7 +15,6 @@ from unipar.migrate.dialects.deepspeed_optimizers import rewrite_own_optimizers
 from unipar.migrate.dropping import warn_of_dropped
 from unipar.migrate.leftovers import Leftovers
 from unipar.migrate.loaders import rewrite_samplers
-from unipar.migrate.means import warn_of_means
 from unipar.migrate.models import find_optimizers, rewrite_optimizers
 from unipar.migrate.numerics import warn_of_ranks
 from unipar.migrate.plan import Plan

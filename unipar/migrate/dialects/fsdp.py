@@ -221,7 +221,7 @@ class Fsdp(Dialect):
                 "each rank clips its part of the gradient by that part's norm, so ranks scale "
                 "differently, and less than is asked for: a part's norm is about 1/sqrt(n) of "
                 "the whole on n ranks. Now the whole is clipped by its norm.",
-                "This mends it; model.clip_grad_norm_ would have.",
+                "This fixes it; model.clip_grad_norm_ would have.",
             )
 
     def _warn_of_seeds(self, plan: Plan) -> None:

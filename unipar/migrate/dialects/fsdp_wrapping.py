@@ -83,7 +83,7 @@ class Wrapping:
                     node,
                     "it was built before the model was divided, so it updated weights that "
                     "nothing computed with, and the model stayed as it was; now it trains.",
-                    "This mends it.",
+                    "This fixes it.",
                 )
 
     def _drop(self, source: Source, call: cst.Call, model: cst.BaseExpression) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from unipar.migrate.averages import warn_of_means
 from unipar.migrate.clipping import drop_clipping
 from unipar.migrate.devices import rewrite_devices
 from unipar.migrate.dialects.base import Dialect, Row
@@ -11,11 +12,10 @@ from unipar.migrate.divisions import warn_of_divisions
 from unipar.migrate.dropping import warn_of_dropped
 from unipar.migrate.loaders import split_loaders
 from unipar.migrate.loop import TrainingLoop
-from unipar.migrate.means import warn_of_means
 from unipar.migrate.models import find_optimizers, rewrite_calls, rewrite_optimizers
-from unipar.migrate.parting import refuse_parting
 from unipar.migrate.plan import Plan
 from unipar.migrate.precision import rewrite_precision
+from unipar.migrate.rank_divergence import refuse_parting
 from unipar.migrate.refusals import REFUSED, refuse_around
 from unipar.migrate.states import rewrite_saves, rewrite_states
 from unipar.migrate.zeroing import drop_zero_grads

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader
 
 from unipar.errors import ConfigError
 from unipar.migrated import script
-from unipar.migrated.accelerated import collecting
+from unipar.migrated.accelerated import gathering
 from unipar.migrated.accelerated.checkpoints import Checkpoints
-from unipar.migrated.accelerated.dealing import DealtLoader, skip_first_batches
-from unipar.migrated.accelerated.pacing import Paced
+from unipar.migrated.accelerated.dispatching import DealtLoader, skip_first_batches
 from unipar.migrated.accelerated.processes import Processes
+from unipar.migrated.accelerated.schedulers import Paced
 from unipar.migrated.accelerated.trackers import Trackers
 
 _current: list[Run] = []
@@ -123,31 +123,31 @@ class Run(Processes):
 
     def gather(self, data: Any) -> Any:
         """Every rank's tensors, one behind the other. Collective."""
-        return collecting.gather(data, self._world)
+        return gathering.gather(data, self._world)
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
         """:meth:`gather` without the samples that fill up the last round. Collective."""
-        if use_gather_object or not collecting.holds_tensors_only(data):
-            found = collecting.gather_objects(data, self._world)
+        if use_gather_object or not gathering.holds_tensors_only(data):
+            found = gathering.gather_objects(data, self._world)
         else:
             found = self.gather(data)
         loader = self._loaders[-1] if self._loaders else None
         if loader is None or not loader.at_end or loader.remainder <= 0:
             return found
         kept = loader.remainder
-        if use_gather_object or not collecting.holds_tensors_only(data):
+        if use_gather_object or not gathering.holds_tensors_only(data):
             return found[:kept]
-        return collecting.each_tensor(lambda one: one[:kept] if one.ndim else one, found)
+        return gathering.each_tensor(lambda one: one[:kept] if one.ndim else one, found)
 
-    def reduce(self, data: Any, reduction: collecting.Reduction = "sum") -> Any:
+    def reduce(self, data: Any, reduction: gathering.Reduction = "sum") -> Any:
         """Sum, mean or maximum of each tensor over ranks. Collective."""
-        return collecting.reduce(data, self._world, reduction)
+        return gathering.reduce(data, self._world, reduction)
 
     def pad_across_processes(
         self, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
         """Tensors as long as the longest of any rank. Collective."""
-        return collecting.pad(data, self._world, dim, pad_index, first=pad_first)
+        return gathering.pad(data, self._world, dim, pad_index, first=pad_first)
 
     def init_trackers(self, project_name: str, config: Mapping[str, Any] | None = None) -> None:
         """Open the trackers on rank 0."""

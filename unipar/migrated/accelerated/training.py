@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from unipar.migrated import script
 from unipar.migrated.accelerated.run import current
-from unipar.migrated.widening import Widened
+from unipar.migrated.fp32_outputs import Widened
 
 
 def backward(loss: torch.Tensor, of: Any = None) -> None:

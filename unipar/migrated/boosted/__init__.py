@@ -1,4 +1,4 @@
-"""What a script migrated from Colossal-AI calls beside :mod:`unipar.migrated.script`.
+"""Functions for scripts migrated from Colossal-AI, beside :mod:`unipar.migrated.script`.
 
 Names and arguments are those of Colossal-AI where the meaning is; Colossal-AI itself is not
 imported.

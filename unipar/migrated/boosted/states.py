@@ -62,7 +62,7 @@ def _save(state: Any, checkpoint: str | Path) -> None:
 def _load(checkpoint: str | Path) -> Any:
     if Path(checkpoint).is_dir():
         raise ConfigError(
-            f"{checkpoint} is a directory, as shard=True makes it. Save it anew with shard=False, "
+            f"{checkpoint} is a directory, as shard=True makes it. Save it again with shard=False, "
             "and load that file."
         )
     return torch.load(checkpoint, map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""What a script migrated from Lightning Fabric calls beside :mod:`unipar.migrated.script`.
+"""Functions for scripts migrated from Lightning Fabric, beside :mod:`unipar.migrated.script`.
 
 A :class:`Run` names its methods as ``Fabric`` does, so that most of a script stays as it is; Fabric
 itself is not imported. The strategy, the precision and the device stand in ``unipar.yaml``.

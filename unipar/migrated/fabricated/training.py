@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unipar.migrated import script
-from unipar.migrated.widening import Widened
+from unipar.migrated.fp32_outputs import Widened
 
 
 def engine(model: nn.Module) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a migrated script calls: its run, and the engines in it.
+"""The run of a migrated script, and the engines in it.
 
 The run's settings stand in ``unipar.yaml`` beside the script; ``UNIPAR_STRATEGY`` and other
 variables of that form override them. A process has one run, which the first call that needs it

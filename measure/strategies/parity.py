@@ -1,4 +1,4 @@
-"""What one framework's strategies are and do; run in its environment."""
+"""Parity, memory and capabilities of one framework's strategies; run in its environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from measure.frameworks import answer
-from measure.speed.held import held
+from measure.speed.tensor_bytes import held
 from unipar.strategy import registry
 from unipar.testing.cases.numbers import CLIPPED, PLAIN, TOKENS
 from unipar.testing.compare import Difference

@@ -1,4 +1,4 @@
-"""What reads files that others have made: each reader with something valid to edit, and a judge."""
+"""Readers of files that others have made, each with a valid file to edit and a judge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds in tensors while it trains."""
+"""Bytes that a rank holds in tensors while it trains."""
 
 from __future__ import annotations
 

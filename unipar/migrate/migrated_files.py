@@ -1,4 +1,4 @@
-"""Which files of a program have been migrated."""
+"""The files of a program that are migrated already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks, and where they stand, put in words."""
+"""Words for ranks and for how far each has come."""
 
 from __future__ import annotations
 

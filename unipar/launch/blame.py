@@ -1,4 +1,4 @@
-"""What an exception says about its rank: that it failed by itself, or that another one did."""
+"""Blame by exception: whether a rank failed by itself, or because another one did."""
 
 from __future__ import annotations
 

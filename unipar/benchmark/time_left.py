@@ -1,4 +1,4 @@
-"""How far a benchmark has come, and how long the rest takes."""
+"""Progress of a benchmark, and an estimate of the time left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks part: places that all of them must come to, under tests that differ between them."""
+"""Divergence of ranks: collective calls under conditions that differ between ranks."""
 
 from __future__ import annotations
 

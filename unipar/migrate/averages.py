@@ -1,4 +1,4 @@
-"""Means over means of unequal numbers of samples."""
+"""Averages of averages over unequal numbers of samples."""
 
 from __future__ import annotations
 

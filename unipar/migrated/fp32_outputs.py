@@ -1,4 +1,4 @@
-"""What a model gives under mixed precision, in fp32."""
+"""Outputs of a model under mixed precision, converted to fp32."""
 
 from __future__ import annotations
 
