@@ -42,7 +42,12 @@ def reference(dtype: torch.dtype, change: Callable[[Any], None] | None = None) -
 
 
 def prepared(
-    strategy: str, precision: Precision = "fp32", *, compile: bool = False, **adamw: Any
+    strategy: str,
+    precision: Precision = "fp32",
+    *,
+    compile: bool = False,
+    max_grad_norm: float | None = None,
+    **adamw: Any,
 ) -> tuple[Any, Any]:
     found = registry.resolve(strategy)
     world = found.setup(Placement(device_type="cuda"))
@@ -51,6 +56,7 @@ def prepared(
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, **adamw),
         precision=precision,
         compile=compile,
+        max_grad_norm=max_grad_norm,
     )
     return found.prepare(spec, world), world
 
@@ -121,4 +127,23 @@ def test_fused_optimizer_state_survives_a_checkpoint(strategy: str, tmp_path: Pa
     again, world = prepared("single", fused=True)
     checkpoint.load(path, {"model": again}, world)
     assert train(again) == pytest.approx(on, rel=1e-5)
+    world.leave()
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_no_step_waits_for_the_device_but_for_its_loss(strategy: str) -> None:
+    """By torch's own watch over waits, which does not count the event that the loss is read by."""
+    engine, world = prepared(strategy, "bf16", fused=True, max_grad_norm=1.0)
+    steps = [Batch((MicroBatch(pair, BATCH),), BATCH) for pair in batches()]
+    for step in steps[:2]:
+        engine.train_step(step, loss_fn)
+    pinned = [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in batches()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [
+            engine.train_step(Batch((MicroBatch(pair, BATCH),), BATCH), loss_fn) for pair in pinned
+        ]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(result.loss == result.loss and result.grad_norm for result in results)
     world.leave()
