@@ -338,7 +338,7 @@ def test_an_overflow_skips_the_step_and_the_schedule(fused: bool) -> None:
 
     with Session("accelerate", device="cpu", precision="fp16") as session:
         schedule = {"name": "exponentiallr", "gamma": 0.5}
-        engine = session.prepare(
+        engine: Any = session.prepare(
             build(), optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1.0
         )
         first, second, *_ = session.loader(DATA, global_batch_size=16)
