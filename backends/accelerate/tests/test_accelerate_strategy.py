@@ -327,3 +327,22 @@ def test_a_rank_that_is_killed_ends_the_run_with_a_report() -> None:
     assert done.returncode != 0
     assert "Rank 1 of 2 failed" in done.stderr
     assert "SIGKILL" in done.stderr
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_skips_the_step_and_the_schedule(fused: bool) -> None:
+    """Accelerate itself takes each step of a fused optimizer as taken."""
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for _, p in named], lr=0.1, fused=fused)
+
+    with Session("accelerate", device="cpu", precision="fp16") as session:
+        schedule = {"name": "exponentiallr", "gamma": 0.5}
+        engine: Any = session.prepare(
+            build(), optimizer=optimizer, lr_scheduler=schedule, max_grad_norm=1.0
+        )
+        first, second, *_ = session.loader(DATA, global_batch_size=16)
+        huge = engine.train_step(first, lambda model, batch: loss_fn(model, batch) * 1e30)
+        assert (huge.skipped, engine.optimizer.param_groups[0]["lr"]) == (True, 0.1)
+        assert not engine.train_step(second, loss_fn).skipped
+        assert engine.optimizer.param_groups[0]["lr"] == 0.05

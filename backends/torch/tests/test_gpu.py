@@ -44,7 +44,12 @@ def reference(dtype: torch.dtype, change: Callable[[Any], None] | None = None) -
 
 
 def prepared(
-    strategy: str, precision: Precision = "fp32", *, compile: bool = False, **adamw: Any
+    strategy: str,
+    precision: Precision = "fp32",
+    *,
+    compile: bool = False,
+    max_grad_norm: float | None = None,
+    **adamw: Any,
 ) -> tuple[Any, Any]:
     found = registry.resolve(strategy)
     world = found.setup(Placement(device_type="cuda"))
@@ -53,6 +58,7 @@ def prepared(
         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, **adamw),
         precision=precision,
         compile=compile,
+        max_grad_norm=max_grad_norm,
     )
     return found.prepare(spec, world), world
 
@@ -156,3 +162,22 @@ def test_the_group_is_bound_to_the_gpu() -> None:
     with joined(Placement(device_type="cuda")):
         assert dist.group.WORLD is not None
         assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_no_step_waits_for_the_device_but_for_its_loss(strategy: str) -> None:
+    """By torch's own watch over waits, which does not count the event that the loss is read by."""
+    engine, world = prepared(strategy, "bf16", fused=True, max_grad_norm=1.0)
+    steps = [Batch((MicroBatch(pair, BATCH),), BATCH) for pair in batches()]
+    for step in steps[:2]:
+        engine.train_step(step, loss_fn)
+    pinned = [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in batches()]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [
+            engine.train_step(Batch((MicroBatch(pair, BATCH),), BATCH), loss_fn) for pair in pinned
+        ]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(result.loss == result.loss and result.grad_norm for result in results)
+    world.leave()
