@@ -30,7 +30,7 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in by_kind.values():
         for some in in_pieces(alike, _MESSAGE_BYTES):
-            _broadcast(some)
+            _broadcast(some, receives=not world.is_main)
 
 
 def share_buffers(module: nn.Module, world: World) -> None:
@@ -55,13 +55,13 @@ def in_pieces(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torc
         yield piece
 
 
-def _broadcast(tensors: list[torch.Tensor]) -> None:
+def _broadcast(tensors: list[torch.Tensor], *, receives: bool) -> None:
     """One message; of one dtype and device."""
     alone = len(tensors) == 1 and tensors[0].is_contiguous()
     flat = tensors[0].view(-1) if alone else torch.cat([t.reshape(-1) for t in tensors])
     # As bytes: gloo does not know all dtypes.
     dist.broadcast(flat.view(torch.uint8), src=0)
-    if not alone:
+    if receives and not alone:
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             tensors,
             [
