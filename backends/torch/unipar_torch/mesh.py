@@ -156,9 +156,11 @@ class MeshStrategy(Strategy):
         if options.tp == 1:
             return prepare(spec, world, options)
 
+        # While a module has its values. Rounding may differ between machines, and plans must not.
+        model = _skeleton(spec, world.layout, world.placement)
+        plan = world.broadcast(self._plan(model, world.layout))
+
         def divide(module: nn.Module) -> Any:
-            # Rounding may differ between machines, and the plan must not.
-            plan = world.broadcast(self._plan(module, world.layout))
             return divide_layers(module, plan, world, sequence=options.sequence_parallel)
 
         return prepare(spec, world, options, divide)
