@@ -40,7 +40,7 @@ from unipar.optimizer_config import (
 )
 from unipar.problems import check_plain, config_error
 from unipar.registry import as_mapping
-from unipar.strategy import OnNaN, Precision, StrategyOptions
+from unipar.strategy import OnNaN, Precision, SelfTest, StrategyOptions
 from unipar.terminations import GRACE_PERIOD
 
 IMPORT_KEYS = ("model", "data", "eval_data", "loss", "metrics", "predict", "callbacks")
@@ -177,6 +177,9 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """How much is logged."""
     log_every: PositiveInt = 10
     """Steps between logged metrics."""
+    self_test: SelfTest = "auto"
+    """Whether a few steps of a tiny model under the strategy are compared with a plain loop first,
+    once for a machine and its versions: auto does so on GPUs; a strategy that differs is refused."""
 
     @property
     def save_signal_number(self) -> signal.Signals | None:

@@ -26,6 +26,7 @@ from unipar.evaluate import Metric, Predict, evaluate
 from unipar.functions import CheckedOptimizer, CheckedScheduler, check_factories
 from unipar.garbage import no_collection
 from unipar.grouping import check_choice, factories
+from unipar.install import once
 from unipar.launch import peers
 from unipar.loss import LossFn
 from unipar.sizing import resolve_for
@@ -40,6 +41,7 @@ from unipar.strategy import (
     Parallelize,
     Precision,
     SchedulerFactory,
+    SelfTest,
     StrategyOptions,
 )
 from unipar.world import Placement, World
@@ -67,6 +69,8 @@ class Session:
         seed: seeds torch's generators and the order of data.
         timeout: seconds that a collective waits for a rank.
         on_nan: what a step with a non-finite loss does.
+        self_test: whether a few steps of a tiny model under the strategy are compared with a plain
+            loop first, once for a machine and its versions; ``"auto"`` does so on GPUs.
         placement: where this process stands; found in the environment when left out.
 
     Attributes:
@@ -90,6 +94,7 @@ class Session:
         seed: int = 0,
         timeout: float = 1800.0,
         on_nan: OnNaN = "raise",
+        self_test: SelfTest = "auto",
         placement: Placement | None = None,
     ) -> None:
         asked = {
@@ -98,6 +103,7 @@ class Session:
             "seed": seed,
             "timeout": timeout,
             "on_nan": on_nan,
+            "self_test": self_test,
         }
         validate(RunFields, asked)
         device_type = resolve_device_type(device)
@@ -111,6 +117,7 @@ class Session:
         self._precision: Precision = precision
         self._on_nan: OnNaN = on_nan
         self._seed = seed
+        self._self_test: SelfTest = self_test
 
     @property
     def capabilities(self) -> Capabilities:
@@ -119,6 +126,7 @@ class Session:
 
     def __enter__(self) -> Session:
         check_capabilities(self.strategy, self._spec(nn.Identity()), self._placement)
+        once.ensure(self.strategy, self._placement, self._self_test)
         with no_collection():
             self.world = self.strategy.setup(self._placement)
         self._check_layout()

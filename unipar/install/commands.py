@@ -30,11 +30,13 @@ class Command:
         argv: program and arguments.
         environment: variables to set for it, beside this process's own.
         directory: where it runs; ``None`` is here.
+        without: variables of this process's own that it is not to have.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
+    without: frozenset[str] = frozenset()
 
     def shell(self) -> str:
         """As one would type it."""
@@ -70,12 +72,13 @@ class Runner:
             log.write(f"$ {command.shell()}\n".encode())
             log.flush()
             begin = log.tell()
+            inherited = {k: v for k, v in os.environ.items() if k not in command.without}
             try:
                 # A session of its own: Ctrl-C is this process's to handle, and what a compiler
                 # driver has started can be ended with it.
                 process = subprocess.Popen(
                     command.argv,
-                    env={**os.environ, **command.environment},
+                    env={**inherited, **command.environment},
                     cwd=command.directory,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -14,7 +14,7 @@ from unipar.devices import DeviceChoice
 from unipar.documents import Document, read_document
 from unipar.merging import merge
 from unipar.settings import ENV_PREFIX, read_environment
-from unipar.strategy import OnNaN, Precision
+from unipar.strategy import OnNaN, Precision, SelfTest
 
 FILE = "unipar.yaml"
 _Config = TypeVar("_Config", bound=BaseModel)
@@ -33,6 +33,9 @@ class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Seconds that a collective waits for a missing rank."""
     on_nan: OnNaN = "raise"
     """What a step with a non-finite loss does."""
+    self_test: SelfTest = "auto"
+    """Whether a few steps of a tiny model under the strategy are compared with a plain loop first,
+    once for a machine and its versions; auto does so on GPUs."""
 
 
 def file_beside_script() -> Path:

@@ -1,0 +1,137 @@
+"""The self-test: whether a strategy trains on this machine's devices as a plain loop does.
+
+It is tried in processes of its own, by :mod:`unipar.install.smoke`, and given up after a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel
+
+from unipar import registry
+from unipar.errors import ConfigError, InstallError
+from unipar.install.cache import cache_directory
+from unipar.install.commands import Command, Runner
+from unipar.install.comparison import Comparison, Refusal
+from unipar.launch.detection import launcher_variables
+from unipar.scratch import scratch
+
+TIME_LIMIT = 300.0
+"""Seconds for one strategy. Some frameworks compile kernels when they are first used."""
+
+_COLLECTIVE = 60.0
+"""Seconds that a collective waits, at most; a third of the time limit, where that is less."""
+
+Verdict = Literal["agrees", "differs", "failed", "refused", "not run"]
+
+
+class Outcome(BaseModel, frozen=True):
+    """What came of one strategy.
+
+    Attributes:
+        strategy: as ``name:option=value,…``.
+        verdict: ``"failed"`` is an error, or the time limit; ``"refused"`` is the strategy's word
+            against the small model or the devices; ``"not run"``: it cannot run here.
+        compared: the losses, of a strategy that has trained.
+        why: of one that has not.
+    """
+
+    strategy: str
+    verdict: Verdict
+    compared: Comparison | None = None
+    why: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it speaks against the strategy on this machine."""
+        return self.verdict in ("differs", "failed")
+
+
+def try_strategy(
+    strategy: str, *, devices: int | None = None, time_limit: float = TIME_LIMIT
+) -> Outcome:
+    """Try a strategy on the devices at hand, if its framework is installed.
+
+    Args:
+        strategy: as ``name:option=value,…``.
+        devices: processes; left out: every GPU, or two on a CPU. A strategy that takes fewer gets
+            as many as it takes.
+        time_limit: in seconds.
+
+    Raises:
+        ConfigError: logs cannot be written.
+    """
+    try:
+        available = registry.strategy_class(registry.as_mapping(strategy)["name"]).availability()
+        if not available.ok:
+            why = f"{available.reason} {available.remedy}".strip()
+            return Outcome(strategy=strategy, verdict="not run", why=why)
+        kinds = registry.resolve(strategy).capabilities().device_types
+    except ConfigError as error:
+        return Outcome(strategy=strategy, verdict="refused", why=str(error))
+    here = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    device = next((one for one in here if one in kinds), None)
+    if device is None:
+        why = f"It runs on {' or '.join(sorted(kinds))}, and there is none here."
+        return Outcome(strategy=strategy, verdict="not run", why=why)
+    if devices is None:
+        devices = torch.cuda.device_count() if device == "cuda" else 2
+    return compare(strategy, device, devices, time_limit=time_limit)
+
+
+def compare(strategy: str, device: str, devices: int, *, time_limit: float = TIME_LIMIT) -> Outcome:
+    """Run a few steps under a strategy beside a plain loop, in processes of their own.
+
+    Args:
+        strategy: as ``name:option=value,…``.
+        device: ``"cpu"`` or ``"cuda"``.
+        devices: processes.
+        time_limit: in seconds; processes that take longer are ended.
+
+    Raises:
+        ConfigError: logs cannot be written.
+    """
+    log = _log(strategy)
+    with scratch() as directory:
+        result = directory / "result.json"
+        timeout = min(_COLLECTIVE, time_limit / 3)
+        command = Command(
+            (
+                *(sys.executable, "-m", "unipar.install.smoke", strategy),
+                *("--device", device, "--devices", str(devices)),
+                *("--timeout", f"{timeout:g}", "--result", str(result)),
+            ),
+            # A strategy may come from anywhere that this process imports from.
+            {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            # Python puts the current one first of all.
+            directory=directory,
+            without=launcher_variables(),
+        )
+        try:
+            Runner(log, lambda line: None)(command, timeout=time_limit)
+        except InstallError as error:
+            if not result.exists():
+                return Outcome(strategy=strategy, verdict="failed", why=str(error))
+        found = json.loads(result.read_text())
+    log.unlink()
+    if "reason" in found:
+        why = Refusal.model_validate(found).reason
+        return Outcome(strategy=strategy, verdict="refused", why=why)
+    compared = Comparison.model_validate(found)
+    verdict = "agrees" if compared.agrees else "differs"
+    return Outcome(strategy=strategy, verdict=verdict, compared=compared)
+
+
+def _log(strategy: str) -> Path:
+    logs = cache_directory() / "logs"
+    logs.mkdir(exist_ok=True)
+    name = re.sub(r"\W+", "-", strategy)[:60]
+    return logs / f"self-test-{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
