@@ -179,7 +179,7 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Steps between logged metrics."""
     self_test: SelfTest = "auto"
     """Whether a few steps of a tiny model under the strategy are compared with a plain loop first,
-    once for a machine and its versions: auto does so on GPUs; a strategy that differs is refused."""
+    once for a machine and its versions; auto does so on GPUs. One that differs is refused."""
 
     @property
     def save_signal_number(self) -> signal.Signals | None:

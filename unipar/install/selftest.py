@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Literal
@@ -109,8 +110,7 @@ def compare(strategy: str, device: str, devices: int, *, time_limit: float = TIM
                 *("--device", device, "--devices", str(devices)),
                 *("--timeout", f"{timeout:g}", "--result", str(result)),
             ),
-            # A strategy may come from anywhere that this process imports from.
-            {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            _importable(),
             # Python puts the current one first of all.
             directory=directory,
             without=launcher_variables(),
@@ -128,6 +128,14 @@ def compare(strategy: str, device: str, devices: int, *, time_limit: float = TIM
     compared = Comparison.model_validate(found)
     verdict = "agrees" if compared.agrees else "differs"
     return Outcome(strategy=strategy, verdict=verdict, compared=compared)
+
+
+def _importable() -> dict[str, str]:
+    """What lets a process import what this one can: a strategy may come from anywhere."""
+    own = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
+    paths = map(os.path.abspath, sys.path)
+    others = [path for path in paths if os.path.isdir(path) and not path.startswith(own)]
+    return {"PYTHONPATH": os.pathsep.join(others)} if others else {}
 
 
 def _log(strategy: str) -> Path:
