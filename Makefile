@@ -26,7 +26,7 @@ SUITES = $(BIN)/python tests/side_by_side.py --lanes $(LANES) \
   "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
   "$(BIN)/python -m pytest $(ONLY) backends/torch backends/template tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
   "$(BIN)/python -m pytest $(ONLY) tests/migrate" \
-  "$(BIN)/python survey/matrix.py --cover" \
+  "$(BIN)/python measure/strategies/matrix.py --cover" \
   $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%")
 PINS := pyproject.toml constraints.txt
 # Threads of one process; the tests and examples start several.
@@ -73,26 +73,26 @@ installed:
 # Beside it PYTHON chooses the interpreter. An environment is several GB, for a torch of the index
 # brings CUDA, and is left for the next call.
 test-torch: $(OTHER)/.ready
-	$(OTHER)/bin/python survey/torches.py --command "make test-torch TORCH=$(TORCH)"
-	$(OTHER)/bin/python docs/generate.py
+	$(OTHER)/bin/python measure/strategies/torches.py --command "make test-torch TORCH=$(TORCH)"
+	$(OTHER)/bin/python measure/pages/generate.py
 
 # Every pair of strategies.
 test-matrix: $(VENV)/.backends $(ALONE)/.backends
-	$(BIN)/python survey/matrix.py
-	$(BIN)/python docs/generate.py
+	$(BIN)/python measure/strategies/matrix.py
+	$(BIN)/python measure/pages/generate.py
 
 tables: $(VENV)/.backends $(ALONE)/.backends
-	$(BIN)/python survey/tables.py
-	$(BIN)/python docs/generate.py
+	$(BIN)/python measure/strategies/tables.py
+	$(BIN)/python measure/pages/generate.py
 
 compare: $(VENV)/.backends $(ALONE)/.backends
-	$(BIN)/python benchmarks/frameworks.py
-	$(BIN)/python docs/generate.py
+	$(BIN)/python measure/speed/frameworks.py
+	$(BIN)/python measure/pages/generate.py
 
 reliability: $(VENV)/.backends
-	$(BIN)/python survey/hangs.py
-	$(BIN)/python survey/kills.py
-	$(BIN)/python docs/generate.py
+	$(BIN)/python measure/reliability/hangs.py
+	$(BIN)/python measure/reliability/kills.py
+	$(BIN)/python measure/pages/generate.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -107,7 +107,7 @@ docs: $(VENV)/.dev
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python measure/speed/run.py
 
 # A stamp older than the pins means that the install is made again; otherwise it is left alone.
 $(VENV)/.demo: $(PINS) | $(BIN)/python

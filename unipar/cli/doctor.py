@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from unipar.doctor import Report
+    from unipar.install.doctor import Report
 
 
 Switch = Parameter(negative="")
@@ -50,7 +50,7 @@ def doctor(
     for flag in (name for name, value in given.items() if value):
         raise ConfigError(f"{flag} goes with --self-test: unipar doctor --self-test {flag} ….")
 
-    from unipar.doctor import examine
+    from unipar.install.doctor import examine
 
     report = examine()
     if json:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from unipar.install.selftest import Outcome
+    from unipar.launch.selftest import Outcome
 
 _COLORS = {"agrees": "green", "differs": "red", "failed": "red"}
 
@@ -28,9 +28,9 @@ def run(
     """
     from rich.console import Console
 
-    from unipar import registry
-    from unipar.install import once
-    from unipar.install.selftest import TIME_LIMIT, try_strategy
+    from unipar.launch import once
+    from unipar.launch.selftest import TIME_LIMIT, try_strategy
+    from unipar.strategy import registry
 
     for flag, value in (("--devices", devices), ("--time-limit", time_limit)):
         if value is not None and value <= 0:
@@ -48,6 +48,9 @@ def run(
         if outcome.compared is not None:
             once.keep(registry.resolve(strategy), outcome)
         outcomes.append(outcome)
+        if not as_json:
+            # The table is at the end; who has interrupted it by then has this.
+            console.print(f"{strategy}: {outcome.verdict}", highlight=False)
     if as_json:
         print(json.dumps([_as_dict(one) for one in outcomes], indent=2))
     else:

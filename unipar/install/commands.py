@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unipar.errors import InstallError
-from unipar.subprocesses import end_group
+from unipar.utils.subprocesses import end_group
 
 _TAIL = 20
 _ERROR = re.compile(r":\d+: (fatal )?error: |CMake Error")
@@ -30,13 +30,11 @@ class Command:
         argv: program and arguments.
         environment: variables to set for it, beside this process's own.
         directory: where it runs; ``None`` is here.
-        without: variables of this process's own that it is not to have.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     directory: Path | None = None
-    without: frozenset[str] = frozenset()
 
     def shell(self) -> str:
         """As one would type it."""
@@ -72,13 +70,12 @@ class Runner:
             log.write(f"$ {command.shell()}\n".encode())
             log.flush()
             begin = log.tell()
-            inherited = {k: v for k, v in os.environ.items() if k not in command.without}
             try:
                 # A session of its own: Ctrl-C is this process's to handle, and what a compiler
                 # driver has started can be ended with it.
                 process = subprocess.Popen(
                     command.argv,
-                    env={**inherited, **command.environment},
+                    env={**os.environ, **command.environment},
                     cwd=command.directory,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

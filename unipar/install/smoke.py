@@ -18,12 +18,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from unipar import registry
-from unipar.api import fit
 from unipar.errors import ConfigError
-from unipar.install.comparison import Comparison, Refusal
-from unipar.strategy import Capabilities, Precision
-from unipar.subprocesses import end_with
+from unipar.launch.comparison import Comparison, Refusal
+from unipar.strategy import Capabilities, Precision, registry
+from unipar.train.fit import fit
+from unipar.utils.subprocesses import end_with
 
 _STEPS = 5
 _LEARNING_RATE = 0.05

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from unipar import Session, launch, registry
+from unipar import Session, launch
 from unipar.cli.doctor import doctor
 from unipar.cli.selftest import show
 from unipar.errors import ConfigError
-from unipar.install import once
-from unipar.install.comparison import Comparison
-from unipar.install.selftest import Outcome, compare
+from unipar.launch import once
+from unipar.launch.comparison import Comparison
 from unipar.launch.detection import launcher_variables
+from unipar.launch.selftest import Outcome, compare
+from unipar.strategy import registry
 from unipar.world import Placement
 
 DDP = registry.resolve("ddp")
