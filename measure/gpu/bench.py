@@ -27,10 +27,11 @@ sys.path.append(str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+# First, for the example would import it from its own directory.
+import unipar  # noqa: E402, F401
 from examples.gpt import GPT, loss  # noqa: E402
 from measure.gpu import cards, loops  # noqa: E402
 from measure.pages import gpu  # noqa: E402
-from measure.report import circumstances  # noqa: E402
 from measure.speed.timing import in_turns  # noqa: E402
 from unipar.benchmark.statistics import Estimate  # noqa: E402
 from unipar.data.batch import Batch, MicroBatch  # noqa: E402
@@ -215,8 +216,7 @@ def _record(
         row["share_of_peak"] = peak and row["tokens_per_second"] * each / peak
     shape = ("layers", "width", "heads", "length", "batch", "steps", "turns", "backend")
     return {
-        **cards.about(args.device),
-        "about": circumstances(args.command, seconds, ()),
+        **cards.about(args.device, args.command, seconds),
         "parameters": parameters,
         "shape": {name: getattr(args, name) for name in shape},
         "peak_source": cards.peak(args.device, "bf16")[1],

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+from datetime import datetime, timezone
+
 import torch
 
+import unipar
 from unipar.launch.once import hardware
 
 _PAGES = "https://www.nvidia.com/en-us/data-center"
@@ -40,9 +44,13 @@ def peak(device: str, precision: str) -> tuple[float | None, str]:
     return (None if found is None else found * 1e12), source
 
 
-def about(device: str) -> dict[str, str]:
-    """GPU, driver and torch, for a record."""
+def about(device: str, command: str, seconds: float) -> dict[str, str]:
+    """GPU, driver, torch and the rest of the circumstances, for a record."""
     return {
+        "about": (
+            f"{datetime.now(timezone.utc):%Y-%m-%d}, `{command}`, {seconds / 60:.1f} minutes; "
+            f"unipar {unipar.__version__}, Python {platform.python_version()}, {platform.system()}."
+        ),
         "gpu": name(device),
         "driver": driver() if device == "cuda" else "",
         "cuda": torch.version.cuda or "",

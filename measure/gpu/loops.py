@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,8 @@ def fsdp(model: nn.Module, loss_fn: Loss, compiled: dict[str, Any]) -> Step:
             for block in blocks:
                 block.compile(**compiled)
                 fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    # The loss is of fp32 outputs, as under autocast.
+    fully_shard(model, mp_policy=dataclasses.replace(policy, output_dtype=torch.float32))
     optimizer = _adamw(model)
 
     def step(batch: Any) -> torch.Tensor:

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
 from measure.gpu import cards  # noqa: E402
-from measure.report import circumstances  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "gpu" / "tests.json"
 SUITES = {
@@ -46,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
     parser.add_argument("--only", default="", help="a part of the kit's cases, as for pytest -k")
-    parser.add_argument("--minutes", type=float, default=7.5, help="of all suites together")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of all suites together")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--command", default="python measure/gpu/tests.py", help="for the docs")
     args = parser.parse_args(argv)
@@ -59,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
         suites[name] = run(SUITES[name], args.device, args.only, max(left, 1.0))
         print(f"{name}: {told(suites[name])}", flush=True)
     record = {
-        **cards.about(args.device),
-        "about": circumstances(args.command, time.perf_counter() - began, ("numpy",)),
+        **cards.about(args.device, args.command, time.perf_counter() - began),
         "suites": suites,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)

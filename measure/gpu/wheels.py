@@ -38,20 +38,7 @@ def main() -> int:
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True)
-    environment = {
-        "python_version": args.python,
-        "python_full_version": f"{args.python}.0",
-        "sys_platform": "linux",
-        "platform_system": "Linux",
-        "platform_machine": "x86_64",
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-    }
-    pins = _pins(environment)
-    names = sorted(set(_closure(WANTED, environment)) - {"unipar"})
-    unpinned = [name for name in names if name not in pins]
-    if unpinned:
-        raise SystemExit(f"constraints.txt has no version of {', '.join(unpinned)} for this Python")
+    versions = needed(args.python)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     # glibc 2.28 and its predecessors, newest first; pip takes a tag as it is written.
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)]
@@ -60,7 +47,7 @@ def main() -> int:
             *(*pip, "download", "--no-deps", "--only-binary=:all:", "--implementation=cp"),
             *(f"--python-version={args.python}", *platforms, f"--dest={args.folder}"),
             "--platform=manylinux2014_x86_64",
-            *(f"{name}=={pins[name]}" for name in names),
+            *(f"{name}=={version}" for name, version in versions.items()),
         ],
         check=True,
     )
@@ -73,6 +60,25 @@ def main() -> int:
     count = len(list(args.folder.iterdir()))
     print(f"{count} wheels for Python {args.python}, {size / 2**20:.1f} MiB, in {args.folder}")
     return 0
+
+
+def needed(python: str) -> dict[str, str]:
+    """The versions of all that has to be there for unipar beside torch, under this Python."""
+    environment = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+    }
+    pins = _pins(environment)
+    names = sorted(set(_closure(WANTED, environment)) - {"unipar"})
+    unpinned = [name for name in names if name not in pins]
+    if unpinned:
+        raise SystemExit(f"constraints.txt has no version of {', '.join(unpinned)} for this Python")
+    return {name: pins[name] for name in names}
 
 
 def _closure(wanted: tuple[str, ...], environment: dict[str, str]) -> Iterator[str]:

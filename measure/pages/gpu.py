@@ -52,7 +52,7 @@ def bench(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def failures(record: dict[str, Any]) -> str:
     """What failed, by name."""
     failed = [test for found in record["suites"].values() for test in found["failed"]]
-    return f"\n\nFailed: {', '.join(f'`{test}`' for test in failed)}." if failed else ""
+    return f"Failed: {', '.join(f'`{test}`' for test in failed)}." if failed else ""
 
 
 def shape(record: dict[str, Any]) -> str:
