@@ -135,7 +135,7 @@ def _under(args: argparse.Namespace, name: str, precision: Precision) -> Step:
     check_capabilities(strategy, spec, placement)
     engine = strategy.prepare(spec, strategy.setup(placement))
 
-    def step(batch: Any) -> torch.Tensor:
+    def step(batch: Any) -> Any:
         size = len(batch[0])
         return engine.train_step(Batch((MicroBatch(batch, size),), size), loss)
 

@@ -125,7 +125,9 @@ def _run(command: list[str], log: Path, time_limit: float) -> int | None:
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env=inherited | _importable(),
+            # TF32 rounds more than the comparison allows, and some images turn it on for all.
+            # https://docs.pytorch.org/docs/stable/cuda_environment_variables.html
+            env=inherited | _importable() | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"},
             # Python puts the current one first of all places to import from.
             cwd=log.parent,
             stdin=subprocess.DEVNULL,

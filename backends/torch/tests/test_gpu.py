@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from plain import BATCH, batches, build, loss_fn
 from torch import nn
 
-from unipar import checkpoint
+from unipar import Session, checkpoint
 from unipar.data.batch import Batch, MicroBatch
 from unipar.strategy import EngineSpec, Precision, registry
 from unipar.world import Placement
@@ -122,3 +123,17 @@ def test_fused_optimizer_state_survives_a_checkpoint(strategy: str, tmp_path: Pa
     checkpoint.load(path, {"model": again}, world)
     assert train(again) == pytest.approx(on, rel=1e-5)
     world.leave()
+
+
+def test_a_run_tries_its_strategy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    records = []
+    for _ in range(2):
+        with Session("ddp"):
+            pass
+        (file,) = tmp_path.glob("unipar/self-tests/*.json")
+        records.append(json.loads(file.read_text()))
+    assert records[0]["outcome"]["verdict"] == "agrees"
+    assert records[0]["key"]["hardware"]
+    # The second run has read what the first one left.
+    assert records[0] == records[1]
