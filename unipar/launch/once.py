@@ -102,7 +102,8 @@ def keep(strategy: Strategy, outcome: Outcome) -> None:
     """
     if outcome.compared is not None:
         compared = outcome.compared
-        key = _key(strategy, outcome.strategy, compared.device, compared.devices)
+        name = registry.inline(strategy.options)
+        key = _key(strategy, name, compared.device, compared.devices)
         with _locked(_file(key)) as file:
             _write(file, Record(key=key, outcome=outcome, at=time.time()))
 

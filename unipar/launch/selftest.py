@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +19,7 @@ from unipar.errors import ConfigError
 from unipar.launch.comparison import Comparison, Refusal
 from unipar.launch.detection import launcher_variables
 from unipar.strategy import registry
+from unipar.utils.own_path import own_path
 from unipar.utils.scratch import scratch
 from unipar.utils.subprocesses import end_group
 
@@ -122,12 +122,14 @@ def _run(command: list[str], log: Path, time_limit: float) -> int | None:
     """Run a command in the log's directory; its exit code, or ``None`` where it took too long."""
     # It is no rank of the run that asks.
     inherited = {k: v for k, v in os.environ.items() if k not in launcher_variables()}
+    # A strategy may come from anywhere that this process imports from.
+    importable = os.pathsep.join(map(os.path.abspath, own_path()))
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             # TF32 rounds more than the comparison allows, and some images turn it on for all.
             # https://docs.pytorch.org/docs/stable/cuda_environment_variables.html
-            env=inherited | _importable() | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"},
+            env=inherited | {"PYTHONPATH": importable, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"},
             # Python puts the current one first of all places to import from.
             cwd=log.parent,
             stdin=subprocess.DEVNULL,
@@ -141,11 +143,3 @@ def _run(command: list[str], log: Path, time_limit: float) -> int | None:
             return None
         finally:
             end_group(process)
-
-
-def _importable() -> dict[str, str]:
-    """What lets a process import what this one can: a strategy may come from anywhere."""
-    own = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
-    paths = map(os.path.abspath, sys.path)
-    others = [path for path in paths if os.path.isdir(path) and not path.startswith(own)]
-    return {"PYTHONPATH": os.pathsep.join(others)} if others else {}

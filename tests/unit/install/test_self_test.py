@@ -224,6 +224,10 @@ def test_what_doctor_has_seen_runs_need_not_try() -> None:
     test = Counting(BAD)
     once.keep(DDP, GOOD)
     once.ensure(DDP, Placement(), True, test=test)
+    # As it is typed, and as the option holds it.
+    tuned = registry.resolve("ddp:bucket_cap_mb=3")
+    once.keep(tuned, outcome(1.0, strategy="ddp:bucket_cap_mb=3"))
+    once.ensure(tuned, Placement(), True, test=test)
     assert not test.asked
 
 
