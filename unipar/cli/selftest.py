@@ -50,7 +50,7 @@ def run(
         outcomes.append(outcome)
         if not as_json:
             # The table is at the end; who has interrupted it by then has this.
-            console.print(f"{strategy}: {outcome.verdict}", highlight=False)
+            console.print(f"{strategy}: {outcome.verdict}", highlight=False, markup=False)
     if as_json:
         print(json.dumps([_as_dict(one) for one in outcomes], indent=2))
     else:
@@ -73,7 +73,8 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
     console.print(_table(outcomes))
     for one in outcomes:
         if one.why:
-            console.print(f"[bold]{one.strategy}[/] {_SAID[one.verdict]}:", end=" ")
+            console.print(one.strategy, style="bold", markup=False, highlight=False, end=" ")
+            console.print(f"{_SAID[one.verdict]}:", end=" ")
             console.print(one.why, markup=False, highlight=False, soft_wrap=True)
     if any(one.compared for one in outcomes):
         console.print(
@@ -89,6 +90,7 @@ _SAID = {"failed": "failed", "refused": "was not compared", "not run": "cannot r
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(
@@ -96,22 +98,25 @@ def _table(outcomes: Sequence[Outcome]) -> Table:
         title_justify="left",
         title_style="bold",
         box=box.SIMPLE,
+        # Within 80 columns.
+        collapse_padding=True,
+        pad_edge=False,
     )
-    for column in ("strategy", "on", "in"):
-        table.add_column(column, overflow="fold")
-    table.add_column("verdict", no_wrap=True)
-    for column in ("step", "its loss", "the plain loop's", "apart", "allowed"):
+    table.add_column("strategy", overflow="fold", min_width=12)
+    for column in ("on", "verdict"):
+        table.add_column(column, no_wrap=True)
+    for column in ("step", "loss", "plain loop", "apart", "allowed"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in outcomes:
         verdict = f"[{_COLORS.get(one.verdict, 'yellow')}]{one.verdict}[/]"
         found = one.compared
         if found is None:
-            table.add_row(one.strategy, "", "", verdict)
+            table.add_row(escape(one.strategy), "", verdict)
             continue
+        half = "" if found.precision == "fp32" else f", {found.precision}"
         table.add_row(
-            one.strategy,
-            f"{found.devices} x {found.device}",
-            found.precision,
+            escape(one.strategy),
+            f"{found.devices} x {found.device}" + half,
             verdict,
             str(found.step),
             f"{found.loss:.7g}",

@@ -294,4 +294,4 @@ def test_the_table_has_both_losses_and_below_it_is_why_others_have_none() -> Non
     lines = shown.getvalue().splitlines()
     assert lines[-3] == "absent cannot run here: Absent is not installed. Get it."
     (bad,) = [" ".join(line.split()) for line in lines if line.split()[:1] == ["bad"]]
-    assert bad == "bad 1 x cpu fp32 differs 1 1.5 1 5.0e-01 1e-05"
+    assert bad == "bad 1 x cpu differs 1 1.5 1 5.0e-01 1e-05"
