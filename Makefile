@@ -32,11 +32,18 @@ SUITES = $(BIN)/python tests/side_by_side.py --lanes $(LANES) \
   "$(BIN)/python measure/strategies/matrix.py --cover" \
   $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%")
 PINS := pyproject.toml constraints.txt
+# A machine with a GPU, and often without network: a folder of wheels for its Python, which is taken
+# along; the environment that is made from it beside the torch of PYTHON; and where records go.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS ?= wheels-gpu
+GPU_ENV := .venv-gpu
+GPU_OUT ?= docs/gpu
 # Threads of one process; the tests and examples start several.
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean
+.PHONY: help demo test test-all installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean \
+  wheels-gpu test-gpu bench-gpu gpu-environment
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
@@ -51,6 +58,9 @@ help:
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make dist    build the packages, unipar and every backend, as wheels and sources into dist/"
 	@echo "make bench   measure overhead, memory and checkpoint speed"
+	@echo "make wheels-gpu  put the wheels into wheels-gpu that the next two need, which need no network"
+	@echo "make test-gpu   run what a single GPU can prove, for the docs; beside the torch of PYTHON"
+	@echo "make bench-gpu  measure training on it beside loops written by hand, for the docs"
 	@echo "make format  rewrite the sources in the project's style"
 	@echo "make clean   remove the environments and everything built"
 
@@ -118,6 +128,20 @@ dist: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python measure/speed/run.py
+
+wheels-gpu: $(VENV)/.dev
+	$(BIN)/python measure/gpu/wheels.py $(GPU_WHEELS) --python $(GPU_PYTHON)
+
+test-gpu: gpu-environment
+	$(GPU_ENV)/bin/python measure/gpu/tests.py --output $(GPU_OUT)/tests.json --command "make test-gpu"
+	@echo "For the docs: put it into docs/gpu, and run $(BIN)/python measure/pages/generate.py"
+
+bench-gpu: gpu-environment
+	$(GPU_ENV)/bin/python measure/gpu/bench.py --output $(GPU_OUT)/bench.json --command "make bench-gpu"
+	@echo "For the docs: put it into docs/gpu, and run $(BIN)/python measure/pages/generate.py"
+
+gpu-environment:
+	@$(PYTHON) measure/gpu/environment.py $(GPU_ENV) $(GPU_WHEELS)
 
 # A stamp older than the pins means that the install is made again; otherwise it is left alone.
 $(VENV)/.demo: $(PINS) | $(BIN)/python
@@ -189,4 +213,4 @@ constraints: | $(BIN)/python
 	mv $(VENV)/constraints.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) $(ALONE) $(LOGGERS) .venv-torch-* docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ALONE) $(LOGGERS) .venv-torch-* $(GPU_ENV) wheels-gpu docs/_build build dist .pytest_cache .ruff_cache .hypothesis

@@ -23,6 +23,7 @@ from unipar.engine import Undo, refuse_copies
 from unipar.engine.checks import CheckedModel, check_capabilities, check_gradients, check_model
 from unipar.errors import ConfigError, UniparError
 from unipar.evaluation.evaluate import Metric, Predict, evaluate
+from unipar.launch import once
 from unipar.launch import rank_status as peers
 from unipar.loss import LossFn
 from unipar.optimizers.factories import CheckedOptimizer, CheckedScheduler, check_factories
@@ -39,6 +40,7 @@ from unipar.strategy import (
     Parallelize,
     Precision,
     SchedulerFactory,
+    SelfTest,
     StrategyOptions,
 )
 from unipar.utils.devices import DeviceChoice, resolve_device_type
@@ -72,6 +74,8 @@ class Session:
         seed: seeds torch's generators and the order of data.
         timeout: seconds that a collective waits for a rank.
         on_nan: what a step with a non-finite loss does.
+        self_test: whether a few steps of a tiny model under the strategy are compared with a plain
+            loop first, once for a machine and its versions; ``"auto"`` does so on GPUs.
         placement: where this process stands; found in the environment when left out.
 
     Attributes:
@@ -96,6 +100,7 @@ class Session:
         seed: int = 0,
         timeout: float = 1800.0,
         on_nan: OnNaN = "raise",
+        self_test: SelfTest = "auto",
         placement: Placement | None = None,
     ) -> None:
         asked = {
@@ -105,6 +110,7 @@ class Session:
             "seed": seed,
             "timeout": timeout,
             "on_nan": on_nan,
+            "self_test": self_test,
         }
         validate(RunFields, asked)
         device_type = resolve_device_type(device)
@@ -119,6 +125,7 @@ class Session:
         self._matmul_precision: MatmulPrecision | None = float32_matmul_precision
         self._on_nan: OnNaN = on_nan
         self._seed = seed
+        self._self_test: SelfTest = self_test
 
     @property
     def capabilities(self) -> Capabilities:
@@ -127,6 +134,7 @@ class Session:
 
     def __enter__(self) -> Session:
         check_capabilities(self.strategy, self._spec(nn.Identity()), self._placement)
+        once.ensure(self.strategy, self._placement, self._self_test)
         restore = set_matmul_precision(self._matmul_precision)
         try:
             with no_collection():

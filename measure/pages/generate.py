@@ -10,6 +10,7 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from measure.pages import benchmarks, commands, figures, reliability, surveys  # noqa: E402
+from measure.pages import benchmarks, commands, figures, gpu, reliability, surveys  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
 from unipar.strategy import StrategyOptions, registry  # noqa: E402
 
@@ -32,6 +33,7 @@ PAGES = (
     ROOT / "docs" / "reliability.md",
     ROOT / "docs" / "benchmarks" / "frameworks.md",
     ROOT / "docs" / "security.md",
+    ROOT / "docs" / "gpu.md",
 )
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
@@ -139,6 +141,15 @@ def ran() -> str:
     return first + _table(*surveys.ran())
 
 
+def _gpu(name: str, rows: Callable[..., Any], told: Callable[..., str]) -> str:
+    """What was found on a GPU, if anything was."""
+    record = gpu.load(name)
+    if record is None:
+        return gpu.NOTHING
+    parts = [gpu.about(record), _table(*rows(record)), told(record)]
+    return "\n\n".join(filter(None, parts))
+
+
 TABLES = {
     "floors": floors,
     "commands": lambda: commands.page(_table),
@@ -168,6 +179,8 @@ TABLES = {
     "reliability: kills summary": reliability.kills_summary,
     "reliability: kills": lambda: _table(*reliability.kills()),
     "reliability: about kills": reliability.about_kills,
+    "gpu: tests": lambda: _gpu("tests.json", gpu.tests, gpu.failures),
+    "gpu: bench": lambda: _gpu("bench.json", gpu.bench, gpu.shape),
     "bench: about gpt": lambda: benchmarks.about("gpt"),
     "bench: gpt": lambda: benchmarks.compared("gpt"),
     "bench: about digits": lambda: benchmarks.about("digits"),

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -22,7 +20,6 @@ from unipar.errors import ConfigError, did_you_mean
 from unipar.strategy import registry
 
 _PATIENCE = 300.0
-_REQUIRED = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Offer(BaseModel):
@@ -133,8 +130,8 @@ def offer(strategies: Sequence[str]) -> Offer:
     for strategy in strategies:
         name = registry.as_mapping(strategy)["name"]
         reasons[strategy] = _reason(strategy) if name in known else f"'{name}' is not installed."
-        versions |= _versions(name)
-    return Offer(strategies=reasons, known=known, versions=versions | _versions("single"))
+        versions |= registry.versions(name)
+    return Offer(strategies=reasons, known=known, versions=versions | registry.versions("single"))
 
 
 def _reason(strategy: str) -> str:
@@ -145,27 +142,6 @@ def _reason(strategy: str) -> str:
         return str(error)
     available = made.availability()
     return "" if available.ok else f"{available.reason} {available.remedy}".strip()
-
-
-def _versions(name: str) -> dict[str, str]:
-    """Of the distribution that offers a strategy, and of what that one needs besides torch's."""
-    found = {}
-    for point in metadata.entry_points(group=registry.GROUP, name=name):
-        if point.dist is None:
-            continue
-        required = [line for line in point.dist.requires or [] if "extra ==" not in line]
-        own = point.dist.name != "unipar"
-        for package in (point.dist.name, "torch", *(map(_package, required) if own else ())):
-            try:
-                found[package] = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                continue
-    return found
-
-
-def _package(requirement: str) -> str:
-    match = _REQUIRED.match(requirement)
-    return match.group() if match else requirement
 
 
 if __name__ == "__main__":

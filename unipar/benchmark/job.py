@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import cloudpickle
 
 from unipar.benchmark.cells import Cell
 from unipar.errors import ConfigError
+from unipar.utils.own_path import own_path
 
 LEFT_OUT = ("eval_data", "metrics", "predict", "callbacks", "loggers", "config", "num_nodes")
 """Arguments of ``fit`` that say nothing of a training step, or that a benchmark sets itself."""
@@ -32,7 +32,7 @@ class BenchJob:
     arguments: dict[str, Any]
     warmup: int
     steps: int
-    path: list[str] = field(default_factory=lambda: own_path())
+    path: list[str] = field(default_factory=own_path)
 
     def of(self, cell: Cell, steps: int, **more: Any) -> dict[str, Any]:
         """The arguments of :func:`unipar.fit` for one cell."""
@@ -51,6 +51,8 @@ class BenchJob:
             "max_restarts": 0,
             "progress": False,
             "log_level": "warning",
+            # Losses are compared here, too, and it would be in the time that setting up takes.
+            "self_test": False,
             **more,
         }
 
@@ -86,15 +88,3 @@ class BenchJob:
                 f"{sys.executable} cannot load the job: {error}. What the model and the data "
                 "import must be installed in every environment that takes part."
             ) from error
-
-
-def own_path() -> list[str]:
-    """The directories of ``sys.path`` that belong to the user, and to no environment."""
-    roots = [os.path.realpath(root) for root in {sys.prefix, sys.base_prefix}]
-
-    def inside(entry: str) -> bool:
-        return any(os.path.realpath(entry).startswith(root + os.sep) for root in roots)
-
-    entries = [entry or os.getcwd() for entry in sys.path]
-    # A virtual environment in the project's directory is no reason to leave the project out.
-    return [entry for entry in entries if os.path.isdir(entry) and not inside(entry)]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from unipar.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -14,13 +16,39 @@ if TYPE_CHECKING:
     from unipar.install.doctor import Report
 
 
-def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
+Switch = Parameter(negative="")
+
+
+def doctor(
+    *,
+    json: Annotated[bool, Switch] = False,
+    self_test: Annotated[bool, Switch] = False,
+    strategy: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    devices: int | None = None,
+    time_limit: float | None = None,
+) -> int:
     """Say what this machine can run, and what is missing for the rest.
+
+    With --self-test, train a tiny model for a few steps under each strategy beside a plain loop,
+    and say which losses agree. The exit code is 1 where one differs or fails.
 
     Args:
         json: print JSON.
+        self_test: train under each strategy, on every GPU, or on two processes of a CPU.
+        strategy: with --self-test, what to try, such as ddp or fsdp:sharding=hybrid; may be
+            repeated; default: every installed one.
+        devices: with --self-test, the number of processes.
+        time_limit: with --self-test, seconds for each strategy; default: 300.
     """
     from rich.console import Console
+
+    if self_test:
+        from unipar.cli.selftest import run
+
+        return run(strategy, devices, time_limit, as_json=json)
+    given = {"--strategy": strategy, "--devices": devices, "--time-limit": time_limit}
+    for flag in (name for name, value in given.items() if value):
+        raise ConfigError(f"{flag} goes with --self-test: unipar doctor --self-test {flag} ….")
 
     from unipar.install.doctor import examine
 
@@ -29,6 +57,7 @@ def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
         _print_json(report)
     else:
         _print_tables(report, Console())
+    return 0
 
 
 def _print_json(report: Report) -> None:

@@ -37,7 +37,7 @@ from unipar.config.optimizers import (
     form,
 )
 from unipar.errors import ConfigError
-from unipar.strategy import OnNaN, Precision, StrategyOptions
+from unipar.strategy import OnNaN, Precision, SelfTest, StrategyOptions
 from unipar.strategy.registry import as_mapping
 from unipar.utils.documents import Document, KeyPath, read_document
 from unipar.utils.matmul_precision import MatmulPrecision
@@ -181,6 +181,9 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """How much is logged."""
     log_every: PositiveInt = 10
     """Steps between logged metrics, and between looks at how much memory was held."""
+    self_test: SelfTest = "auto"
+    """Whether a few steps of a tiny model under the strategy are compared with a plain loop first,
+    once for a machine and its versions; auto does so on GPUs. One that differs is refused."""
 
     @property
     def save_signal_number(self) -> signal.Signals | None:

@@ -11,30 +11,10 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-from unipar.errors import ConfigError
 from unipar.install.recipe import Build
+from unipar.utils.cache import cache_directory
 
 _COMPILER = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")
-
-
-def cache_directory() -> Path:
-    """``$XDG_CACHE_HOME/unipar``, or ``~/.cache/unipar``; made if it is not there.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(base, "unipar")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK | os.X_OK):
-            raise PermissionError(f"{directory} is not writable")
-    except OSError as error:
-        raise ConfigError(
-            f"wheels and logs are kept in {directory}, and that cannot be written: {error}. "
-            "Set XDG_CACHE_HOME to a directory that can."
-        ) from error
-    return directory
 
 
 def torch_version() -> str:

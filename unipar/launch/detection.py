@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from unipar.launch.environment import Environment
@@ -35,3 +36,14 @@ def detect(variables: Mapping[str, str] | None = None) -> Placement | None:
         if found.detect():
             return found.placement()
     return None
+
+
+def launcher_variables(variables: Mapping[str, str] | None = None) -> frozenset[str]:
+    """The names of variables by which a process is found to be one of a launcher's.
+
+    Args:
+        variables: the environment to look in, the process's own by default.
+    """
+    prefixes = tuple(prefix for environment in ENVIRONMENTS for prefix in environment.prefixes)
+    variables = os.environ if variables is None else variables
+    return frozenset(name for name in variables if name.startswith(prefixes))

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from unipar.config import validate
 from unipar.config.merging import merge
 from unipar.config.settings import ENV_PREFIX, read_environment
-from unipar.strategy import OnNaN, Precision
+from unipar.strategy import OnNaN, Precision, SelfTest
 from unipar.utils.devices import DeviceChoice
 from unipar.utils.documents import Document, read_document
 
@@ -33,6 +33,9 @@ class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Seconds that a collective waits for a missing rank."""
     on_nan: OnNaN = "raise"
     """What a step with a non-finite loss does."""
+    self_test: SelfTest = "auto"
+    """Whether a few steps of a tiny model under the strategy are compared with a plain loop first,
+    once for a machine and its versions; auto does so on GPUs."""
 
 
 def file_beside_script() -> Path:

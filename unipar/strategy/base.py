@@ -32,6 +32,7 @@ from unipar.world import Placement, World, join
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 OnNaN = Literal["raise", "skip", "ignore"]
+SelfTest = Literal["auto"] | bool
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ No strategy is imported until it is asked for by name.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,6 +29,8 @@ from unipar.world import Placement
 
 GROUP = "unipar.strategies"
 AUTO = "auto"
+
+_REQUIRED = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,46 @@ def as_mapping(strategy: str | Mapping[str, Any] | StrategyOptions) -> dict[str,
         f"'name:option=value,…', a mapping with 'name', or an options object. "
         f"Installed: {_installed()}."
     )
+
+
+def inline(strategy: str | Mapping[str, Any] | StrategyOptions) -> str:
+    """What was written, as ``name:option=value,…``; the options are not validated.
+
+    Raises:
+        ConfigError: as :func:`as_mapping`.
+    """
+    options = as_mapping(strategy)
+    name = options.pop("name")
+    items = ",".join(f"{key}={_written(value)}" for key, value in options.items())
+    return f"{name}:{items}" if items else name
+
+
+def _written(value: Any) -> str:
+    """A value as :func:`parse_value` reads it back."""
+    if isinstance(value, str) and value.isidentifier() and parse_value(value) == value:
+        return value
+    return json.dumps(value)
+
+
+def versions(name: str) -> dict[str, str]:
+    """Of the distribution that offers a strategy, and of what that one needs besides torch's."""
+    found = {}
+    for point in metadata.entry_points(group=GROUP, name=name):
+        if point.dist is None:
+            continue
+        required = [line for line in point.dist.requires or [] if "extra ==" not in line]
+        own = point.dist.name != "unipar"
+        for package in (point.dist.name, "torch", *(map(_package, required) if own else ())):
+            try:
+                found[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def _package(requirement: str) -> str:
+    match = _REQUIRED.match(requirement)
+    return match.group() if match else requirement
 
 
 def split(text: str, at: str = ",") -> list[str]:

@@ -13,7 +13,7 @@ from unipar.train.job import Job
 _OWN = frozenset(
     {
         "device", "devices", "log_every", "log_level", "loggers", "num_nodes", "num_workers",
-        "output_dir", "progress", "resume", "timeout",
+        "output_dir", "progress", "resume", "self_test", "timeout",
     }
 )  # fmt: skip
 """Settings that rank 0 alone acts on, or that may differ between machines."""

@@ -28,6 +28,7 @@ from unipar.strategy import (
     OptimizerFactory,
     Precision,
     SchedulerFactory,
+    SelfTest,
     Strategy,
     StrategyOptions,
 )
@@ -81,6 +82,7 @@ def fit(
     progress: bool | Unset = UNSET,
     log_level: str | Unset = UNSET,
     log_every: int | Unset = UNSET,
+    self_test: SelfTest | Unset = UNSET,
 ) -> RunResult:
     """Train a model, under any strategy, on any number of devices.
 
@@ -141,6 +143,8 @@ def fit(
         progress: whether to show progress.
         log_level: how much is logged.
         log_every: steps between logged metrics.
+        self_test: whether a few steps of a tiny model under the strategy are compared with a plain
+            loop first, once for a machine and its versions; ``"auto"`` does so on GPUs.
 
     Returns:
         Metrics by step, the newest checkpoint, throughput, memory.

@@ -64,6 +64,7 @@ def train(job: Job, placement: Placement) -> RunResult:
         seed=config.seed,
         timeout=config.timeout,
         on_nan=config.on_nan,
+        self_test=config.self_test,
         placement=placement,
     )
     with (

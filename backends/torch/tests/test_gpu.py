@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from plain import BATCH, batches, build, loss_fn
 from torch import nn
 
-from unipar import checkpoint
+from unipar import Session, checkpoint
 from unipar.data.batch import Batch, MicroBatch
 from unipar.optimizers.named import NamedOptimizer
 from unipar.strategy import EngineSpec, Precision, registry
@@ -181,3 +182,17 @@ def test_no_step_waits_for_the_device_but_for_its_loss(strategy: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert all(result.loss == result.loss and result.grad_norm for result in results)
     world.leave()
+
+
+def test_a_run_tries_its_strategy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    records = []
+    for _ in range(2):
+        with Session("ddp"):
+            pass
+        (file,) = tmp_path.glob("unipar/self-tests/*.json")
+        records.append(json.loads(file.read_text()))
+    assert records[0]["outcome"]["verdict"] == "agrees"
+    assert records[0]["key"]["hardware"]
+    # The second run has read what the first one left.
+    assert records[0] == records[1]

@@ -73,6 +73,7 @@ def open() -> Session:
             device=config.device,
             timeout=config.timeout,
             on_nan=config.on_nan,
+            self_test=config.self_test,
             placement=current.placement,
         )
         with own_randomness():

@@ -1,0 +1,113 @@
+"""Run what a GPU alone can prove, for the table of the docs.
+
+python measure/gpu/tests.py                 to docs/gpu/tests.json
+python measure/gpu/tests.py --output FILE   to another file
+
+Tests marked `gpu`, and the conformance kit on the GPU at world size 1. Exit code 1 if anything
+failed, or if there is no GPU; what failed is in the record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+# Last, so that what is installed is tested.
+sys.path.append(str(ROOT))
+
+from measure.gpu import cards  # noqa: E402
+
+OUTPUT = ROOT / "docs" / "gpu" / "tests.json"
+SUITES = {
+    "tests marked `gpu`": ["-m", "gpu", "backends/torch/tests/test_gpu.py"],
+    **{
+        f"kit: `{strategy}`": ["--pyargs", "unipar.testing", "--strategy", strategy]
+        for strategy in ("single", "ddp", "fsdp")
+    },
+}
+"""What pytest is given; the kit is told the device and the world size besides."""
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--only", default="", help="a part of the kit's cases, as for pytest -k")
+    parser.add_argument("--minutes", type=float, default=7.0, help="of all suites together")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--command", default="python measure/gpu/tests.py", help="for the docs")
+    args = parser.parse_args(argv)
+    if args.device == "cuda":
+        cards.require()
+    began = time.perf_counter()
+    suites = {}
+    for name in args.suites:
+        left = args.minutes * 60 - (time.perf_counter() - began)
+        suites[name] = run(SUITES[name], args.device, args.only, max(left, 1.0))
+        print(f"{name}: {told(suites[name])}", flush=True)
+    record = {
+        **cards.about(args.device, args.command, time.perf_counter() - began),
+        "suites": suites,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"{record['gpu']}, driver {record['driver'] or 'unknown'}, torch {record['torch']}")
+    print(f"Written: {args.output}")
+    return int(any(found["failed"] for found in suites.values()))
+
+
+def run(suite: list[str], device: str, only: str, seconds: float) -> dict[str, Any]:
+    """How many tests passed and were skipped, which failed, and how long it took."""
+    kit = ["--device-type", device, "--world-sizes", "1"] if "--strategy" in suite else []
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory, "report.xml")
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *suite, *kit),
+            *(["-k", only] if only and kit else []),
+        ]
+        # Where CI is true, what is skipped would have failed. The path: what is installed is
+        # tested, and not what lies in this directory (Python 3.11 on).
+        environ = {**os.environ, "CI": "", "PYTHONSAFEPATH": "1"}
+        try:
+            code = subprocess.run(command, cwd=ROOT, env=environ, timeout=seconds).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+    # A test and its teardown may fail each.
+    ends = {f"{case.get('classname')}::{case.get('name')}": "passed" for case in cases}
+    for case in cases:
+        for child in case:
+            if child.tag in ("failure", "error", "skipped"):
+                ends[f"{case.get('classname')}::{case.get('name')}"] = child.tag
+    failed = [test for test, end in ends.items() if end in ("failure", "error")]
+    if code not in (0, 1):
+        what = f"pytest ended with {code}" if code is not None else f"{seconds:.0f} s were over"
+        failed.append(f"the suite as a whole: {what}")
+    return {
+        "passed": sum(end == "passed" for end in ends.values()),
+        "skipped": sum(end == "skipped" for end in ends.values()),
+        "failed": failed,
+        "seconds": round(time.perf_counter() - began),
+    }
+
+
+def told(found: dict[str, Any]) -> str:
+    counts = f"{found['passed']} passed, {found['skipped']} skipped, {len(found['failed'])} failed"
+    return f"{counts} in {found['seconds']} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""``unipar doctor --self-test``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from unipar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from unipar.launch.selftest import Outcome
+
+_COLORS = {"agrees": "green", "differs": "red", "failed": "red"}
+
+
+def run(
+    strategies: Sequence[str], devices: int | None, time_limit: float | None, *, as_json: bool
+) -> int:
+    """Try strategies, show what came of each, and return the exit code.
+
+    Raises:
+        ConfigError: there is no such strategy or option, or a number is not above 0.
+    """
+    from rich.console import Console
+
+    from unipar.launch import once
+    from unipar.launch.selftest import TIME_LIMIT, try_strategy
+    from unipar.strategy import registry
+
+    for flag, value in (("--devices", devices), ("--time-limit", time_limit)):
+        if value is not None and value <= 0:
+            raise ConfigError(f"{flag} {value:g}: give a number above 0.")
+    for strategy in strategies:
+        registry.resolve(strategy)
+    console = Console()
+    outcomes = []
+    for strategy in strategies or registry.names():
+        waiting = contextlib.nullcontext()
+        if console.is_terminal and not as_json:
+            waiting = console.status(f"{strategy} …")
+        with waiting:
+            outcome = try_strategy(strategy, devices=devices, time_limit=time_limit or TIME_LIMIT)
+        if outcome.compared is not None:
+            once.keep(registry.resolve(strategy), outcome)
+        outcomes.append(outcome)
+        if not as_json:
+            # The table is at the end; who has interrupted it by then has this.
+            console.print(f"{strategy}: {outcome.verdict}", highlight=False, markup=False)
+    if as_json:
+        print(json.dumps([_as_dict(one) for one in outcomes], indent=2))
+    else:
+        show(outcomes, console)
+    nothing = not any(one.compared for one in outcomes)
+    return int(nothing or any(one.wrong for one in outcomes))
+
+
+def _as_dict(outcome: Outcome) -> dict[str, object]:
+    compared = outcome.compared
+    told = {} if compared is None else {"step": compared.step, "apart": compared.apart}
+    return outcome.model_dump() | told
+
+
+def show(outcomes: Sequence[Outcome], console: Console) -> None:
+    """A table with both losses of each strategy, and below it why others have none."""
+    if not console.is_terminal:
+        # A pipe has no width; wrapping at the default one would cut numbers in two.
+        console.width = 200
+    console.print(_table(outcomes))
+    for one in outcomes:
+        if one.why:
+            console.print(one.strategy, style="bold", markup=False, highlight=False, end=" ")
+            console.print(f"{_SAID[one.verdict]}:", end=" ")
+            console.print(one.why, markup=False, highlight=False, soft_wrap=True)
+    if any(one.compared for one in outcomes):
+        console.print(
+            "\nThe losses are those of the step that is farthest apart, or the first that differs.",
+            style="dim",
+        )
+    else:
+        console.print("\nNothing was compared.", style="red")
+
+
+_SAID = {"failed": "failed", "refused": "was not compared", "not run": "cannot run here"}
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(
+        title="Self-test: a few steps beside a plain loop",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE,
+        # Within 80 columns.
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    table.add_column("strategy", overflow="fold", min_width=12)
+    for column in ("on", "verdict"):
+        table.add_column(column, no_wrap=True)
+    for column in ("step", "loss", "plain loop", "apart", "allowed"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in outcomes:
+        verdict = f"[{_COLORS.get(one.verdict, 'yellow')}]{one.verdict}[/]"
+        found = one.compared
+        if found is None:
+            table.add_row(escape(one.strategy), "", verdict)
+            continue
+        half = "" if found.precision == "fp32" else f", {found.precision}"
+        table.add_row(
+            escape(one.strategy),
+            f"{found.devices} x {found.device}" + half,
+            verdict,
+            str(found.step),
+            f"{found.loss:.7g}",
+            f"{found.expected_loss:.7g}",
+            f"{found.apart:.1e}",
+            f"{found.tolerance:.0e}",
+        )
+    return table
