@@ -28,8 +28,8 @@ SUITES = $(SIDE_BY_SIDE) \
   "colossalai=$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
   "integration=$(BIN)/python -m pytest $(ONLY) backends/torch backends/template tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
   "migrate=$(BIN)/python -m pytest $(ONLY) tests/migrate" \
-  "matrix=$(BIN)/python survey/matrix.py --cover" \
-  $(TOGETHER:%="%=$(BIN)/python -m pytest $(ONLY) backends/%")
+  "matrix=$(BIN)/python measure/strategies/matrix.py --cover" \
+  $(foreach name,$(TOGETHER),"$(name)=$(BIN)/python -m pytest $(ONLY) backends/$(name)")
 # The kit against what is PyTorch's own.
 KIT := --pyargs unipar.testing --world-sizes 2 --strategy single --strategy ddp --strategy fsdp
 PINS := pyproject.toml constraints.txt
@@ -88,26 +88,26 @@ installed:
 # Beside it PYTHON chooses the interpreter. An environment is several GB, for a torch of the index
 # brings CUDA, and is left for the next call.
 test-torch: $(OTHER)/.ready
-	$(OTHER)/bin/python survey/torches.py --command "make test-torch TORCH=$(TORCH)"
-	$(OTHER)/bin/python docs/generate.py
+	$(OTHER)/bin/python measure/strategies/torches.py --command "make test-torch TORCH=$(TORCH)"
+	$(OTHER)/bin/python measure/pages/generate.py
 
 # Every pair of strategies.
 test-matrix: $(VENV)/.backends $(ALONE)/.backends
-	$(BIN)/python survey/matrix.py
-	$(BIN)/python docs/generate.py
+	$(BIN)/python measure/strategies/matrix.py
+	$(BIN)/python measure/pages/generate.py
 
 tables: $(VENV)/.backends $(ALONE)/.backends
-	$(BIN)/python survey/tables.py
-	$(BIN)/python docs/generate.py
+	$(BIN)/python measure/strategies/tables.py
+	$(BIN)/python measure/pages/generate.py
 
 compare: $(VENV)/.backends $(ALONE)/.backends
-	$(BIN)/python benchmarks/frameworks.py
-	$(BIN)/python docs/generate.py
+	$(BIN)/python measure/speed/frameworks.py
+	$(BIN)/python measure/pages/generate.py
 
 reliability: $(VENV)/.backends
-	$(BIN)/python survey/hangs.py
-	$(BIN)/python survey/kills.py
-	$(BIN)/python docs/generate.py
+	$(BIN)/python measure/reliability/hangs.py
+	$(BIN)/python measure/reliability/kills.py
+	$(BIN)/python measure/pages/generate.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -122,7 +122,7 @@ docs: $(VENV)/.dev
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python measure/speed/run.py
 
 # A stamp older than the pins means that the install is made again; otherwise it is left alone.
 $(VENV)/.demo: $(PINS) | $(BIN)/python

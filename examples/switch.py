@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import unipar
 from examples.gpt import GPT, loss
 from examples.text import ByteText
-from unipar import registry
+from unipar.strategy import registry
 
 REFERENCE = "single"
 STRATEGIES = (

@@ -10,17 +10,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from unipar.garbage import no_collection
-from unipar.version import __version__ as __version__
+from unipar.utils.garbage_collection import no_collection
+from unipar.utils.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from unipar.api import fit
-    from unipar.batch import Batch, MicroBatch
     from unipar.benchmark.api import bench
     from unipar.callbacks import Callback, Logger, RunInfo, RunResult, StepRecord
     from unipar.checkpoint import load_model
     from unipar.config import CheckpointConfig, RunConfig
     from unipar.data import Loader
+    from unipar.data.batch import Batch, MicroBatch
     from unipar.errors import (
         CheckpointError,
         ConfigError,
@@ -29,10 +28,10 @@ if TYPE_CHECKING:
         UniparError,
         WorkerError,
     )
+    from unipar.launch.spawning import spawn
     from unipar.loss import LossSum
     from unipar.objective import Objective
     from unipar.session import Session
-    from unipar.spawning import spawn
     from unipar.strategy import (
         Capabilities,
         Engine,
@@ -41,14 +40,15 @@ if TYPE_CHECKING:
         Strategy,
         StrategyOptions,
     )
+    from unipar.train.fit import fit
     from unipar.world import Placement, World
 
 _MODULES = {
-    "fit": "api",
+    "fit": "train.fit",
     "bench": "benchmark.api",
-    "spawn": "spawning",
-    "Batch": "batch",
-    "MicroBatch": "batch",
+    "spawn": "launch.spawning",
+    "Batch": "data.batch",
+    "MicroBatch": "data.batch",
     "Callback": "callbacks",
     "Logger": "callbacks",
     "RunInfo": "callbacks",

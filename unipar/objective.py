@@ -13,6 +13,7 @@ from torch.utils import _pytree
 
 from unipar.errors import ConfigError
 from unipar.loss import IGNORE_INDEX, Loss, LossFn, LossSum
+from unipar.utils.functions import check_function
 
 _EXAMPLE = (
     "unipar.Objective(inputs=lambda batch: {'input_ids': batch['input_ids']}, "
@@ -47,9 +48,6 @@ class Objective:
     num_items: Callable[[Any], float | torch.Tensor | None] | None = None
 
     def __post_init__(self) -> None:
-        # Which imports what a strategy is, and that what a loss is.
-        from unipar.functions import check_function
-
         check_function(self.inputs, "inputs", ("batch",))
         check_function(self.loss, "loss", ("output", "batch"))
         if self.num_items is not None:

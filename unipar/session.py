@@ -15,19 +15,17 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unipar.batch import Batch
-from unipar.checks import CheckedModel, check_capabilities, check_gradients, check_model
 from unipar.config import RunFields, validate
 from unipar.data import Loader
-from unipar.devices import DeviceChoice, resolve_device_type
+from unipar.data.batch import Batch
 from unipar.engine import Undo, refuse_copies
+from unipar.engine.checks import CheckedModel, check_capabilities, check_gradients, check_model
 from unipar.errors import ConfigError, UniparError
-from unipar.evaluate import Metric, Predict, evaluate
-from unipar.functions import CheckedOptimizer, CheckedScheduler, check_factories
-from unipar.garbage import no_collection
-from unipar.grouping import check_choice, factories
-from unipar.launch import peers
+from unipar.evaluation.evaluate import Metric, Predict, evaluate
+from unipar.launch import rank_status as peers
 from unipar.loss import LossFn
+from unipar.optimizers.factories import CheckedOptimizer, CheckedScheduler, check_factories
+from unipar.optimizers.groups import check_choice, factories
 from unipar.sizing import resolve_for
 from unipar.strategy import (
     Capabilities,
@@ -42,6 +40,8 @@ from unipar.strategy import (
     SchedulerFactory,
     StrategyOptions,
 )
+from unipar.utils.devices import DeviceChoice, resolve_device_type
+from unipar.utils.garbage_collection import no_collection
 from unipar.world import Placement, World
 
 log = logging.getLogger("unipar")

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from unipar import registry
-from unipar.checks import CheckedModel, check_model
-from unipar.devices import device_memory
+from unipar.engine.checks import CheckedModel, check_model
 from unipar.errors import ConfigError
-from unipar.strategy import ModelFactory, Strategy, StrategyOptions
+from unipar.strategy import ModelFactory, Strategy, StrategyOptions, registry
+from unipar.utils.devices import device_memory
 from unipar.world import Placement
 
 _log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ def resolve_for(
     """Make the strategy that was asked for; ``"auto"`` chooses by the size of the models.
 
     Args:
-        strategy: as :func:`unipar.registry.resolve` takes it.
+        strategy: as :func:`unipar.strategy.registry.resolve` takes it.
         placement: ``size`` and ``device_type`` of the run.
         models: what will be trained; a function is called on the meta device, and only where its
             size can matter.

@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unipar.scratch import scratch
+from unipar.utils.scratch import scratch
 
 PROOF = """
 import sys
 from pathlib import Path
 from unipar.migrate.launchers import command
 from unipar.migrate.verify import losses_of
-from unipar.terminations import terminations_raised
+from unipar.utils.signals import terminations_raised
 with terminations_raised():
     losses_of(Path(sys.argv[1]), "train.py", {}, command("torchrun", 2))
 """

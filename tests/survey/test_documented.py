@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from survey.measure import capabilities
-from unipar import registry
+from measure.strategies.measure import capabilities
+from unipar.strategy import registry
 
 ROOT = Path(__file__).resolve().parents[2]
 SURVEY = json.loads((ROOT / "docs" / "backends" / "survey.json").read_text())

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from unipar import registry
 from unipar.benchmark.api import bench
+from unipar.strategy import registry
 
-LOOPS = Path(__file__).resolve().parents[2] / "benchmarks" / "raw"
+LOOPS = Path(__file__).resolve().parents[2] / "measure" / "raw"
 STRATEGIES = {
     loop: strategy
     for loop, strategy in (

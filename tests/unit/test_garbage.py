@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from unipar.garbage import no_collection
+from unipar.utils.garbage_collection import no_collection
 
 
 def test_nothing_is_collected_in_the_block_and_as_before_after_it() -> None:

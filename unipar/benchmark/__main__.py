@@ -4,7 +4,7 @@ import gc
 import socket
 import sys
 
-from unipar.garbage import no_collection
+from unipar.utils.garbage_collection import no_collection
 
 with no_collection():
     import torch

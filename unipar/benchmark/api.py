@@ -18,7 +18,6 @@ from pydantic import BaseModel
 from torch import nn
 
 from unipar import launch
-from unipar.api import fit
 from unipar.benchmark import machine
 from unipar.benchmark.cells import REFERENCE, Cell, make_cells
 from unipar.benchmark.environments import Environments
@@ -36,8 +35,9 @@ from unipar.benchmark.writing import replace
 from unipar.config import RunConfig
 from unipar.data import batch_size_of, num_samples_of
 from unipar.errors import ConfigError, did_you_mean
-from unipar.grouping import holds_functions
+from unipar.optimizers.groups import holds_functions
 from unipar.strategy import ModelFactory, Precision
+from unipar.train.fit import fit
 
 Show = Callable[[Cell, str], None]
 

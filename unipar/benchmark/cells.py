@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from unipar import registry
 from unipar.errors import ConfigError
-from unipar.strategy import Precision
+from unipar.strategy import Precision, registry
 
 REFERENCE = "single"
 """The strategy whose losses are right by definition: one process, no framework."""

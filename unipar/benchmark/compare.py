@@ -8,12 +8,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from pydantic import BaseModel
-from rich.console import RenderableType
 
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.load import BUSY
 from unipar.benchmark.recommend import name
-from unipar.benchmark.report import comparison as comparison_report
 from unipar.benchmark.report import text
 from unipar.benchmark.result import BenchResult, CellResult, Job, Machine
 from unipar.benchmark.rounds import slowest, step_time
@@ -162,13 +160,6 @@ def _check_same_job(before: BenchResult, after: BenchResult) -> None:
             f"these are two different jobs, whose times say nothing of each other: "
             f"{'; '.join(apart)}. Compare results of the same run file."
         )
-
-
-def render(
-    found: Comparison, format: Literal["table", "markdown", "csv"] = "table"
-) -> RenderableType:
-    """What rich prints; Markdown and CSV are text."""
-    return comparison_report.FORMATS[format](found)
 
 
 def _by_cell(side: Sequence[BenchResult]) -> dict[Cell, list[CellResult]]:

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from unipar import registry
 from unipar.benchmark.cells import REFERENCE
 from unipar.errors import ConfigError, did_you_mean
+from unipar.strategy import registry
 
 _PATIENCE = 300.0
 _REQUIRED = re.compile(r"[A-Za-z0-9_.-]+")

@@ -11,14 +11,14 @@ import psutil
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unipar import registry
 from unipar.benchmark.load import usage
 from unipar.benchmark.memory import Held, counting_saved, held, updates_copies
 from unipar.benchmark.overlap import Profile
 from unipar.benchmark.records import Memory, Rank, RankRecord
 from unipar.benchmark.traffic import Collectives, CollectiveWatcher
 from unipar.callbacks import Callback, RunInfo, RunResult, StepRecord
-from unipar.devices import peak_memory
+from unipar.strategy import registry
+from unipar.utils.devices import peak_memory
 
 WATCHED = 3
 """Steps after the timed ones: one whose collectives are seen, one whose memory is, and one under

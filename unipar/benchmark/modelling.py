@@ -35,7 +35,7 @@ class Model(BaseModel):
 
 def answer(job: BenchJob, directory: Path, request: dict[str, Any]) -> Model:
     """Look at it, and count one step on a few samples, without recomputation and compilation."""
-    import unipar
+    from unipar.train.fit import fit
 
     size = job.arguments.get("global_batch_size") or batch_size_of(job.arguments["data"])
     samples = min(_SAMPLES, size or _SAMPLES)
@@ -50,7 +50,7 @@ def answer(job: BenchJob, directory: Path, request: dict[str, Any]) -> Model:
     )
     # The counter has no formula for the CPU's fused attention, whose parts it knows.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        unipar.fit(**arguments)
+        fit(**arguments)
     return Model(
         name=look.name,
         parameters=look.parameters,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.result import Interconnect
-from unipar.spawning import spawn
+from unipar.launch.spawning import spawn
 from unipar.strategy import Precision
 from unipar.world import Placement, World, joined
 

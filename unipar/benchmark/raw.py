@@ -24,19 +24,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from unipar import launch, registry
+from unipar import launch
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.records import Rank, RankRecord
-from unipar.checks import CheckedModel
 from unipar.config import RunConfig
 from unipar.data import epoch_order, open_source, shuffles, slicing_of
-from unipar.devices import resolve_device_type
+from unipar.engine.checks import CheckedModel
 from unipar.errors import ConfigError
-from unipar.grouping import factories, holds_functions
 from unipar.loss import LossSum
 from unipar.objective import Objective
-from unipar.strategy import EngineSpec, seeded_model
+from unipar.optimizers.groups import factories, holds_functions
+from unipar.strategy import EngineSpec, registry, seeded_model
+from unipar.utils.devices import resolve_device_type
 from unipar.world import Placement
 
 

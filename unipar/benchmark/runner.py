@@ -21,7 +21,7 @@ from unipar.benchmark.outlook import Outlook, Tally
 from unipar.benchmark.raw import loop_for
 from unipar.benchmark.server import Server
 from unipar.benchmark.store import Failure, Finding, Store, fresh
-from unipar.subprocesses import end_group
+from unipar.utils.subprocesses import end_group
 
 _TAIL = 5
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from unipar import registry
 from unipar.benchmark import modelling, probe, raw
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
@@ -26,7 +25,8 @@ from unipar.benchmark.records import RankRecord, Trial
 from unipar.benchmark.store import Failure, Finding
 from unipar.benchmark.writing import replace
 from unipar.errors import ConfigError, UniparError, WorkerError
-from unipar.subprocesses import end_with
+from unipar.strategy import registry
+from unipar.utils.subprocesses import end_with
 
 _NO_MEMORY = ("OutOfMemoryError", "out of memory", "can't allocate memory", "MemoryError")
 
@@ -36,7 +36,7 @@ _LONGEST = 400
 
 def measure(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
     """Train one cell, and gather what its ranks have left."""
-    import unipar
+    from unipar.train.fit import fit
 
     cell = Cell.model_validate(request["cell"])
     meter = Meter(
@@ -50,7 +50,7 @@ def measure(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
     arguments = job.of(
         cell, job.warmup + job.steps + WATCHED, callbacks=[meter], output_dir=directory / "run"
     )
-    unipar.fit(**arguments)
+    fit(**arguments)
     return gather(directory, request)
 
 

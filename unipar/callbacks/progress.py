@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from unipar.callbacks.base import Callback
-from unipar.callbacks.records import RunInfo, StepRecord
+from unipar.callbacks.records import RunInfo, RunResult, StepRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unipar.callbacks import RunResult
     from unipar.callbacks.views import View
 
 

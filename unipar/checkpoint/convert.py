@@ -20,9 +20,9 @@ from unipar.checkpoint.read import ChunkReader
 from unipar.checkpoint.safetensors import Entry, lay_out
 from unipar.checkpoint.save import save_states
 from unipar.errors import CheckpointError, ConfigError
-from unipar.registry import strategy_class
 from unipar.state import EngineState, TensorState
-from unipar.version import __version__
+from unipar.strategy.registry import strategy_class
+from unipar.utils.version import __version__
 from unipar.world import Placement, World
 
 logger = logging.getLogger(__name__)

@@ -31,8 +31,8 @@ from unipar.checkpoint.names import GENERATORS, REPLACED, named_step, rng_path
 from unipar.checkpoint.paths import inside, is_plain, read_bytes, size_of
 from unipar.checkpoint.safetensors import DTYPES, MAX_HEADER_BYTES, check_size
 from unipar.errors import CheckpointError
-from unipar.garbage import no_collection
 from unipar.state import Box, GroupState
+from unipar.utils.garbage_collection import no_collection
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
 _MAX_COUNT = 2**53

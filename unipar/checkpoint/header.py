@@ -8,7 +8,7 @@ from unipar.checkpoint.files import FileReader
 from unipar.checkpoint.manifest import MANIFEST, Manifest
 from unipar.checkpoint.safetensors import SHARDING, parse_header
 from unipar.errors import CheckpointError
-from unipar.garbage import no_collection
+from unipar.utils.garbage_collection import no_collection
 
 
 class _Saved(BaseModel):

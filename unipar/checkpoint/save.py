@@ -29,7 +29,7 @@ from unipar.checkpoint.training import class_names
 from unipar.errors import CheckpointError, ConfigError
 from unipar.state import EngineState, TensorState
 from unipar.strategy import Engine
-from unipar.version import __version__
+from unipar.utils.version import __version__
 from unipar.world import World
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from unipar.errors import ConfigError, UniparError
-from unipar.terminations import terminations_raised
+from unipar.utils.signals import terminations_raised
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 

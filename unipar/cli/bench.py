@@ -83,8 +83,9 @@ def bench(
     from unipar.benchmark.api import new_directory
     from unipar.benchmark.cells import split_strategies, sweep
     from unipar.benchmark.live import Progress
+    from unipar.benchmark.report.comparison import render
     from unipar.benchmark.result import BenchResult
-    from unipar.settings import load_settings
+    from unipar.config.settings import load_settings
 
     kinds = _kinds(fail_on)
     earlier = BenchResult.load_runs(against) if against else None
@@ -125,7 +126,7 @@ def bench(
     status = outcome.WORSE if wrong else outcome.SUCCESS
     if earlier:
         found = comparing.compare(earlier, result)
-        _print(comparing.render(found, format))
+        _print(render(found, format))
         status = status or outcome.of_comparison(found, kinds)
     return status
 
@@ -154,11 +155,12 @@ def compare(
     """
     from unipar.benchmark import compare as comparing
     from unipar.benchmark import outcome
+    from unipar.benchmark.report.comparison import render
     from unipar.benchmark.result import BenchResult
 
     kinds = _kinds(fail_on)
     found = comparing.compare(BenchResult.load_runs(before), BenchResult.load_runs(after))
-    _print(comparing.render(found, format))
+    _print(render(found, format))
     return outcome.of_comparison(found, kinds)
 
 

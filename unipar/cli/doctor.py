@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from unipar.doctor import Report
+    from unipar.install.doctor import Report
 
 
 def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
@@ -22,7 +22,7 @@ def doctor(*, json: Annotated[bool, Parameter(negative="")] = False) -> None:
     """
     from rich.console import Console
 
-    from unipar.doctor import examine
+    from unipar.install.doctor import examine
 
     report = examine()
     if json:

@@ -72,8 +72,8 @@ def install(
 
 
 def _recipe(name: str) -> tuple[type[Strategy], Recipe]:
-    from unipar import registry
     from unipar.install import Installable
+    from unipar.strategy import registry
 
     if name not in registry.names():
         known = [

@@ -11,6 +11,6 @@ def schema() -> None:
     The options of every installed strategy are in it. Put
     `# yaml-language-server: $schema=run.schema.json` at the top of a run file to use it.
     """
-    from unipar.schema import run_schema
+    from unipar.config.schema import run_schema
 
     print(json.dumps(run_schema(), indent=2))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from unipar.errors import ConfigError
-from unipar.garbage import no_collection
+from unipar.utils.garbage_collection import no_collection
 
 if TYPE_CHECKING:
-    from unipar.settings import Settings
+    from unipar.config.settings import Settings
 
 Switch = Parameter(negative="")
 
@@ -54,9 +54,9 @@ def train(
     if quiet and verbose:
         raise ConfigError("--quiet and --verbose were both given; give one of them.")
     with no_collection():
-        from unipar.api import fit
-        from unipar.documents import parse_value
-        from unipar.settings import load_settings
+        from unipar.config.settings import load_settings
+        from unipar.train.fit import fit
+        from unipar.utils.documents import parse_value
 
     flags: dict[str, Any] = {
         "strategy": strategy,
@@ -82,7 +82,7 @@ def _resolved(settings: Settings) -> str:
     """The run as YAML that is itself a run file, with what follows from it in comments."""
     import yaml
 
-    from unipar.dryrun import resolve_run
+    from unipar.train.dry_run import resolve_run
 
     plan = resolve_run(settings)
     known = "".join(f"# {key}: {value}\n" for key, value in plan.facts.items())

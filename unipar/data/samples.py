@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from unipar.batch import Batch
+from unipar.data.batch import Batch
 from unipar.errors import DataError
 
 

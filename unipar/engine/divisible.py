@@ -117,7 +117,7 @@ def check_divisible(
 
 def _refusal(optimizer: Optimizer, name: str, strategy: str, problem: str, world: World) -> str:
     # It is a floor above, and only this message needs it.
-    from unipar.registry import keeping_tensors_whole
+    from unipar.strategy.registry import keeping_tensors_whole
 
     whole = ", ".join(keeping_tensors_whole(world.placement)) or "none is installed"
     others = sorted(kind.__name__ for kind in ELEMENTWISE - {type(optimizer)})

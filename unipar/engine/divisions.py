@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from unipar.state import is_dtensor
-from unipar.torch_versions import check_arguments_kept
+from unipar.utils.torch_versions import check_arguments_kept
 
 Part = torch.Tensor | None
 """What a rank has of a tensor; ``None`` where its optimizer has nothing of it."""

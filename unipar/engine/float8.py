@@ -15,8 +15,8 @@ from torch import nn
 
 from unipar.engine.transforms import Undo
 from unipar.errors import ConfigError, first_few
-from unipar.logs import quiet_framework
 from unipar.strategy import Precision
+from unipar.utils.logs import quiet_framework
 from unipar.world import Placement
 
 log = logging.getLogger("unipar")

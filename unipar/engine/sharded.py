@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from unipar.errors import ConfigError
-from unipar.torch_versions import reset_passes, sharded_groups
+from unipar.utils.torch_versions import reset_passes, sharded_groups
 
 # torch 2.13, distributed/tensor/_dispatch.py, try_replicate_spec_for_scalar_tensor.
 _MIXED = "got mixed torch.Tensor and DTensor"

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.combined import OPTIMIZER, optimizers_in
 from unipar.errors import CheckpointError, first_few
-from unipar.plain import check_like, from_json, to_json
 from unipar.state import (
     EngineState,
     GroupState,
@@ -24,6 +23,7 @@ from unipar.state import (
     is_dtensor,
     named_weights,
 )
+from unipar.utils.json_state import check_like, from_json, to_json
 from unipar.world import World
 
 _HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.data.move import move_to
 from unipar.engine.average import LossAverage
 from unipar.engine.guard import GradientGuard, guard_optimizer
@@ -23,12 +23,12 @@ from unipar.engine.schedule import Schedule, StageCall, drawing_nothing
 from unipar.engine.state import ModelState, ModuleState, export_scheduler, import_scheduler
 from unipar.engine.stepper import OptimizerStepper, Stepper
 from unipar.errors import ConfigError, NonFiniteLossError
-from unipar.launch.progress import mark
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.objective import Objective, require_objective
-from unipar.optim import takes_metric
+from unipar.optimizers.named import takes_metric
 from unipar.state import EngineState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult
+from unipar.utils.progress_marks import mark
 from unipar.world import World
 
 

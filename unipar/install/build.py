@@ -16,7 +16,7 @@ from unipar.errors import InstallError
 from unipar.install.cache import wheel_directory
 from unipar.install.commands import Command, Runner, pip
 from unipar.install.recipe import Build, Edit
-from unipar.scratch import scratch
+from unipar.utils.scratch import scratch
 
 
 def build_wheel(build: Build, run: Runner) -> Path:

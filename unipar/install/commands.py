@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from unipar.errors import InstallError
-from unipar.subprocesses import end_group
+from unipar.utils.subprocesses import end_group
 
 _TAIL = 20
 _ERROR = re.compile(r":\d+: (fatal )?error: |CMake Error")

@@ -13,8 +13,8 @@ import tempfile
 import torch
 from torch import nn
 
-from unipar import registry
-from unipar.api import fit
+from unipar.strategy import registry
+from unipar.train.fit import fit
 
 _STEPS = 5
 _TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 1e-2}

@@ -2,6 +2,6 @@
 
 from unipar.launch.detection import detect
 from unipar.launch.local import run
-from unipar.launch.progress import mark
+from unipar.utils.progress_marks import mark
 
 __all__ = ["detect", "mark", "run"]

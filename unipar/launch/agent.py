@@ -20,7 +20,7 @@ from unipar.launch.failure import Failure, cause
 from unipar.launch.forked import taken
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import RunDir
-from unipar.terminations import Request
+from unipar.utils.signals import Request
 
 logger = logging.getLogger("unipar.launch")
 

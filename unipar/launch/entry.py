@@ -19,10 +19,10 @@ import cloudpickle
 
 from unipar.errors import ConfigError, Terminated
 from unipar.launch.failure import Kind, open_notes, write_failure
-from unipar.launch.progress import open_marks
 from unipar.launch.rundir import RunDir
-from unipar.scratch import temporary_files
-from unipar.subprocesses import end_with
+from unipar.utils.progress_marks import open_marks
+from unipar.utils.scratch import temporary_files
+from unipar.utils.subprocesses import end_with
 from unipar.world import Placement
 
 # Longer than the launching process takes to tell who is missing and end this process.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from unipar.launch.echoes import Kind, classify_output
 from unipar.launch.failure import Failure, read_failure, read_note
-from unipar.launch.progress import read_mark
 from unipar.launch.rundir import Attempt
-from unipar.terminations import TERMINATIONS
+from unipar.utils.progress_marks import read_mark
+from unipar.utils.signals import TERMINATIONS
 
 _STACK_WAIT = 1.0
 _SWEEP_WAIT = 2.0

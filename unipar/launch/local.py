@@ -19,8 +19,8 @@ import torch
 
 from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
 from unipar.launch.rundir import RunDir
-from unipar.scratch import scratch, temporary_files, tmpdir_remedy
-from unipar.terminations import GRACE_PERIOD, TERMINATIONS, takes_over
+from unipar.utils.scratch import scratch, temporary_files, tmpdir_remedy
+from unipar.utils.signals import GRACE_PERIOD, TERMINATIONS, takes_over
 from unipar.world import Placement
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from unipar.errors import WorkerError
 from unipar.launch.echoes import Kind
 from unipar.launch.failure import Failure, shorten_stack
 from unipar.launch.group import WorkerGroup
-from unipar.launch.progress import read_mark
 from unipar.launch.wording import ADVICE, SAME, behind, in_step, name_ranks, seen
+from unipar.utils.progress_marks import read_mark
 
 _LOG_LINES = 10
 # Numpy, torch on the CPU and torch on a GPU each say it in a way of their own.

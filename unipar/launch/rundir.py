@@ -45,7 +45,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The directory of one call of :func:`unipar.launch.run`, made by :mod:`unipar.scratch`."""
+    """The directory of one call of :func:`unipar.launch.run`."""
 
     root: Path
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unipar.launch.progress import Mark
+from unipar.utils.progress_marks import Mark
 
 SAME = "Every rank must run the same collectives, in the same order"
 ADVICE = f"{SAME}. If the rank was only slow, raise `timeout`."

@@ -29,7 +29,7 @@ def main() -> None:
     for name, value in start["environ"].items():
         os.environ.setdefault(name, value)
 
-    from unipar.garbage import no_collection
+    from unipar.utils.garbage_collection import no_collection
 
     with no_collection():
         from unipar.launch.entry import serve

@@ -19,7 +19,7 @@ import psutil
 from unipar.errors import ConfigError
 from unipar.migrate.launchers import REPORTS, command
 from unipar.migrate.notebooks import SUFFIX, Notebook
-from unipar.scratch import scratch
+from unipar.utils.scratch import scratch
 
 TOLERANCE = 1e-5
 """Relative difference up to which losses agree: what summing in another order makes in fp32."""

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field
 
 from unipar.config import validate
-from unipar.devices import DeviceChoice
-from unipar.documents import Document, read_document
-from unipar.merging import merge
-from unipar.settings import ENV_PREFIX, read_environment
+from unipar.config.merging import merge
+from unipar.config.settings import ENV_PREFIX, read_environment
 from unipar.strategy import OnNaN, Precision
+from unipar.utils.devices import DeviceChoice
+from unipar.utils.documents import Document, read_document
 
 FILE = "unipar.yaml"
 _Config = TypeVar("_Config", bound=BaseModel)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from unipar.batch import Batch, MicroBatch
 from unipar.data import move_to
-from unipar.garbage import no_collection
+from unipar.data.batch import Batch, MicroBatch
 from unipar.loss import Loss, LossSum
 from unipar.state import Box, TensorState
 from unipar.strategy import Engine, StepResult, Strategy
 from unipar.testing.reference import Trace
 from unipar.testing.scenarios import Scenario
+from unipar.utils.garbage_collection import no_collection
 from unipar.world import Placement, World
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from unipar.checks import check_capabilities
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.registry import resolve
 from unipar.strategy import Capabilities, EngineSpec, Strategy
+from unipar.strategy.registry import resolve
 from unipar.testing.compare import (
     Difference,
     assemble,

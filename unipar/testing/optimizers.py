@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
-from unipar.grouping import factories
+from unipar.optimizers.groups import factories
 
 
 class Momentum(Optimizer):

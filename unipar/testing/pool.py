@@ -27,9 +27,9 @@ from typing import Any
 
 import cloudpickle
 
-from unipar.environ import environ
-from unipar.scratch import scratch
 from unipar.testing.worker import Outcome, Task, work
+from unipar.utils.environ import environ
+from unipar.utils.scratch import scratch
 from unipar.world import Placement
 
 # One process imports torch for all workers of all pools, and they are forked from it.

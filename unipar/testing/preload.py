@@ -3,7 +3,7 @@
 import gc
 import warnings
 
-from unipar.garbage import no_collection
+from unipar.utils.garbage_collection import no_collection
 
 warnings.simplefilter("ignore")
 with no_collection():

@@ -31,12 +31,12 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from unipar.environ import environ
+from unipar.utils.environ import environ
 
 _PRELOAD = [
     "unipar.testing.preload",
     "unipar.launch.preload",
-    "unipar.api",
+    "unipar.train.fit",
     "unipar.cli.app",
     "unipar_torch.ddp",
     "unipar_torch.fsdp",
@@ -213,7 +213,7 @@ def serve(descriptor: int) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     path = sys.path[1:]
-    from unipar.garbage import no_collection
+    from unipar.utils.garbage_collection import no_collection
 
     with no_collection():
         for module in sys.argv[1:]:

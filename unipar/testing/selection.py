@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from unipar import registry
+from unipar.strategy import registry
 from unipar.testing.cases import ALL, Case, refuses_world
 from unipar.testing.kit import Kit, Measurements, Target
 from unipar.testing.pool import WorldPools

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from unipar import checkpoint, registry
-from unipar.batch import Batch, MicroBatch
+from unipar import checkpoint
+from unipar.data.batch import Batch, MicroBatch
 from unipar.state import is_dtensor
-from unipar.strategy import EngineSpec, Precision
+from unipar.strategy import EngineSpec, Precision, registry
 from unipar.world import Placement
 
 pytestmark = [

@@ -301,7 +301,7 @@ def test_a_broken_accelerate_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_the_strategy_is_found_without_importing_accelerate() -> None:
     code = (
-        "import sys; from unipar import registry; s = registry.resolve('accelerate'); "
+        "import sys; from unipar.strategy import registry; s = registry.resolve('accelerate'); "
         "s.availability(); s.capabilities(); s.recipe(); sys.exit('accelerate' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

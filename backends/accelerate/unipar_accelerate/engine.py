@@ -27,7 +27,7 @@ from unipar.engine.sharded import discard_gradients, refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
-from unipar.torch_versions import recovering
+from unipar.utils.torch_versions import recovering
 from unipar.world import World
 from unipar_accelerate.accelerator import check_wrapped
 from unipar_accelerate.framework import quiet

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from unipar.environ import environ
 from unipar.errors import ConfigError
-from unipar.logs import quiet_framework
+from unipar.utils.environ import environ
+from unipar.utils.logs import quiet_framework
 from unipar.world import Placement, World
 
 _TRUE = frozenset({"1", "true", "yes", "on", "t", "y"})

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar import registry
 from unipar.engine import Undo
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec, Strategy
+from unipar.strategy import EngineSpec, Strategy, registry
 from unipar_accelerate.framework import Framework, quiet
 from unipar_accelerate.options import ACCELERATOR_KEYS, AccelerateOptions
 

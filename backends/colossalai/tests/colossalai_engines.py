@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn, optim
 
-from unipar import registry
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.testing.harness import Exported
 from unipar.testing.models import Network
 from unipar.world import Placement

@@ -9,10 +9,9 @@ import torch
 from colossalai_engines import FSDP, adamw, network, square, train, with_engine
 from torch import nn
 
-from unipar import registry
-from unipar.checks import check_capabilities
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.testing.compare import assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported
 from unipar.testing.models import Tied

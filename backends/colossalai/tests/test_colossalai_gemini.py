@@ -12,12 +12,12 @@ import torch
 from colossalai_engines import GEMINI, adamw, network, square, with_engine
 from torch import nn, optim
 
-from unipar import Session, registry
-from unipar.batch import Batch, MicroBatch
-from unipar.checks import check_capabilities
+from unipar import Session
+from unipar.data.batch import Batch, MicroBatch
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
 from unipar.objective import Objective
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.testing import reference
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported

@@ -12,7 +12,7 @@ from colossalai_hybrid import TP
 from colossalai_models import Sentences, entropy_of, inputs, language_model
 
 from unipar import LossSum, Objective
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.testing.compare import assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported
 from unipar.testing.pool import WorldPools

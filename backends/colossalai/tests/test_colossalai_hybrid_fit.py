@@ -13,12 +13,11 @@ from colossalai_models import language_model
 from torch import nn
 
 import unipar
-from unipar import registry
-from unipar.batch import MicroBatch
-from unipar.checks import check_capabilities
 from unipar.cli import main
+from unipar.data.batch import MicroBatch
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from colossalai_models import adamw, language_model
 
-from unipar import registry
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.objective import Objective
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 from unipar_colossalai import patches

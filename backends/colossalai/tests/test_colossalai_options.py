@@ -10,10 +10,9 @@ import torch
 from pydantic import ValidationError
 from torch import nn, optim
 
-from unipar import registry
-from unipar.checks import check_capabilities
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.testing.optimizers import adafactor, layerwise
 from unipar.world import Placement
 from unipar_colossalai import installed
@@ -40,7 +39,7 @@ def step_of(
     placement: Placement, strategy: str, make: Any, loss: Any, optimizer: Any = adam
 ) -> Any:
     """One step of a model on every rank; the weights after it, or what was refused."""
-    from unipar.batch import Batch, MicroBatch
+    from unipar.data.batch import Batch, MicroBatch
 
     used = registry.resolve(strategy)
     world = used.setup(placement)

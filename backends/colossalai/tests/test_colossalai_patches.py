@@ -15,7 +15,7 @@ import torch
 from colossalai_engines import GEMINI, train, with_engine
 from torch import nn
 
-from unipar import registry
+from unipar.strategy import registry
 from unipar.testing.compare import assemble_weights, assert_equal_weights
 from unipar.world import Placement, joined
 from unipar_colossalai import patches
@@ -140,7 +140,7 @@ def test_without_each_change_a_step_fails(left_out: str, said: str, world_pool: 
 
 
 def step_without(placement: Placement, left_out: str) -> str:
-    from unipar.batch import Batch, MicroBatch
+    from unipar.data.batch import Batch, MicroBatch
     from unipar.strategy import EngineSpec
 
     kept = patches.ALL

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from unipar.errors import ConfigError
-from unipar.logs import quiet_framework
+from unipar.utils.logs import quiet_framework
 from unipar.world import World
 from unipar_colossalai import patches
 from unipar_colossalai.installed import VERSION

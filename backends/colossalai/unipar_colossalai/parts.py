@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from unipar.engine import flat_state, group_states, restore_groups
 from unipar.errors import CheckpointError, first_few
-from unipar.plain import from_json, to_json
 from unipar.state import EngineState, LocalState, StateSource, TensorInfo
+from unipar.utils.json_state import from_json, to_json
 from unipar.world import World
 
 Groups = list[tuple[str, ...]]

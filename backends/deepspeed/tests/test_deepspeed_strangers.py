@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from survey.fuzz import EDITS, Tally, attempt, bounded, check_valid, fuzz
-from survey.strangers import READERS, Reader
+from measure.fuzzing.fuzz import EDITS, Tally, attempt, bounded, check_valid, fuzz
+from measure.fuzzing.strangers import READERS, Reader
 from unipar.errors import CheckpointError
 from unipar_deepspeed import files, saved
 

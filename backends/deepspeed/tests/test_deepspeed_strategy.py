@@ -17,8 +17,8 @@ from torch import nn
 
 from unipar import Callback, fit
 from unipar.errors import CheckpointError, ConfigError, WorkerError
-from unipar.registry import resolve
 from unipar.strategy import EngineSpec, Strategy
+from unipar.strategy.registry import resolve
 from unipar.testing.harness import on_strategy
 from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools

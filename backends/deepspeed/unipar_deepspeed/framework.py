@@ -10,8 +10,8 @@ from importlib import metadata
 from types import ModuleType
 
 from unipar.errors import ConfigError
-from unipar.logs import quiet_framework
 from unipar.strategy import Availability
+from unipar.utils.logs import quiet_framework
 from unipar.world import Placement, World
 
 LOGGERS = ("DeepSpeed", "deepspeed")

@@ -25,7 +25,7 @@ import torch
 
 from unipar.errors import ConfigError
 from unipar.install.cache import cache_directory, torch_version
-from unipar.scratch import scratch
+from unipar.utils.scratch import scratch
 
 NEEDED = {"async_io": ("pin_memory", "async_io")}
 """What has to be loaded for an operator, in this order."""

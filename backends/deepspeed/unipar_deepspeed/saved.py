@@ -11,8 +11,8 @@ import torch
 
 from unipar.checkpoint.boxes import whole
 from unipar.errors import CheckpointError
-from unipar.plain import to_json
 from unipar.state import EngineState, GroupState, LocalState, TensorState
+from unipar.utils.json_state import to_json
 from unipar_deepspeed import contents, files
 
 _NOT_FOR_TORCH = frozenset({"params", "step", "bias_correction"})

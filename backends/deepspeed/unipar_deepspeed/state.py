@@ -10,8 +10,8 @@ from torch import nn
 
 from unipar.engine import flat_state, group_states, restore_groups
 from unipar.errors import CheckpointError, first_few
-from unipar.plain import from_json, to_json
 from unipar.state import EngineState, LocalState, StateSource, TensorState, named_weights
+from unipar.utils.json_state import from_json, to_json
 from unipar_deepspeed.engine import Initialized
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part, shares
 from unipar_deepspeed.swapped import SwappedWeight, Swapping, is_in_file

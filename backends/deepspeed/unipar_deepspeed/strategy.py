@@ -25,7 +25,6 @@ from unipar.engine import (
 )
 from unipar.errors import ConfigError
 from unipar.layout import Layout
-from unipar.logs import quiet_framework
 from unipar.state import EngineState
 from unipar.strategy import (
     Availability,
@@ -34,6 +33,7 @@ from unipar.strategy import (
     Strategy,
     seeded_model,
 )
+from unipar.utils.logs import quiet_framework
 from unipar.world import Placement, World, join
 from unipar_deepspeed import framework, ops, swapped
 from unipar_deepspeed.config import check_native, deepspeed_config

@@ -20,8 +20,8 @@ from torch import nn
 
 from unipar.engine import Undo, flat_state
 from unipar.errors import ConfigError
-from unipar.scratch import scratch
 from unipar.state import TensorState
+from unipar.utils.scratch import scratch
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part
 
 if TYPE_CHECKING:

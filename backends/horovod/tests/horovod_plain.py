@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unipar import registry
-from unipar.batch import Batch, MicroBatch
-from unipar.strategy import EngineSpec
+from unipar.data.batch import Batch, MicroBatch
+from unipar.strategy import EngineSpec, registry
 from unipar.world import Placement
 
 STEPS, BATCH, WIDTH, EXPERTS = 8, 8, 6, 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unipar import registry
+from unipar.strategy import registry
 from unipar_horovod import installed
 
 FIT = """
@@ -97,7 +97,7 @@ def test_a_missing_horovod_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
 
 def test_the_strategy_is_found_without_importing_horovod() -> None:
     code = (
-        "import sys; from unipar import registry; s = registry.resolve('horovod'); "
+        "import sys; from unipar.strategy import registry; s = registry.resolve('horovod'); "
         "s.availability(); s.capabilities(); s.recipe(); print('horovod' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,11 +23,10 @@ from horovod_plain import (
 from torch import nn
 
 import unipar_horovod
-from unipar import registry
 from unipar.benchmark.traffic import CollectiveWatcher
-from unipar.checks import check_capabilities
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.world import Placement
 
 

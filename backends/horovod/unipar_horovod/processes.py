@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from unipar.environ import environ
 from unipar.errors import ConfigError
-from unipar.logs import quiet_framework
+from unipar.utils.environ import environ
+from unipar.utils.logs import quiet_framework
 from unipar.world import Placement, World
 from unipar_horovod import installed
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unipar import registry
-from unipar.checks import check_capabilities
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.testing.cases.numbers import equals_the_reference
 from unipar.testing.kit import Kit, Target
 from unipar.world import Placement

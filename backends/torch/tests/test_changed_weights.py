@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from unipar.errors import ConfigError
-from unipar.registry import resolve
 from unipar.strategy import EngineSpec, Strategy
+from unipar.strategy.registry import resolve
 from unipar.testing.harness import on_strategy
 from unipar.testing.pool import WorldPools
 from unipar.world import World

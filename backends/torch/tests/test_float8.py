@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.func import functional_call
 
-from unipar import checkpoint, registry
-from unipar.batch import Batch, MicroBatch
-from unipar.checks import check_gradients
+from unipar import checkpoint
+from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import compute_in_float8
+from unipar.engine.checks import check_gradients
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec, Precision
+from unipar.strategy import EngineSpec, Precision, registry
 from unipar.world import Placement, World
 
 FITTING = {f"blocks.{i}.{half}" for i in range(3) for half in ("inner", "outer")}

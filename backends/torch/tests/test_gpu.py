@@ -11,9 +11,9 @@ import torch
 from plain import BATCH, batches, build, loss_fn
 from torch import nn
 
-from unipar import checkpoint, registry
-from unipar.batch import Batch, MicroBatch
-from unipar.strategy import EngineSpec, Precision
+from unipar import checkpoint
+from unipar.data.batch import Batch, MicroBatch
+from unipar.strategy import EngineSpec, Precision, registry
 from unipar.world import Placement
 
 pytestmark = [

@@ -13,10 +13,9 @@ from plain import BATCH, batches, build, loss_fn
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from unipar import registry
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.testing.optimizers import adafactor, layerwise
 from unipar.world import Placement
 

@@ -11,10 +11,9 @@ from plain import BATCH, WIDTH, Model, batches, build, loss_fn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from unipar import registry
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import EngineSpec, registry
 from unipar.world import Placement
 
 

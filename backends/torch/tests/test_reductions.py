@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import unipar
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError, WorkerError
 from unipar.strategy import Engine
 from unipar.world import Placement

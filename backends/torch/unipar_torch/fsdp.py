@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from unipar.errors import ConfigError
-from unipar.garbage import no_collection
 from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec, Strategy, StrategyOptions
+from unipar.utils.garbage_collection import no_collection
 from unipar.world import Placement, World
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 

@@ -44,7 +44,7 @@ from unipar.engine import (
 from unipar.engine.sharded import discard_gradients, refuse_gradients_outside, total_norm_of_shards
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec, seeded_model
-from unipar.torch_versions import recovering
+from unipar.utils.torch_versions import recovering
 from unipar.world import World
 
 if TYPE_CHECKING:

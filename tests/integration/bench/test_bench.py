@@ -15,8 +15,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.report import BEGIN, END, Row, table, write_markdown  # noqa: E402
-from benchmarks.timing import in_turns  # noqa: E402
+from measure.report import BEGIN, END, Row, table, write_markdown  # noqa: E402
+from measure.speed.timing import in_turns  # noqa: E402
 from unipar.benchmark.statistics import Estimate  # noqa: E402
 
 
@@ -31,7 +31,13 @@ from unipar.benchmark.statistics import Estimate  # noqa: E402
 def test_every_part_measures_what_it_names(parts: list[str], tmp_path: Path) -> None:
     pytest.importorskip("lightning_fabric")
     figures = tmp_path / "figures.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--quick", "--only", *parts]
+    command = [
+        sys.executable,
+        str(ROOT / "measure" / "speed" / "run.py"),
+        "--quick",
+        "--only",
+        *parts,
+    ]
     run = subprocess.Popen(
         [*command, "--json", str(figures)],
         stdout=subprocess.PIPE,

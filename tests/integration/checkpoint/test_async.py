@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from unipar import Session, checkpoint
-from unipar.batch import Batch, MicroBatch
 from unipar.checkpoint.files import FileWriter
+from unipar.data.batch import Batch, MicroBatch
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from unipar import CheckpointError, Session, checkpoint
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 

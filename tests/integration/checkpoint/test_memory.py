@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unipar import Session, checkpoint
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.loss import LossFn, LossSum
 from unipar.state import EngineState, LocalState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult

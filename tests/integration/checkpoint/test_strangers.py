@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from survey.fuzz import EDITS, Tally, attempt, bounded, check_valid, fuzz
-from survey.strangers import READERS, Reader
+from measure.fuzzing.fuzz import EDITS, Tally, attempt, bounded, check_valid, fuzz
+from measure.fuzzing.strangers import READERS, Reader
 
 NAMES = [name for name in READERS if name != "deepspeed"]
 MEMORY_MB = 256

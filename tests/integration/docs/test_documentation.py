@@ -63,7 +63,7 @@ def test_python_blocks_and_then_commands_run_in_order(page: Path, tmp_path: Path
 
 
 def test_tables_are_what_the_code_says() -> None:
-    done = run([sys.executable, str(ROOT / "docs" / "generate.py"), "--check"], ROOT)
+    done = run([sys.executable, str(ROOT / "measure" / "pages" / "generate.py"), "--check"], ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

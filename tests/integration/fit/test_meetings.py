@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from outputs import own
 
-from unipar import registry
+from unipar.strategy import registry
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement, joined
 

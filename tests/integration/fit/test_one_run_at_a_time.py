@@ -18,8 +18,8 @@ from small_run import build, data, fit_in_world, reference, settings
 
 from unipar import Callback, RunResult, fit
 from unipar.errors import ConfigError
-from unipar.lock import NAME
 from unipar.testing.pool import WorldPools
+from unipar.train.lock import NAME
 from unipar.world import Placement
 
 HERE = Path(__file__).parent

@@ -197,7 +197,7 @@ def test_an_interrupt_on_one_rank_saves_on_all_at_the_same_step(
 
 def test_a_minute_passes_on_one_ranks_clock_and_all_save(world_pool: WorldPools, tmp_path: Path):
     def task(placement: Placement) -> list[str]:
-        from unipar.saving import Saver
+        from unipar.train.checkpointing import Saver
 
         before = Saver.after_step
 

@@ -10,9 +10,9 @@ import pytest
 from small_run import accuracy, build, data, fit_in_world, make_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from unipar.agreement import differences
 from unipar.errors import ConfigError
 from unipar.testing.pool import WorldPools
+from unipar.train.agreement import differences
 from unipar.world import Placement
 
 

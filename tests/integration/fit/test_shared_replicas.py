@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 from unipar.data import Loader
 from unipar.engine import Reducer, StepEngine
 from unipar.errors import ConfigError
-from unipar.evaluate import evaluate
+from unipar.evaluation.evaluate import evaluate
 from unipar.layout import Layout
 from unipar.loss import LossSum
 from unipar.session import Session

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from unipar.batch import Batch
 from unipar.combined import optimizers_in
+from unipar.data.batch import Batch
 from unipar.engine import DDPReducer, ModuleState, OptimizerStepper, StepEngine
 from unipar.loss import LossFn, LossSum
 from unipar.state import EngineState

@@ -12,7 +12,8 @@ from rich.console import Console
 from synthetic_bench import bench_result, failed, measured
 
 from unipar.benchmark.cells import Cell
-from unipar.benchmark.compare import compare, render
+from unipar.benchmark.compare import compare
+from unipar.benchmark.report.comparison import render
 from unipar.benchmark.result import BenchResult, CellResult, Parity
 from unipar.benchmark.statistics import Estimate
 from unipar.errors import ConfigError

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from unipar import registry
 from unipar.cli import main
 from unipar.cli.convert import parse_size
+from unipar.config.runfile import RunFile
 from unipar.errors import CheckpointError, ConfigError
-from unipar.runfile import RunFile
+from unipar.strategy import registry
 
 
 def test_an_error_is_one_line_and_its_kind_the_exit_code(
@@ -26,7 +26,7 @@ def test_an_error_is_one_line_and_its_kind_the_exit_code(
         def fail() -> Any:
             raise error
 
-        monkeypatch.setattr("unipar.doctor.examine", fail)
+        monkeypatch.setattr("unipar.install.doctor.examine", fail)
         return main(["doctor"])
 
     assert fail_with(ConfigError("mend [this]")) == 2
@@ -59,7 +59,7 @@ def test_another_broken_pipe_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> N
     def fail() -> Any:
         raise BrokenPipeError("a worker's")
 
-    monkeypatch.setattr("unipar.doctor.examine", fail)
+    monkeypatch.setattr("unipar.install.doctor.examine", fail)
     with pytest.raises(BrokenPipeError, match="a worker's"):
         main(["doctor"])
 

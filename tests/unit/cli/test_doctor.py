@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from unipar import doctor
 from unipar.cli.doctor import _print_tables
-from unipar.registry import StrategyInfo
+from unipar.install import doctor
 from unipar.strategy import Availability, Capabilities
+from unipar.strategy.registry import StrategyInfo
 
 GIB = 1 << 30
 

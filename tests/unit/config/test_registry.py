@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unipar import registry
 from unipar.errors import ConfigError
 from unipar.sizing import Needs, choose
+from unipar.strategy import registry
 
 STRATEGY = """
 from unipar.strategy import Availability, Capabilities, Strategy, StrategyOptions
@@ -76,7 +76,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_torch_strategies_are_found_without_importing_them() -> None:
     code = (
-        "import sys\nfrom unipar import registry\n"
+        "import sys\nfrom unipar.strategy import registry\n"
         "assert {'single', 'ddp', 'dp', 'fsdp'} <= set(registry.names())\n"
         "assert not [m for m in sys.modules if m.startswith('unipar_torch')]\n"
     )

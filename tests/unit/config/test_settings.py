@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unipar.config import OptimizerConfig
-from unipar.documents import parse_value, read_document
+from unipar.config.settings import load_settings
 from unipar.errors import ConfigError
-from unipar.grouping import GroupedOptimizer, GroupedScheduler, factories
-from unipar.optim import NamedOptimizer, NamedScheduler
-from unipar.settings import load_settings
+from unipar.optimizers.groups import GroupedOptimizer, GroupedScheduler, factories
+from unipar.optimizers.named import NamedOptimizer, NamedScheduler
+from unipar.utils.documents import parse_value, read_document
 
 MODULE = """
 from torch import nn

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from unipar.config import RunConfig
-from unipar.documents import parse_value, read_document
 from unipar.errors import ConfigError
-from unipar.registry import make
+from unipar.strategy.registry import make
+from unipar.utils.documents import parse_value, read_document
 
 
 def aliases(first: str, again: Callable[[str], str], levels: int) -> str:

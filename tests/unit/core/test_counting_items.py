@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unipar import Session
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import Reducer, StepEngine, build_optimizer
 from unipar.loss import LossSum
 from unipar.strategy import EngineSpec, StepResult

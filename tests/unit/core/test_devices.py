@@ -8,11 +8,11 @@ from importlib import metadata
 import pytest
 import torch
 
-from unipar.checks import check_capabilities
-from unipar.devices import peak_memory, resolve_device_type, resolve_num_devices
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
-from unipar.registry import resolve, table
 from unipar.strategy import EngineSpec
+from unipar.strategy.registry import resolve, table
+from unipar.utils.devices import peak_memory, resolve_device_type, resolve_num_devices
 from unipar.world import Placement
 
 

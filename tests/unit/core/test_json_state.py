@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unipar.errors import CheckpointError
-from unipar.plain import check_like, from_json, to_json
+from unipar.utils.json_state import check_like, from_json, to_json
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 STATES = st.recursive(

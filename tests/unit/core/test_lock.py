@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from unipar import lock
 from unipar.errors import ConfigError
+from unipar.train import lock
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_of_two_directories_none_is_kept_where_one_is_held(tmp_path: Path):
 HOLD = """
 import sys, time
 from pathlib import Path
-from unipar import lock
+from unipar.train import lock
 with lock.held(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

@@ -9,7 +9,7 @@ from torch import nn, optim
 
 from unipar import Session
 from unipar.engine import Flat, with_divisible_optimizer
-from unipar.optim import NamedOptimizer
+from unipar.optimizers.named import NamedOptimizer
 from unipar.strategy import EngineSpec
 from unipar.world import Placement, World
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unipar import LossSum, Objective, Session
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.objective import require_objective
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import StepEngine, build_optimizer
 from unipar.layout import Layout
 from unipar.loss import LossSum

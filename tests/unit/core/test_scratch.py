@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from unipar.scratch import PREFIX, scratch
+from unipar.utils.scratch import PREFIX, scratch
 
 MAKE = """
 import sys, time
 from pathlib import Path
-from unipar.scratch import scratch
+from unipar.utils.scratch import scratch
 with scratch(Path(sys.argv[1])) as directory:
     (directory / "payload.pkl").write_text("large")
     print(directory, flush=True)

@@ -12,16 +12,16 @@ import unipar
 from unipar.benchmark.traffic import CollectiveWatcher
 from unipar.checkpoint import CheckpointImporter
 from unipar.install import Installable
-from unipar.registry import strategy_class
 from unipar.sizing import Bidder
 from unipar.strategy import Capabilities, EngineSpec, StepResult, Strategy, StrategyOptions
+from unipar.strategy.registry import strategy_class
 from unipar.world import Placement, World
 
 CORE = Path(unipar.__file__).parent
 READERS = [
     *CORE.rglob("*.py"),
     *(CORE.parent / "backends").glob("*/unipar_*/**/*.py"),
-    *(CORE.parent / "docs").glob("*.py"),
+    *(CORE.parent / "measure").rglob("*.py"),
 ]
 
 NAMES = {

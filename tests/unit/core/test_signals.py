@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from unipar import terminations
 from unipar.errors import Terminated
-from unipar.interrupt import Signals
+from unipar.train.interrupt import Signals
+from unipar.utils import signals as terminations
 from unipar.world import Flag, Placement, World
 
 STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from unipar import Session, preflight
+from unipar import Session
 from unipar.config import RunConfig
 from unipar.errors import ConfigError
+from unipar.train import preflight
 from unipar.world import Placement
 
 TWO = Placement(size=2, local_size=2)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unipar import checkpoint
-from unipar.batch import Batch, MicroBatch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import Schedule, StageCall, Stages, StepEngine, build_optimizer
 from unipar.objective import Objective
 from unipar.strategy import EngineSpec

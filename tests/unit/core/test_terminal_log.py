@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unipar.logs import logging_to_terminal
+from unipar.utils.logs import logging_to_terminal
 
 LOG = logging.getLogger("unipar")
 

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from unipar import torch_versions
 from unipar.errors import ConfigError
+from unipar.utils import torch_versions
 
-ROOT = Path(torch_versions.__file__).parents[1]
+ROOT = Path(torch_versions.__file__).parents[2]
 FILES = [
     path
     for part in ("unipar", "backends/torch/unipar_torch")

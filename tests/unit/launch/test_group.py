@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from unipar.launch import progress
 from unipar.launch.echoes import Kind
 from unipar.launch.failure import cause, note, open_notes
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import Attempt
+from unipar.utils import progress_marks as progress
 
 
 @pytest.fixture

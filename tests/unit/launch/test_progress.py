@@ -4,9 +4,10 @@ import time
 
 import pytest
 
-from unipar.launch import mark, progress
-from unipar.launch.progress import Mark
+from unipar.launch import mark
 from unipar.launch.wording import behind
+from unipar.utils import progress_marks as progress
+from unipar.utils.progress_marks import Mark
 
 
 def test_outside_a_worker_a_mark_does_nothing():

@@ -5,20 +5,18 @@ from __future__ import annotations
 import csv as csv_writer
 import io
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from unipar.benchmark.compare import Change, Comparison
 from unipar.benchmark.recommend import peak
 from unipar.benchmark.report import text
 from unipar.benchmark.report.table import ROOMY, cut
 from unipar.benchmark.result import CellResult
-
-if TYPE_CHECKING:
-    from unipar.benchmark.compare import Change, Comparison
 
 _TIME = {"more": "slower!", "less": "faster", "same": "same", "unknown": "?"}
 _HEAD = (
@@ -87,6 +85,13 @@ FORMATS: dict[str, Callable[[Comparison], RenderableType]] = {
     "csv": csv,
 }
 """By the name that the command line has for each."""
+
+
+def render(
+    found: Comparison, format: Literal["table", "markdown", "csv"] = "table"
+) -> RenderableType:
+    """What rich prints; Markdown and CSV are text."""
+    return FORMATS[format](found)
 
 
 def _table(found: Comparison, *, narrow: bool) -> Table:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from unipar.migrated.accelerated.run import Run
+
+class Pace(Protocol):
+    """The steps of a run, as far as a scheduler follows them."""
+
+    step_scheduler_with_optimizer: bool
+    adjust_scheduler: bool
+    split_batches: bool
+    sync_gradients: bool
+    optimizer_step_was_skipped: bool
+
+    @property
+    def num_replicas(self) -> int: ...
 
 
 class Paced:
@@ -16,10 +26,10 @@ class Paced:
 
     Args:
         scheduler: of torch, or like those.
-        run: what knows of steps and ranks.
+        run: its steps and ranks.
     """
 
-    def __init__(self, scheduler: Any, run: Run) -> None:
+    def __init__(self, scheduler: Any, run: Pace) -> None:
         self.scheduler, self._run = scheduler, run
 
     def step(self, *args: Any, **kwargs: Any) -> None:

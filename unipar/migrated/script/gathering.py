@@ -17,9 +17,9 @@ from unipar.checkpoint.boxes import part
 from unipar.checkpoint.differences import describe_differences
 from unipar.checkpoint.load import agree
 from unipar.errors import ConfigError
-from unipar.plain import from_json, to_json
 from unipar.state import GroupState, TensorInfo, TensorState
 from unipar.strategy import Engine
+from unipar.utils.json_state import from_json, to_json
 from unipar.world import World
 
 

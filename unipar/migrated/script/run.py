@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unipar.devices import resolve_device_type
 from unipar.migrated.runconfig import ScriptConfig, file_beside_script, read_config
 from unipar.session import Session, find_placement
 from unipar.strategy import Engine
+from unipar.utils.devices import resolve_device_type
 from unipar.world import Placement, World, join
 
 
@@ -140,7 +140,7 @@ def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *
     Raises:
         WorkerError: a process failed.
     """
-    from unipar.spawning import spawn as start
+    from unipar.launch.spawning import spawn as start
 
     config = settings()
     file = current.file or file_beside_script()

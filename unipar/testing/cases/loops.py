@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.functional import cross_entropy
 
-from unipar.batch import Batch
 from unipar.data import move_to
+from unipar.data.batch import Batch
 from unipar.errors import ConfigError
-from unipar.evaluate import evaluate
+from unipar.evaluation.evaluate import evaluate
 from unipar.loss import Loss
 from unipar.strategy import Engine, EngineSpec, StepResult, Strategy
 from unipar.testing import models, reference

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from unipar.batch import Batch
+from unipar.data.batch import Batch
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.strategy import Engine, StepResult, Strategy
 from unipar.testing import models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unipar.checks import check_gradients
+from unipar.engine.checks import check_gradients
 from unipar.errors import ConfigError
 from unipar.testing import models
 from unipar.testing.cases.case import Case, case

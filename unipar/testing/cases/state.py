@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from unipar import checkpoint
-from unipar.scratch import scratch
 from unipar.strategy import Strategy
 from unipar.testing.cases.case import case_also_at
 from unipar.testing.cases.numbers import TOKENS
@@ -15,6 +14,7 @@ from unipar.testing.harness import Exported, RankRun, batches, learning_rates, r
 from unipar.testing.kit import Kit, merge_all
 from unipar.testing.reference import Trace
 from unipar.testing.scenarios import Scenario
+from unipar.utils.scratch import scratch
 from unipar.world import World
 
 SAVED_AT = 5

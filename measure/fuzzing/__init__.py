@@ -1,0 +1,1 @@
+"""Files edited on purpose, for every reader of files."""

@@ -1,0 +1,1 @@
+"""The tables and listings that pages of the docs hold between markers."""

@@ -1,0 +1,176 @@
+"""Write the tables that pages hold between markers: the code's own, and what was measured.
+
+python measure/pages/generate.py          # rewrite
+python measure/pages/generate.py --check  # exit 1 where a page differs
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from measure.pages import benchmarks, reliability, surveys  # noqa: E402
+from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
+from unipar.strategy import StrategyOptions, registry  # noqa: E402
+
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("strategies.md", "settings.md", "backends/index.md")),
+    ROOT / "docs" / "versions.md",
+    ROOT / "docs" / "reliability.md",
+    ROOT / "docs" / "benchmarks" / "frameworks.md",
+    ROOT / "docs" / "security.md",
+)
+MARKED = re.compile(
+    r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
+)
+STRATEGIES = ("single", "ddp", "ddp:shard_optimizer=true", "fsdp", "dp")
+
+
+def strategies() -> str:
+    """A row for each strategy, from its capabilities."""
+    rows = []
+    for name in STRATEGIES:
+        able = registry.resolve(name).capabilities()
+        devices = {"cpu": "CPU", "cuda": "GPU"}
+        where = ", ".join(devices[kind] for kind in sorted(able.device_types))
+        most = "any number" if able.max_devices is None else str(able.max_devices)
+        precisions = surveys.precisions(able.precisions)
+        parts = ("parameters", "gradients", "optimizer")
+        shared = ", ".join(part for part in parts if part in able.sharded) or "nothing"
+        offload = ", ".join(part for part in parts if part in able.offload) or "no"
+        several, loop = (_yes(flag) for flag in (able.several_engines, able.custom_loop))
+        rows.append([f"`{name}`", where, most, precisions, shared, offload, several, loop])
+    heads = [
+        *("strategy", "runs on", "processes", "precision", "divided among ranks"),
+        *("CPU offload", "several models", "loop by hand"),
+    ]
+    return _table(heads, rows)
+
+
+def options(name: str) -> str:
+    """A row for each option of a strategy."""
+    return _fields(type(registry.resolve(name).options))
+
+
+def settings() -> str:
+    """A row for each field of a run."""
+    return _fields(RunConfig)
+
+
+def checkpoint() -> str:
+    """A row for each field of ``checkpoint``."""
+    return _fields(CheckpointConfig)
+
+
+def _fields(model: type[BaseModel]) -> str:
+    rows = []
+    for name, field in model.model_fields.items():
+        shown = field.serialization_alias or name
+        text = " ".join((field.description or "").split())
+        rows.append([f"`{shown}`", _type(field.annotation), _default(field), text])
+    return _table(["field", "takes", "default", "what it does"], rows)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.default
+    if isinstance(value, BaseModel):
+        given = value.model_dump(exclude_unset=True)
+        return f"`{given['name']}`" if "name" in given else "the fields' defaults"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return "" if value in (None, (), {}) else f"`{value}`"
+
+
+def _type(annotation: Any) -> str:
+    """A type as a user writes its values."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{str(a).lower() if a is False else a}`" for a in arguments)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [kind for a in arguments if a is not type(None) for kind in _type(a).split(", ")]
+        return ", ".join(dict.fromkeys(kinds))
+    if origin is tuple:
+        return "list"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if issubclass(annotation, StrategyOptions):
+            return "options object"
+        return "name, mapping" if "name" in annotation.model_fields else "mapping"
+    plain = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", Path: "path"}
+    return plain.get(annotation, "mapping")
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    escaped = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    lines = [heads, ["---"] * len(heads), *escaped]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES = {
+    "strategies": strategies,
+    "options: ddp": lambda: options("ddp"),
+    "options: fsdp": lambda: options("fsdp"),
+    "settings": settings,
+    "checkpoint": checkpoint,
+    "survey: overview": lambda: _table(*surveys.overview()),
+    "survey: about": lambda: surveys.about("survey.json"),
+    "survey: parity": lambda: _table(*surveys.parity()),
+    "survey: memory": lambda: _table(*surveys.memory()),
+    "survey: capabilities": lambda: _table(*surveys.capabilities()),
+    "survey: matrix": lambda: _table(*surveys.matrix()),
+    "survey: half matrix": lambda: _table(*surveys.half_matrix()),
+    "survey: half bound": surveys.half_bound,
+    "survey: about matrix": lambda: surveys.about("matrix.json"),
+    "survey: edits": lambda: _table(*surveys.edits()),
+    "survey: about edits": lambda: surveys.about("fuzz.json"),
+    "survey: torches": lambda: _table(*surveys.torches()),
+    "survey: about torches": surveys.about_torches,
+    "reliability: hangs summary": reliability.hangs_summary,
+    "reliability: hangs": lambda: _table(*reliability.hangs()),
+    "reliability: about hangs": reliability.about_hangs,
+    "reliability: kills summary": reliability.kills_summary,
+    "reliability: kills": lambda: _table(*reliability.kills()),
+    "reliability: about kills": reliability.about_kills,
+    "bench: about gpt": lambda: benchmarks.about("gpt"),
+    "bench: gpt": lambda: benchmarks.compared("gpt"),
+    "bench: about digits": lambda: benchmarks.about("digits"),
+    "bench: digits": lambda: benchmarks.compared("digits"),
+    "bench: about by hand": lambda: benchmarks.about("by-hand"),
+    "bench: by hand": lambda: _table(*benchmarks.by_hand("by-hand")),
+}
+
+
+def rewritten(text: str) -> str:
+    """``text`` with each table as the code has it now."""
+    return MARKED.sub(lambda m: f"{m['begin']}{TABLES[m['what']]()}\n{m['end']}", text)
+
+
+def main() -> int:
+    stale = [page for page in PAGES if rewritten(page.read_text()) != page.read_text()]
+    if "--check" in sys.argv:
+        for page in stale:
+            print(f"{page.relative_to(ROOT)} is stale: run python measure/pages/generate.py")
+        return int(bool(stale))
+    for page in stale:
+        page.write_text(rewritten(page.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Runs whose ranks hang or are killed."""

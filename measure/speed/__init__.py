@@ -1,0 +1,1 @@
+"""Overhead, memory and checkpoint speed, against plain loops."""

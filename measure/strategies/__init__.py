@@ -1,0 +1,1 @@
+"""What every strategy does on this machine: parity, memory, checkpoints, versions of torch."""

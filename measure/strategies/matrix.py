@@ -1,0 +1,142 @@
+"""Move one run's checkpoint from every strategy to every other, across frameworks.
+
+Each strategy trains ten steps on two processes and saves. Each resumes what the others have saved,
+on 1, 2 and 4 processes, and steps 11 to 20 have to be those of a plain loop that was never stopped:
+in fp32, and in bf16 from and to strategies that have no fp32.
+
+python measure/strategies/matrix.py            all pairs, to docs/backends/matrix.json
+python measure/strategies/matrix.py --cover    each strategy once as a source and once as a target
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from measure.frameworks import FRAMEWORKS  # noqa: E402
+from measure.report import circumstances  # noqa: E402
+
+RANKS = (1, 2, 4)
+
+
+class Target(NamedTuple):
+    """Where checkpoints are resumed, and whose."""
+
+    strategy: str
+    ranks: int
+    sources: tuple[str, ...]
+    precision: str = "fp32"
+
+
+def every_pair(strategies: tuple[str, ...], half_only: tuple[str, ...]) -> Iterator[Target]:
+    """All pairs in fp32; and in bf16 those in which a strategy has no fp32."""
+    for strategy in strategies:
+        for ranks in _ranks(strategy):
+            yield Target(strategy, ranks, strategies)
+            yield Target(strategy, ranks, half_only, "bf16")
+    for strategy in half_only:
+        for ranks in _ranks(strategy):
+            yield Target(strategy, ranks, (*strategies, *half_only), "bf16")
+
+
+def covering(strategies: tuple[str, ...], half_only: tuple[str, ...]) -> Iterator[Target]:
+    """A ring: each strategy goes on from its neighbor's checkpoint, on 1, 2 or 4 processes."""
+    for number, strategy in enumerate(strategies):
+        ranks = _ranks(strategy)
+        yield Target(strategy, ranks[number % len(ranks)], (strategies[number - 1],))
+    for strategy in half_only:
+        yield Target(strategy, RANKS[-1], strategies[-1:], "bf16")
+        yield Target(strategies[-1], RANKS[0], (strategy,), "bf16")
+
+
+def _ranks(strategy: str) -> tuple[int, ...]:
+    return RANKS[:1] if strategy == "single" else RANKS
+
+
+def survey(targets: list[Target], precision: str, root: Path) -> list[dict[str, Any]]:
+    """Save everywhere, then resume everywhere; one framework after the other."""
+    targets = [target for target in targets if target.precision == precision]
+    sources = {source for target in targets for source in target.sources}
+    saved: dict[str, str] = {}
+    for framework in FRAMEWORKS:
+        own = [name for name in (*framework.strategies, *framework.half_only) if name in sources]
+        if own:
+            place = str(root / precision / framework.name)
+            question = {"strategies": own, "precision": precision, "root": place}
+            saved |= framework.ask("measure.strategies.moves", question)
+            print(f"saved in {precision} under {', '.join(own)}", flush=True)
+    found = []
+    for framework in FRAMEWORKS:
+        asked = [
+            {
+                "strategy": target.strategy,
+                "ranks": target.ranks,
+                "saved": {source: saved[source] for source in target.sources},
+            }
+            for target in targets
+            if target.strategy in (*framework.strategies, *framework.half_only)
+        ]
+        if asked:
+            found += framework.ask(
+                "measure.strategies.moves", {"targets": asked, "precision": precision}
+            )
+    return found
+
+
+def faults(found: list[dict[str, Any]]) -> list[str]:
+    """What did not go on as if nothing had happened."""
+    failed = [f"{t['strategy']} on {t['ranks']}: {t['error']}" for t in found if "error" in t]
+    apart = [
+        f"{source} -> {target['strategy']} on {target['ranks']}, {target['precision']}: "
+        f"{difference:.1e} apart, and {target['bound']:.1e} is allowed"
+        for target in found
+        for source, difference in target.get("apart", {}).items()
+        if not difference <= target["bound"]
+    ]
+    return failed + apart
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cover", action="store_true", help="a covering subset; writes nothing")
+    args = parser.parse_args()
+
+    began = time.perf_counter()
+    strategies = tuple(name for framework in FRAMEWORKS for name in framework.strategies)
+    half_only = tuple(name for framework in FRAMEWORKS for name in framework.half_only)
+    targets = list((covering if args.cover else every_pair)(strategies, half_only))
+    pairs = sum(len(target.sources) for target in targets)
+    number = len(strategies) + len(half_only)
+    print(f"Checkpoints of {number} strategies, resumed {pairs} times:", flush=True)
+    with tempfile.TemporaryDirectory(prefix="unipar-matrix-") as root:
+        found = [
+            *survey(targets, "fp32", Path(root)),
+            *survey(targets, "bf16", Path(root)),
+        ]
+    wrong = faults(found)
+    if wrong:
+        sys.exit("\n".join(["These did not go on as the undisturbed run:", *wrong]))
+    print(f"All {pairs} went on as the undisturbed run.")
+    if not args.cover:
+        about = circumstances("make test-matrix", time.perf_counter() - began, ())
+        record = {"about": about, "targets": found}
+        path = ROOT / "docs" / "backends" / "matrix.json"
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(
+            f"Written: {path.relative_to(ROOT)}; measure/pages/generate.py makes the table of it."
+        )
+
+
+if __name__ == "__main__":
+    main()

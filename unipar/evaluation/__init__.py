@@ -1,0 +1,1 @@
+"""Evaluation: every sample counted once, whatever the number of ranks."""

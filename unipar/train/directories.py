@@ -1,0 +1,61 @@
+"""The directories of a run: that they can be written, and that no other run is using them."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from unipar.errors import ConfigError
+from unipar.train import lock
+from unipar.train.job import Job
+
+
+def check(job: Job) -> None:
+    """Make a run's directories before its processes are started.
+
+    Raises:
+        ConfigError: they cannot be written, or another run is using them.
+    """
+    with _explained():
+        lock.refuse_if_held(*_made(job))
+
+
+@contextlib.contextmanager
+def claimed(job: Job) -> Iterator[None]:
+    """Hold a run's directories for the length of the block, and write its config.
+
+    Raises:
+        ConfigError: they cannot be written, or another run is using them.
+    """
+    with contextlib.ExitStack() as held:
+        with _explained():
+            held.enter_context(lock.held(*_made(job)))
+            values = job.config.model_dump(mode="json", by_alias=True)
+            (job.output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        yield
+
+
+def _made(job: Job) -> list[Path]:
+    directories = [job.output_dir]
+    if job.checkpoint_dir is not None:
+        directories.append(job.checkpoint_dir)
+    for directory in directories:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    return directories
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the run's directory cannot be written: {error}. "
+            "Choose another output_dir, or mend its permissions."
+        ) from error

@@ -1,0 +1,56 @@
+"""What a run would be: everything checked that can be without starting a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from unipar.config.settings import Settings
+from unipar.optimizers.groups import factories
+from unipar.train import preflight
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run with nothing left to be found out.
+
+    Attributes:
+        values: a run file's content, every default and strategy option filled in.
+        facts: what follows from it: world size, accumulation and the like.
+    """
+
+    values: dict[str, Any]
+    facts: dict[str, Any]
+
+
+def resolve_run(settings: Settings) -> ResolvedRun:
+    """Import what the run names, make its data, and check it against its strategy.
+
+    Raises:
+        ConfigError: the run could not start.
+    """
+    run = settings.run
+    arguments = run.arguments(settings.where)
+    # Groups of optimizers may be by functions, which are known only now.
+    factories(arguments.get("optimizer"), arguments.get("lr_scheduler"))
+    planned = preflight.plan(run, arguments["model"])
+    strategy, placement = planned.strategy, planned.placement
+    given = {name: arguments.get(name) for name in ("loss", "predict")}
+    loader = preflight.check(run, planned, arguments["model"], arguments["data"], **given)
+    values = run.model_dump(mode="json", by_alias=True)
+    values = {
+        **{key: values.pop(key) for key in ("model", "data")},
+        **values,
+        "strategy": {"name": strategy.name, **strategy.options.model_dump(mode="json")},
+        "device": placement.device_type,
+        "devices": placement.local_size,
+        "global_batch_size": loader.global_batch_size,
+    }
+    found_later = run.micro_batch_size == "auto"
+    facts = {
+        "world size": placement.size,
+        "samples in a micro-batch": "to be found" if found_later else loader.micro_batch_size,
+        "micro-batches in a step": "to be found" if found_later else loader.accumulation,
+        "steps in an epoch": loader.num_batches or "unknown",
+    }
+    return ResolvedRun({key: value for key, value in values.items() if value is not None}, facts)

@@ -1,0 +1,436 @@
+"""The training loop: steps and epochs, evaluation, checkpoints, resuming."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from unipar import checkpoint, launch
+from unipar.callbacks import Callback, LoggerCallback, ProgressBar, RunInfo, RunResult, StepRecord
+from unipar.callbacks.loggers import resolve_loggers
+from unipar.config import CheckpointConfig
+from unipar.data import Loader
+from unipar.data.batch import Batch
+from unipar.errors import ConfigError, Terminated
+from unipar.objective import Objective
+from unipar.optimizers.named import LOSS, NamedScheduler, takes_metric
+from unipar.session import Session
+from unipar.strategy import Engine, StepResult
+from unipar.train import directories
+from unipar.train.agreement import differences, started_with
+from unipar.train.autobatch import largest_micro_batch
+from unipar.train.checkpointing import Saver
+from unipar.train.interrupt import Signals
+from unipar.train.job import Job
+from unipar.train.loaders import evaluation_loader, training_loader
+from unipar.train.resuming import check_same_order
+from unipar.utils.devices import peak_memory
+from unipar.utils.logs import logging_to_terminal
+from unipar.world import Flag, Placement, World
+
+log = logging.getLogger("unipar")
+
+
+def train(job: Job, placement: Placement) -> RunResult:
+    """Run a job in this process of the run; the same result on every rank.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: as the message says.
+        KeyboardInterrupt, Terminated: the run was stopped by a signal, and has saved what it was
+            asked to save.
+    """
+    config = job.config
+    signals = Signals(grace_period=config.grace_period, save_signal=config.save_signal_number)
+    session = Session(
+        config.strategy,
+        precision=config.precision,
+        device=placement.device_type,  # pyright: ignore[reportArgumentType]
+        seed=config.seed,
+        timeout=config.timeout,
+        on_nan=config.on_nan,
+        placement=placement,
+    )
+    with (
+        logging_to_terminal(config.log_level, main=placement.rank == 0),
+        signals.handled(),
+        # Outside the session, which waits for what is still being written when it ends.
+        contextlib.ExitStack() as claim,
+        session,
+    ):
+        run = TrainingRun(_agree(job, session.world, claim), session, signals)
+        with signals.training(session.world):
+            return run.run()
+
+
+def _agree(job: Job, world: World, claim: contextlib.ExitStack) -> Job:
+    """Take the run's directories, and hold that all ranks were started alike. Collective.
+
+    Returns:
+        The job, with rank 0's directories: processes that a launcher started have named them each
+        by its own clock.
+    """
+    refused = None
+    if world.is_main:
+        try:
+            claim.enter_context(directories.claimed(job))
+        except ConfigError as error:
+            refused = str(error)
+    told = world.gather((job.output_dir, job.checkpoint_dir, refused, started_with(job)))
+    output_dir, checkpoint_dir, refused, _ = told[0]
+    refused = refused or differences([started for *_, started in told])
+    if refused is not None:
+        raise ConfigError(refused)
+    return dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
+
+
+class TrainingRun:
+    """The state of one run in one process."""
+
+    def __init__(self, job: Job, session: Session, signals: Signals) -> None:
+        self.job, self.session, self.world = job, session, session.world
+        self.signals = signals
+        self.config = job.config
+        self.step = 0
+        self.history: list[StepRecord] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.metrics: dict[str, float] = {}
+        self._announced: Path | None = None
+        self.loader = self._loader()
+        self.engine = self._engine()
+        self.loss = job.loss or Objective.of_model(self.engine.module)
+        self._plateau_metric = self._find_plateau_metric()
+        if self.config.micro_batch_size == "auto":
+            self.loader = largest_micro_batch(self.engine, self.loader, self.loss, self.world)
+        self.eval_loader = self._eval_loader()
+        self.saver = self._saver()
+        self._resume()
+        self.start_step = self.step
+        self.total_steps = self._total_steps()
+        self.info = self._info()
+        self.callbacks = self._callbacks()
+
+    # -- before the first step -------------------------------------------------------------------
+
+    def _loader(self) -> Loader:
+        return training_loader(
+            self.config,
+            self.job.data,
+            data_rank=self.world.data_rank,
+            data_size=self.world.data_size,
+        )
+
+    def _engine(self) -> Engine:
+        auto = self.config.micro_batch_size == "auto"
+        return self.session.prepare(
+            self.job.model,
+            optimizer=self.job.optimizer,
+            lr_scheduler=self.job.lr_scheduler,
+            max_grad_norm=self.config.max_grad_norm,
+            activation_checkpointing=self.config.activation_checkpointing,
+            compile=self.config.compile,
+            global_batch_size=self.loader.global_batch_size,
+            micro_batch_size=None if auto else self.loader.micro_batch_size,
+            accumulation=None if auto else self.loader.accumulation,
+        )
+
+    def _find_plateau_metric(self) -> str | None:
+        """The metric that the scheduler is stepped with at evaluations, if it is."""
+        if not takes_metric(self.engine.lr_scheduler):
+            return None
+        asked = self.job.lr_scheduler
+        metric = (asked.metric if isinstance(asked, NamedScheduler) else None) or LOSS
+        self.job.check_evaluates(metric, "lr_scheduler")
+        return metric
+
+    def _eval_loader(self) -> Loader | None:
+        return evaluation_loader(
+            self.config,
+            self.job.eval_data,
+            self.loader.micro_batch_size,
+            data_rank=self.world.data_rank,
+            data_size=self.world.data_size,
+        )
+
+    def _saver(self) -> Saver | None:
+        settings = self.config.checkpoint
+        if not isinstance(settings, CheckpointConfig) or self.job.checkpoint_dir is None:
+            return None
+        return Saver(self.job.checkpoint_dir, settings, self.session)
+
+    def _resume(self) -> None:
+        manifest = self._load()
+        if manifest is None:
+            return
+        check_same_order(manifest, self.loader)
+        if "loader" in manifest.progress:
+            self.loader.load_state_dict(manifest.progress["loader"])
+        elif not manifest.weights_only:
+            log.warning(
+                "%s holds no place in the data: it begins with the first epoch", manifest.path
+            )
+        self.step = manifest.step
+        self.signals.newest = manifest.path
+        self.metrics = dict(manifest.progress.get("metrics", {}))
+        if self.saver is not None and self.saver.take_over(manifest):
+            self._announced = manifest.path
+        log.info(
+            "resuming at step %d from %s (written by %s on %d)",
+            self.step,
+            manifest.path,
+            manifest.strategy or "an unnamed strategy",
+            manifest.world_size,
+        )
+
+    def _load(self) -> checkpoint.Manifest | None:
+        wanted, directory = self.config.resume, self.job.checkpoint_dir
+        engines, found = self.session.engines, None
+        if directory is not None and (wanted == "auto" or self.world.placement.restart > 0):
+            found = checkpoint.load_newest(directory, engines, self.world)
+        if found is None and isinstance(wanted, Path):
+            found = checkpoint.load(wanted, engines, self.world)
+        return found
+
+    def _total_steps(self) -> int | None:
+        if self.config.steps is not None:
+            return self.config.steps
+        assert self.config.epochs is not None
+        batches = self.loader.num_batches
+        return None if batches is None else batches * self.config.epochs
+
+    def _info(self) -> RunInfo:
+        return RunInfo(
+            strategy=self.session.strategy.name,
+            world_size=self.world.size,
+            device=self.world.device.type,
+            total_steps=self.total_steps,
+            epochs=self.config.epochs,
+            global_batch_size=self.loader.global_batch_size,
+            num_parameters=self.engine.num_parameters,
+            output_dir=self.job.output_dir,
+            start_step=self.start_step,
+            rank=self.world.rank,
+            engine=self.engine,
+            config=self.config.model_dump(mode="json", by_alias=True),
+        )
+
+    def _callbacks(self) -> list[Callback]:
+        callbacks = list(self.job.callbacks)
+        if self.world.is_main:
+            loggers = resolve_loggers(self.job.loggers)
+            callbacks.append(LoggerCallback(loggers, every=self.config.log_every))
+            if self.config.progress:
+                callbacks.append(ProgressBar())
+        return [c for c in callbacks if c.every_rank or self.world.is_main]
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def run(self) -> RunResult:
+        try:
+            result = self._run()
+        except BaseException as error:
+            # The run's own error is what the user must see, whatever callbacks make of it.
+            for callback in self.callbacks:
+                with _logged(callback):
+                    callback.on_exception(self.info, error)
+            for callback in self.callbacks:
+                with _logged(callback):
+                    callback.on_run_end(self.info, None)
+            raise
+        for callback in self.callbacks:
+            callback.on_run_end(self.info, result)
+        return result
+
+    def _run(self) -> RunResult:
+        began = time.perf_counter()
+        for callback in self.callbacks:
+            callback.on_run_start(self.info)
+        for batch in self._batches():
+            self._train_step(batch)
+        if self.step > self.start_step and self._last_evaluated() != self.step:
+            self._evaluate()
+        final = self._finish()
+        return self._result(final, time.perf_counter() - began)
+
+    def _batches(self) -> Iterator[Batch]:
+        """Batches until the run's last step, over as many epochs as that takes."""
+        epochs, steps = self.config.epochs, self.config.steps
+        while steps is None or self.step < steps:
+            epoch = self.loader.position.epoch
+            if epochs is not None and epoch >= epochs:
+                return
+            for batch in self.loader:
+                yield batch
+                if steps is not None and self.step >= steps:
+                    return
+            # The end of a stream shows only when nothing follows.
+            if self.config.eval_every is None and self._last_evaluated() != self.step:
+                self._evaluate()
+
+    def _train_step(self, batch: Batch) -> None:
+        started = self._last_end if self.history else time.perf_counter()
+        launch.mark(self.step + 1, "training step")
+        self.signals.begin_step()
+        lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
+        done = self.engine.train_step(batch, self.loss)
+        self.step += 1
+        launch.mark(self.step, "after the step")
+        self._last_end = time.perf_counter()
+        self._record(batch, done, lr, self._last_end - started)
+        if self._evaluation_due(batch):
+            self._evaluate()
+            launch.mark(self.step, "after the evaluation")
+        if self.saver is not None:
+            self._announce(self.saver.after_step(self.step, self._progress(), self._metrics()))
+        if self.world.take_flag(Flag.SAVE):
+            self._save_now()
+        if self.world.take_flag(Flag.INTERRUPT):
+            self._stop()
+        launch.mark(self.step + 1, "loading data")
+
+    def _record(self, batch: Batch, done: StepResult, lr: Any, seconds: float) -> None:
+        record = StepRecord(
+            step=self.step,
+            epoch=batch.epoch,
+            loss=done.loss,
+            grad_norm=done.grad_norm,
+            lr=None if lr is None else float(lr),
+            num_items=done.num_items,
+            num_samples=batch.global_num_samples,
+            seconds=seconds,
+            peak_memory=peak_memory(self.world.device.type),
+            skipped=done.skipped,
+        )
+        self.history.append(record)
+        self.metrics["train_loss"] = record.loss
+        for callback in self.callbacks:
+            callback.on_step_end(self.info, record)
+
+    def _evaluation_due(self, batch: Batch) -> bool:
+        """Before a checkpoint of the same step is written, so that it holds the metrics."""
+        every = self.config.eval_every
+        if self.step == self.total_steps:
+            return True
+        if every is not None:
+            return self.step % every == 0
+        return self.loader.position.epoch > batch.epoch
+
+    def _evaluate(self) -> None:
+        if self.eval_loader is None:
+            return
+        launch.mark(self.step, "evaluation")
+        self.eval_loader.rewind()
+        metrics = self.session.evaluate(
+            self.engine,
+            self.eval_loader,
+            self.loss,
+            metrics=self.job.metrics,
+            predict=self.job.predict,
+        )
+        self.evaluations.append((self.step, metrics))
+        if self._plateau_metric is not None:
+            scheduler: Any = self.engine.lr_scheduler
+            scheduler.step(metrics[self._plateau_metric])
+        self.metrics.update(metrics)
+        for callback in self.callbacks:
+            callback.on_evaluate_end(self.info, self.step, metrics)
+        self._last_end = time.perf_counter()
+
+    def _last_evaluated(self) -> int:
+        return self.evaluations[-1][0] if self.evaluations else -1
+
+    # -- saving and ending -----------------------------------------------------------------------
+
+    def _progress(self) -> dict[str, Any]:
+        return {
+            "loader": self.loader.state_dict(),
+            "seed": self.config.seed,
+            # A copy: it may be written while training goes on.
+            "metrics": dict(self.metrics),
+        }
+
+    def _metrics(self) -> dict[str, float]:
+        """The metrics that belong to the weights as they are now."""
+        return self.evaluations[-1][1] if self._last_evaluated() == self.step else {}
+
+    def _announce(self, path: Path | None) -> None:
+        if path is None or path == self._announced:
+            return
+        self._announced = self.signals.newest = path
+        for callback in self.callbacks:
+            callback.on_checkpoint(self.info, checkpoint.step_of(path), path)
+        self._last_end = time.perf_counter()
+
+    def _finish(self) -> Path | None:
+        """Save what the run is asked to leave; the newest checkpoint."""
+        newest = None
+        if self.saver is not None:
+            self._announce(self.saver.wait())
+            newest = self.saver.finish(self.step, self._progress(), self._metrics())
+            self._announce(newest)
+        if self.job.weights_dir is not None:
+            checkpoint.save_weights(self.job.weights_dir, self.engine, self.world)
+        return newest
+
+    def _save_now(self) -> None:
+        """Save because a signal asks for it, and go on."""
+        if self.saver is None:
+            log.warning("a signal asks for a checkpoint, and checkpoint=False: nothing was saved")
+        else:
+            kept = self.saver.save_now(self.step, self._progress(), self._metrics())
+            self._announce(kept)
+            log.info("saved after step %d to %s, as a signal asks", self.step, kept)
+        self.signals.pass_on()
+
+    def _stop(self) -> None:
+        numbers = self.world.gather(self.signals.stopped_by)
+        number = max(numbers)
+        asked = [str(rank) for rank, own in enumerate(numbers) if own]
+        what = (
+            "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: stopped"
+        )
+        if len(asked) < self.world.size:
+            what += f" by a signal to rank {', '.join(asked)} alone,"
+        kept = None
+        if self.saver is not None:
+            kept = self.saver.finish(self.step, self._progress(), self._metrics())
+        log.log(
+            logging.WARNING if self.world.is_main else logging.INFO,
+            "%s after step %d%s",
+            what,
+            self.step,
+            f"; saved to {kept}, continue with resume='auto'" if kept else "; nothing was saved",
+        )
+        if number == signal.SIGINT and len(asked) == self.world.size:
+            raise KeyboardInterrupt
+        # No rank is to blame for what came to one alone.
+        raise Terminated(number)
+
+    def _result(self, newest: Path | None, wall_time: float) -> RunResult:
+        seconds = sum(record.seconds for record in self.history)
+        items = sum(record.num_items for record in self.history)
+        return RunResult(
+            metrics=dict(self.metrics),
+            history=self.history,
+            evaluations=self.evaluations,
+            checkpoint=newest,
+            items_per_second=items / seconds if seconds else 0.0,
+            peak_memory=self.world.gather(peak_memory(self.world.device.type)),
+            wall_time=wall_time,
+            output_dir=self.job.output_dir,
+            world_size=self.world.size,
+            strategy=self.session.strategy.name,
+        )
+
+
+@contextlib.contextmanager
+def _logged(callback: Callback) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed while the run was ending", type(callback).__name__)

@@ -1,0 +1,102 @@
+"""What is found out and checked of a run before there are any processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from unipar import launch
+from unipar.config import RunFields
+from unipar.data import Loader
+from unipar.engine.checks import check_capabilities, check_gradients, check_model
+from unipar.evaluation.evaluate import Predict
+from unipar.loss import LossFn
+from unipar.objective import require_objective
+from unipar.sizing import resolve_for
+from unipar.strategy import EngineSpec, Strategy
+from unipar.train.loaders import training_loader
+from unipar.utils.devices import resolve_device_type, resolve_num_devices
+from unipar.world import Placement
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The processes and the strategy of a run.
+
+    Attributes:
+        placement: where this process stands in it; rank 0, where processes are yet to be started.
+        joined: whether a launcher has started the processes already.
+        strategy: with its options.
+    """
+
+    placement: Placement
+    joined: bool
+    strategy: Strategy
+
+
+def plan(config: RunFields, model: Any) -> Plan:
+    """Find the run's processes, and resolve its strategy for them.
+
+    Args:
+        config: of the run.
+        model: whose size ``strategy="auto"`` goes by: a module, or a function that builds one.
+
+    Raises:
+        ConfigError: a device, a strategy or an option does not exist, or the model is none.
+    """
+    device_type = resolve_device_type(config.device)
+    found = launch.detect()
+    if found is None:
+        devices = resolve_num_devices(config.devices, device_type)
+        size = devices * config.num_nodes
+        here = Placement(size=size, local_size=devices, num_nodes=config.num_nodes)
+    else:
+        here = found
+    placement = dataclasses.replace(here, device_type=device_type, timeout=config.timeout)
+    check_model(model)
+    return Plan(placement, found is not None, resolve_for(config.strategy, placement, (model,)))
+
+
+def check(
+    config: RunFields,
+    planned: Plan,
+    model: nn.Module | Callable,
+    data: Any,
+    *,
+    loss: LossFn | None,
+    predict: Predict | None,
+) -> Loader:
+    """Check model, data, functions and strategy against each other.
+
+    Returns:
+        A loader over the data, as rank 0 would have it.
+
+    Raises:
+        ConfigError: the run cannot be done.
+        DataError: the data cannot be trained on.
+    """
+    layout = planned.strategy.layout(planned.placement)
+    loader = training_loader(config, data, data_size=layout.batch)
+    spec = EngineSpec(
+        model,
+        precision=config.precision,
+        max_grad_norm=config.max_grad_norm,
+        activation_checkpointing=config.activation_checkpointing,
+        compile=config.compile,
+        on_nan=config.on_nan,
+        seed=config.seed,
+        global_batch_size=loader.global_batch_size,
+        micro_batch_size=loader.micro_batch_size,
+        accumulation=loader.accumulation,
+    )
+    check_capabilities(planned.strategy, spec, planned.placement)
+    if planned.strategy.capabilities().pipeline:
+        for given in filter(None, (loss, predict)):
+            require_objective(given)
+    if isinstance(model, nn.Module):
+        check_gradients(model, planned.strategy, spec)
+    return loader

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of training: signals, files, devices, documents, messages."""

@@ -1,0 +1,44 @@
+"""Where one process of a run stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this process stands, as its launcher says it.
+
+    Attributes:
+        rank: global rank, from 0.
+        size: number of processes in the run.
+        local_rank: rank among the processes on this node.
+        local_size: number of processes on this node.
+        node_rank: which node this is, from 0.
+        num_nodes: number of nodes.
+        init_method: where the processes meet, as ``torch.distributed`` takes it (``env://``,
+            ``tcp://host:port``, ``file:///path``); ``None`` for a run of one process, which needs
+            no meeting point.
+        timeout: how long a collective waits for a rank, in seconds.
+        device_type: ``"cpu"``, ``"cuda"``, …
+        restart: how many times the group of processes has been restarted after a failure.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    init_method: str | None = None
+    timeout: float = 1800.0
+    device_type: str = "cpu"
+    restart: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.device_type, self.local_rank)
