@@ -5,8 +5,9 @@ launcher does so on each rank. Within :func:`forked_programs` whatever this proc
 ``subprocess`` with its own interpreter is forked from one that has imported torch, and has done
 nothing else; what that program starts is forked likewise. Its number, its parent, its streams, its
 signals and its end are what they would be. What is not the same is what a new interpreter would
-find out: how modules are searched for and which are imported. A test of that starts one, and so
-does what asks for more than :func:`_request` reads.
+find out (how modules are searched for, and which are imported) and what the system hands down
+besides: limits on resources, as set by the process that starts it. A test of these takes
+:func:`new_interpreters`; what asks for more than :func:`_request` reads gets one by itself.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from unipar.utils.environ import environ
+import psutil
+
 
 _PRELOAD = [
     "unipar.testing.preload",
@@ -43,6 +45,9 @@ _PRELOAD = [
     "unipar_torch.single",
     "torch.distributed.run",
 ]
+_CODE = "from unipar.testing.programs import serve"
+# Without what the test sets that asks for the first program.
+_ENVIRON = dict(os.environ)
 _MESSAGE = 1 << 17
 _POLL = 0.001
 # Linux, include/uapi/linux/prctl.h.
@@ -67,7 +72,7 @@ def forked_programs() -> Iterator[None]:
         yield
         return
     with _as_now():
-        _replace(_Server.of_this_process())
+        _replace(_Server.of_this_process)
         yield
 
 
@@ -90,6 +95,17 @@ def _as_now() -> Iterator[None]:
         popen._execute_child = before
 
 
+def running() -> list[psutil.Process]:
+    """The forked programs of this process that have not ended, and theirs."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            of_a_server = any(_CODE in part for part in process.cmdline())
+            if of_a_server and process.pid != _Server.pid:
+                found.append(process)
+    return found
+
+
 class _Server:
     """The process that programs are forked from, as seen from the one whose programs they are.
 
@@ -97,6 +113,7 @@ class _Server:
     such ones: this one. So it can be waited for as if it had been started here.
     """
 
+    pid = 0
     _own: _Server | None = None
 
     def __init__(self, requests: socket.socket) -> None:
@@ -109,12 +126,14 @@ class _Server:
         """The one of this process, which is started when it is first asked for."""
         if cls._own is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            code = f"from unipar.testing.programs import serve; serve({theirs.fileno()})"
-            with theirs, environ({"OMP_NUM_THREADS": "1"}):
+            code = f"{_CODE}; serve({theirs.fileno()})"
+            with theirs:
+                # Descriptors are passed on to new interpreters only.
                 process = subprocess.Popen(
                     [sys.executable, "-c", code, *_PRELOAD],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
+                    env={**_ENVIRON, "OMP_NUM_THREADS": "1"},
                 )
 
             def close() -> None:
@@ -122,7 +141,7 @@ class _Server:
                 process.wait()
 
             atexit.register(close)
-            cls._own = cls(ours)
+            cls._own, cls.pid = cls(ours), process.pid
         return cls._own
 
     def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> int:
@@ -139,8 +158,9 @@ class _Server:
         return int(answer)
 
 
-def _replace(server: _Server) -> None:
-    """Have ``subprocess`` ask ``server`` for this interpreter's programs."""
+def _replace(server: Callable[[], _Server]) -> None:
+    """Have ``subprocess`` ask ``server()`` for this interpreter's programs."""
+
     def execute(
         self: Any,
         args: Any,
@@ -162,7 +182,7 @@ def _replace(server: _Server) -> None:
             return
         ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         places = zip((p2cread, c2pwrite, errwrite), (0, 1, 2), strict=True)
-        self.pid = server.fork(request, [own if end == -1 else end for end, own in places])
+        self.pid = server().fork(request, [own if end == -1 else end for end, own in places])
         self._child_created = True
         self._close_pipe_fds(*ends)
 
@@ -200,7 +220,7 @@ def _request(
     }
 
 
-# -- in the process that forks, and in those that are forked ----------------------------------------
+# -- in the process that forks, and in those that are forked ---------------------------------------
 
 
 def serve(descriptor: int) -> None:
@@ -341,7 +361,8 @@ def _fork_on(path: list[str]) -> None:
             _serve(theirs, path)
         os._exit(0)
     theirs.close()
-    _replace(_Server(ours))
+    own = _Server(ours)
+    _replace(lambda: own)
 
     def close() -> None:
         ours.close()

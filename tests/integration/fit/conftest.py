@@ -12,11 +12,6 @@ from small_run import build, data, settings
 from unipar import RunResult, fit
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forked(forked_programs: None) -> None:
-    """What a run does is the same however its processes have begun."""
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., RunResult]:
     """``run(model, data, **changes)``, all of which have defaults."""
