@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def _forked(forked_programs: None) -> None:
-    """What a program does is the same however it has begun; ``new_interpreters`` where it is not."""
+    """A program does the same however it has begun; where not, take ``new_interpreters``."""

@@ -34,7 +34,6 @@ from typing import Any, NoReturn
 
 import psutil
 
-
 _PRELOAD = [
     "unipar.testing.preload",
     "unipar.launch.preload",

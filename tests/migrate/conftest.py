@@ -1,0 +1,10 @@
+"""Scripts begin with torch imported; see :mod:`unipar.testing.programs`."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked(forked_programs: None) -> None:
+    """Their losses are the same however they have begun."""
