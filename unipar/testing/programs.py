@@ -318,7 +318,7 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], path: list[str])
             _code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
             # This file's own frame is the first.
             below = error.__traceback__ and error.__traceback__.tb_next
-            sys.excepthook(type(error), error, below)
+            sys.excepthook(type(error), error.with_traceback(below), below)
     except BaseException:
         # Also by an exception hook of the program's.
         _code = 1
