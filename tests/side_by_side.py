@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import NoReturn
 
 GRACE = 30.0
 """Seconds that an interrupted command has to clean up."""
@@ -102,6 +101,8 @@ def run(commands: list[str], lanes: int) -> int:
     suites: list[Suite] = []
     try:
         while waiting or running:
+            if _interrupts:
+                raise KeyboardInterrupt
             while waiting and len(running) < lanes:
                 suites.append(Suite(waiting.pop(0)))
                 running.append(suites[-1])
@@ -125,8 +126,12 @@ def print_times(suites: list[Suite]) -> None:
     print(f"==> {'':9} {total:9.0f}  in all")
 
 
-def terminate(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
+_interrupts: list[int] = []
+
+
+def note(number: int, _: object) -> None:
+    # Not raised at once: a command that is just being started would be left to itself.
+    _interrupts.append(number)
 
 
 def main() -> None:
@@ -138,7 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     # In the background of a shell SIGINT is ignored, and so it would be by the commands.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, terminate)
+        signal.signal(number, note)
     if hasattr(os, "SCHED_BATCH"):
         # A process that wakes up, as ranks do all the time, waits until another one's turn is over:
         # with fewer changes from one to the other the same is done in a tenth less time.

@@ -30,6 +30,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import process as multiprocess
 from typing import Any, NoReturn
 
 import psutil
@@ -207,6 +208,10 @@ def _request(
         return None
     kind = rest.pop(0) if rest[0] in ("-c", "-m") else ""
     variables = os.environ if env is None else env
+    path = os.fsdecode(variables.get("PYTHONPATH", "")).split(os.pathsep)
+    if any(os.path.exists(os.path.join(entry, "sitecustomize.py")) for entry in path):
+        # It acts when an interpreter starts, as that does which records a script's losses.
+        return None
     return {
         **options,
         "kind": kind,
@@ -300,6 +305,8 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], path: list[str])
         os.close(stream)
     _fork_on(path)
     os.chdir(request["cwd"])
+    # Where its own processes look for a main module that is named by a relative path.
+    multiprocess.ORIGINAL_DIR = request["cwd"]  # pyright: ignore[reportAttributeAccessIssue]
     os.environ.clear()
     os.environ.update(request["environ"])
     _reset(request, path)
