@@ -46,7 +46,8 @@ def serve(descriptor: int) -> None:
         gc.freeze()
     del sys.argv[1:]
     # The one of unipar.testing.preload, whose workers print for nobody.
-    warnings.filters[:] = [one for one in warnings.filters if one != _IGNORE_ALL]
+    filters: Any = warnings.filters
+    filters.remove(_IGNORE_ALL)
     with socket.socket(fileno=descriptor) as requests:
         _serve(requests, path)
 
