@@ -1,5 +1,5 @@
 # Each target does its own set-up: a virtual environment in .venv, from the pins in constraints.txt.
-#   make demo · make test · make test-all · make lint · make docs · make bench
+#   make demo · make check · make test · make test-all · make lint · make docs · make bench
 # PYTHON chooses the interpreter that .venv is made with: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -21,16 +21,20 @@ TORCH ?= 2.8.0
 OTHER ?= .venv-torch-$(TORCH)
 # Tests that start whole programs; most others share ranks that run already.
 PROGRAMS := $(addprefix tests/integration/,bench bench_report cli docs examples install)
-# Suites of tests that run at once; each has processes of its own, and often waits for them.
+# Suites of tests that run at once; each has processes of its own, and often waits for them. What
+# each has taken is shown at the end.
 LANES ?= 3
-SUITES = $(BIN)/python tests/side_by_side.py --lanes $(LANES) \
-  "$(BIN)/python -m pytest tests/unit" \
-  "$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
-  "$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
-  "$(BIN)/python -m pytest $(ONLY) backends/torch backends/template tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
-  "$(BIN)/python -m pytest $(ONLY) tests/migrate" \
-  "$(BIN)/python measure/strategies/matrix.py --cover" \
-  $(TOGETHER:%="$(BIN)/python -m pytest $(ONLY) backends/%")
+SIDE_BY_SIDE = $(BIN)/python tests/side_by_side.py --lanes $(LANES)
+SUITES = $(SIDE_BY_SIDE) \
+  "unit=$(BIN)/python -m pytest tests/unit" \
+  "programs=$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
+  "colossalai=$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
+  "integration=$(BIN)/python -m pytest $(ONLY) backends/torch backends/template tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
+  "migrate=$(BIN)/python -m pytest $(ONLY) tests/migrate" \
+  "matrix=$(BIN)/python measure/strategies/matrix.py --cover" \
+  $(foreach name,$(TOGETHER),"$(name)=$(BIN)/python -m pytest $(ONLY) backends/$(name)")
+# The kit against what is PyTorch's own.
+KIT := --pyargs unipar.testing --world-sizes 2 --strategy single --strategy ddp --strategy fsdp
 PINS := pyproject.toml constraints.txt
 # A machine with a GPU, and often without network: a folder of wheels for its Python, which is taken
 # along; the environment that is made from it beside the torch of PYTHON; and where records go.
@@ -42,11 +46,12 @@ GPU_OUT ?= docs/gpu
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean \
+.PHONY: help demo check test test-all installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean \
   wheels-gpu test-gpu bench-gpu gpu-environment
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
+	@echo "make check   check style and types, and run the unit tests and a part of the kit"
 	@echo "make test    run the tests, those of the backends' frameworks included"
 	@echo "make test-all  run them at greater length too, and make test-matrix"
 	@echo "make test-torch TORCH=2.8.0  run what rests on torch with another torch, for the docs"
@@ -66,6 +71,16 @@ help:
 
 demo: $(VENV)/.demo
 	$(BIN)/python examples/demo.py
+
+# What to run before each commit: two minutes or three.
+check: LANES := 2
+check: $(VENV)/.dev
+	$(SIDE_BY_SIDE) \
+	  "style=$(BIN)/ruff check ." \
+	  "format=$(BIN)/ruff format --check ." \
+	  "types=$(BIN)/pyright" \
+	  "unit=$(BIN)/python -m pytest -q tests/unit" \
+	  "kit=$(BIN)/python -m pytest -q -m 'not thorough' $(KIT)"
 
 # The fast tests come first, so that what is plainly broken is known within a minute or two, and
 # then the longest, so that none is left alone at the end. Each backend has processes of its own,

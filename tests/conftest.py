@@ -11,8 +11,9 @@ import pytest
 
 from unipar.testing.plugin import add_options
 
-# A test run in the background of a shell inherits an ignored SIGINT, and so would what it starts.
+# A test run in the background of a shell ignores these two, and so would what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,9 +1,10 @@
 """Run commands, a few at a time, as if they had been run one after the other.
 
-python tests/side_by_side.py --lanes 2 'pytest tests/first' 'pytest tests/second' …
+python tests/side_by_side.py --lanes 2 'first=pytest tests/first' 'second=pytest tests/second' …
 
 A command starts, in the order given, when a lane is free. What it prints is shown whole when it has
-ended. The first to fail ends the others.
+ended. The first to fail ends the others. At the end a table says what each has taken; there a
+command goes by the name before its "=", if it has one.
 """
 
 from __future__ import annotations
@@ -11,84 +12,126 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from typing import IO, NamedTuple, NoReturn
 
 GRACE = 30.0
 """Seconds that an interrupted command has to clean up."""
+POLL = 0.1
 
 
-class Running(NamedTuple):
-    command: str
-    process: subprocess.Popen[bytes]
-    output: IO[bytes]
-    began: float
+class Suite:
+    """A command that runs, or has run.
+
+    Attributes:
+        status: its exit code, once it has ended.
+        took: seconds from its start to its end.
+        cpu: seconds of processor time of it and of all that it has waited for.
+    """
+
+    def __init__(self, command: str) -> None:
+        name, self.command = _parse(command)
+        self.name = name or self.command
+        self.status: int | None = None
+        self.took = self.cpu = 0.0
+        print(f"==> started: {self.command}", flush=True)
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in show()
+        self._process = subprocess.Popen(
+            # Replaced by the command, so that a signal for it does not end at the shell.
+            ["sh", "-c", f"exec {self.command}"],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C is for this program, which then interrupts each command once.
+            start_new_session=True,
+        )
+        self._began = time.monotonic()
+
+    def ended(self) -> bool:
+        # Not by Popen, which asks for no processor time.
+        if self.status is None:
+            pid, status, used = os.wait4(self._process.pid, os.WNOHANG)
+            if pid:
+                self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.took = time.monotonic() - self._began
+                self.cpu = used.ru_utime + used.ru_stime
+        return self.status is not None
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        while not self.ended():
+            time.sleep(POLL)
+
+    def show(self, what: str) -> None:
+        print(f"==> {what} after {self.took:.0f} s: {self.command}", flush=True)
+        with self._output as output:
+            output.seek(0)
+            while chunk := output.read(1 << 16):
+                sys.stdout.buffer.write(chunk)
+        sys.stdout.flush()
 
 
-def start(command: str) -> Running:
-    print(f"==> started: {command}", flush=True)
-    output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in show()
-    process = subprocess.Popen(
-        # Replaced by the command, so that a signal for it does not end at the shell.
-        ["sh", "-c", f"exec {command}"],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        # Ctrl-C is for this program, which then interrupts each command once.
-        start_new_session=True,
-    )
-    return Running(command, process, output, time.monotonic())
+def _parse(command: str) -> tuple[str, str]:
+    named = re.match(r"([\w-]+)=(.*)", command, re.DOTALL)
+    return (named[1], named[2]) if named else ("", command)
 
 
-def show(ended: Running, what: str) -> None:
-    took = time.monotonic() - ended.began
-    print(f"==> {what} after {took:.0f} s: {ended.command}", flush=True)
-    with ended.output as output:
-        output.seek(0)
-        while chunk := output.read(1 << 16):
-            sys.stdout.buffer.write(chunk)
-    sys.stdout.flush()
-
-
-def end(running: list[Running]) -> None:
-    for one in running:
-        one.process.send_signal(signal.SIGINT)
+def end(running: list[Suite]) -> None:
+    for suite in running:
+        suite.interrupt()
     deadline = time.monotonic() + GRACE
-    for one in running:
-        try:
-            one.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(one.process.pid, signal.SIGKILL)
-            one.process.wait()
-        show(one, "ended")
+    for suite in running:
+        while not suite.ended() and time.monotonic() < deadline:
+            time.sleep(POLL)
+        if not suite.ended():
+            suite.kill()
+        suite.show("ended")
 
 
 def run(commands: list[str], lanes: int) -> int:
     """Run all; the status of the first that fails, or 0."""
     waiting, running = list(commands), []
+    suites: list[Suite] = []
     try:
         while waiting or running:
+            if _interrupts:
+                raise KeyboardInterrupt
             while waiting and len(running) < lanes:
-                running.append(start(waiting.pop(0)))
-            ended = [one for one in running if one.process.poll() is not None]
-            for one in ended:
-                running.remove(one)
-                status = one.process.returncode
-                show(one, f"failed ({status})" if status else "passed")
-                if status:
-                    return status
-            time.sleep(0.2)
+                suites.append(Suite(waiting.pop(0)))
+                running.append(suites[-1])
+            for suite in [one for one in running if one.ended()]:
+                running.remove(suite)
+                suite.show(f"failed ({suite.status})" if suite.status else "passed")
+                if suite.status:
+                    return suite.status
+            time.sleep(POLL)
     finally:
         end(running)
+        print_times(suites)
     return 0
 
 
-def terminate(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
+def print_times(suites: list[Suite]) -> None:
+    print("==>   seconds  of processor time")
+    for suite in suites:
+        print(f"==> {suite.took:9.0f} {suite.cpu:9.0f}  {suite.name}")
+    total = sum(suite.cpu for suite in suites)
+    print(f"==> {'':9} {total:9.0f}  in all")
+
+
+_interrupts: list[int] = []
+
+
+def note(number: int, _: object) -> None:
+    # Not raised at once: a command that is just being started would be left to itself.
+    _interrupts.append(number)
 
 
 def main() -> None:
@@ -100,7 +143,7 @@ def main() -> None:
     args = parser.parse_args()
     # In the background of a shell SIGINT is ignored, and so it would be by the commands.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, terminate)
+        signal.signal(number, note)
     if hasattr(os, "SCHED_BATCH"):
         # A process that wakes up, as ranks do all the time, waits until another one's turn is over:
         # with fewer changes from one to the other the same is done in a tenth less time.

@@ -29,7 +29,10 @@ from measure.gpu import cards  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "gpu" / "tests.json"
 SUITES = {
-    "tests marked `gpu`": ["-m", "gpu", "backends/torch/tests/test_gpu.py"],
+    "tests marked `gpu`": [
+        *("-m", "gpu", "backends/torch/tests/test_gpu.py"),
+        "tests/integration/fit/test_feed_on_gpus.py",
+    ],
     **{
         f"kit: `{strategy}`": ["--pyargs", "unipar.testing", "--strategy", strategy]
         for strategy in ("single", "ddp", "fsdp")

@@ -41,6 +41,18 @@ def test_outputs_are_whole_and_not_mixed() -> None:
     assert out.splitlines()[-1].startswith("==> all passed")
 
 
+def test_a_table_says_what_each_has_taken(tmp_path: Path) -> None:
+    busy = tmp_path / "busy.py"
+    busy.write_text("import time\nwhile time.process_time() < 0.8:\n    pass\n")
+    # Of what a command has started, too.
+    run = start("idle=sleep 0.5", f"busy=sh -c '{sys.executable} {busy}; true'")
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, out
+    rows = re.findall(r"^==> +(?:\d+ +)?(\d+)  (.+)$", out, re.MULTILINE)
+    assert [name for _, name in rows] == ["idle", "busy", "in all"], out
+    assert [int(seconds) for seconds, _ in rows] == [0, 1, 1]
+
+
 def test_two_run_at_once(tmp_path: Path) -> None:
     meet = "sh -c 'touch {0}; while [ ! -e {1} ]; do sleep 0.05; done'"
     here, there = tmp_path / "here", tmp_path / "there"

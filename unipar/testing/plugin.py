@@ -97,6 +97,24 @@ def world_pool(request: pytest.FixtureRequest) -> Iterator[WorldPools]:
     pools.close()
 
 
+@pytest.fixture(scope="module")
+def forked_programs() -> Iterator[None]:
+    """Python programs that a module's tests start, and the ranks of those, begin with torch."""
+    from unipar.testing import programs
+
+    with programs.forked_programs():
+        yield
+
+
+@pytest.fixture
+def new_interpreters() -> Iterator[None]:
+    """They do not in this test."""
+    from unipar.testing import programs
+
+    with programs.new_interpreters():
+        yield
+
+
 @pytest.fixture(scope="session")
 def saved_checkpoints(world_pool: WorldPools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """``saved_checkpoints[Where("fsdp", 2)]`` is a checkpoint that other places can resume."""

@@ -291,6 +291,7 @@ def test_a_missing_or_wrong_accelerate_is_named(
         fit(build(), DATA, strategy="accelerate", **settings(tmp_path))
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_broken_accelerate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate/__init__.py").write_text("raise OSError('libtorch.so: no such file')")
@@ -299,6 +300,7 @@ def test_a_broken_accelerate_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         fit(build(), DATA, strategy="accelerate", **settings(tmp_path / "run"))
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_the_strategy_is_found_without_importing_accelerate() -> None:
     code = (
         "import sys; from unipar.strategy import registry; s = registry.resolve('accelerate'); "
@@ -316,6 +318,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_run_prints_nothing_of_accelerates() -> None:
     done = run("warning")
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 HERE = find_spec("colossalai") is not None and find_spec("unipar_colossalai") is not None
 
@@ -13,3 +17,14 @@ def pytest_report_header() -> str | None:
     if HERE:
         return None
     return "colossalai: not installed in this environment; its tests are left out"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked(forked_programs: None) -> None:
+    """A program does the same however it has begun; where not, take ``new_interpreters``."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # Other tests are to have a torch that it has not changed.
+    if all(Path(__file__).parent in item.path.parents for item in session.items):
+        os.environ["UNIPAR_TESTING_PRELOAD"] = "unipar_colossalai.framework:load"

@@ -15,5 +15,7 @@ STRATEGIES = [
     "colossalai:plugin=gemini",
     "colossalai:plugin=fsdp",
 ]
+# Its optimizer is the one of zero1.
+BRIEF = ["colossalai:plugin=zero2"]
 
 pytestmark = pytest.mark.slow

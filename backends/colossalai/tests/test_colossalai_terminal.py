@@ -21,6 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("plugin", ["gemini", "ddp", "zero2", "fsdp"])
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_run_prints_nothing_of_the_frameworks(plugin: str) -> None:
     done = run(plugin, "warning")
     assert done.returncode == 0, done.stderr
@@ -28,6 +29,7 @@ def test_a_run_prints_nothing_of_the_frameworks(plugin: str) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("new_interpreters")
 def test_debug_shows_what_the_framework_says() -> None:
     done = run("zero2", "debug")
     assert done.returncode == 0, done.stderr

@@ -158,6 +158,7 @@ def test_master_weights_are_taken_not_rounded_ones(plain: dict[str, Path]) -> No
     assert not torch.equal(trained, trained.bfloat16().float())
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_reading_does_not_import_deepspeed(plain: dict[str, Path]) -> None:
     code = (
         "import sys; from pathlib import Path; from unipar_deepspeed import saved; "

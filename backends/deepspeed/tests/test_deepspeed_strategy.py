@@ -133,6 +133,7 @@ def test_a_missing_or_wrong_deepspeed_is_named(
         fit(build(), DATA, strategy="zero1", **settings(tmp_path))
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_broken_deepspeed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed/__init__.py").write_text("raise OSError('libaio.so.1: cannot open')")
@@ -141,6 +142,7 @@ def test_a_broken_deepspeed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         fit(build(), DATA, strategy="zero1", **settings(tmp_path / "run"))
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_importing_the_strategy_imports_no_deepspeed() -> None:
     code = "import sys, unipar_deepspeed.strategy; sys.exit('deepspeed' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -240,12 +242,14 @@ def run_script(directory: Path, level: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_the_terminal_is_quiet(tmp_path: Path) -> None:
     done = run_script(tmp_path / "quiet", "info")
     assert (done.stdout, done.stderr) == ("trained\n", "")
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("new_interpreters")
 def test_at_debug_deepspeed_is_heard(tmp_path: Path) -> None:
     done = run_script(tmp_path / "loud", "debug")
     assert "DeepSpeed" in done.stdout + done.stderr

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # Each takes about as long to import as torch, and only workers need it.
 SLOW = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy")
 
@@ -26,6 +28,7 @@ print("config", slow())
 """
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_what_comes_before_the_workers_imports_nothing_slow() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(slow=SLOW)],

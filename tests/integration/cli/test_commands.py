@@ -233,6 +233,7 @@ def test_convert_there_and_back(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_help_and_version_do_not_import_torch() -> None:
     code = (
         "import sys\nfrom unipar.cli import main\n"

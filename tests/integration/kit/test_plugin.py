@@ -16,11 +16,13 @@ def run_pytest(directory: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=150)
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_plugin_imports_no_torch() -> None:
     code = "import sys, unipar.testing.plugin; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_another_suite_may_have_options_of_the_same_names(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "def pytest_addoption(parser):\n    parser.addoption('--strategy', default='theirs')\n"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import tempfile
@@ -72,7 +71,7 @@ class Script:
         path.write_text(PREAMBLE + textwrap.dedent(body))
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
         command = [sys.executable, str(path), str(self.directory)]
-        return Program(command, preexec_fn=_heed_signals, **options)
+        return Program(command, **options)
 
     def run(self, body: str, *, timeout: float = 60, **options) -> subprocess.CompletedProcess[str]:
         process = self.start(body, **options)
@@ -85,12 +84,6 @@ class Script:
         while not all((self.directory / name).exists() for name in names):
             assert time.monotonic() < deadline, f"no {names}"
             time.sleep(0.05)
-
-
-def _heed_signals() -> None:
-    """As under a terminal: what a shell starts in the background ignores these two."""
-    for number in (signal.SIGINT, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -243,6 +243,7 @@ def test_a_rank_that_never_joins_is_missing_too():
     )
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_no_noise_but_the_error(script):
     done = script.run("""
         import logging

@@ -42,6 +42,8 @@ except Exception as error:
 """
 
 
+# Its workers take on the limit that it sets.
+@pytest.mark.usefixtures("new_interpreters")
 @pytest.mark.parametrize(("sent", "returned"), [(200_000, 0), (0, 200_000)], ids=["sent", "back"])
 def test_what_processes_are_sent_and_return_needs_room(
     tmp_path: Path, sent: int, returned: int

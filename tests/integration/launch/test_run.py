@@ -38,6 +38,7 @@ def test_a_closure_runs_on_every_rank_and_rank_0s_value_returns():
     assert pid != os.getpid()
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_threads_share_the_cores_unless_the_user_has_set_them(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     cores = len(os.sched_getaffinity(0))
@@ -67,6 +68,7 @@ def test_a_script_without_a_main_guard_is_not_run_again(script, tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_python_dash_c(tmp_path):
     code = "from unipar.launch import run; k = 5; print(run(lambda p: p.size + k, devices=2))"
     done = subprocess.run(
@@ -75,6 +77,7 @@ def test_python_dash_c(tmp_path):
     assert (done.stdout, done.stderr) == ("7\n", "")
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_stray_torch_in_the_working_directory_is_not_imported(script, tmp_path):
     cwd = tmp_path / "cwd"
     cwd.mkdir()

@@ -16,6 +16,8 @@ from unipar import ConfigError, WorkerError
 from unipar.benchmark.api import bench
 from unipar.benchmark.trial import explain
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 DATA = (torch.randn(32, 4), torch.randn(32, 1))
 
 

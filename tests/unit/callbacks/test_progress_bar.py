@@ -18,6 +18,8 @@ from rich.console import Console
 
 from unipar.callbacks import History, ProgressBar, RunResult
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 

@@ -23,6 +23,8 @@ from unipar.errors import CheckpointError
 from unipar.state import TensorState
 from unipar.world import World
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROGRAM = """
     import sys, torch
     from unipar.checkpoint import save, save_async
@@ -238,6 +240,7 @@ def test_a_file_in_the_place_of_the_directory_is_named(
         save(tmp_path / "runs", {"m": make_engine({"w": torch.ones(1)})}, alone, step=1)
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_process_does_not_exit_before_its_background_save(tmp_path: Path) -> None:
     _run(tmp_path, 'save_async(directory, {"m": Engine(3)}, alone, step=3)')
     assert newest(tmp_path) == tmp_path / "step-00000003"

@@ -18,6 +18,8 @@ from unipar.config.runfile import RunFile
 from unipar.errors import CheckpointError, ConfigError
 from unipar.strategy import registry
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def test_an_error_is_one_line_and_its_kind_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
