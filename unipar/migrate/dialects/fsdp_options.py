@@ -215,8 +215,8 @@ class Options:
             self.plan.warn(
                 call,
                 f"FSDP computed all in {width}, what the model gives included; unipar's fsdp gives "
-                "that in float32, so that what a loss makes of it differs by up to "
-                f"{'2^-8' if param == 'bf16' else '2^-11'} of itself, towards float32's.",
+                "that in float32: losses differ by up to "
+                f"{'2^-8' if param == 'bf16' else '2^-11'} of themselves, towards float32's.",
                 "Nothing is to be done unless you rely on the rounding.",
             )
 

@@ -69,7 +69,6 @@ def open() -> Session:
         session = Session(
             config.strategy,
             precision=config.precision,
-            float32_matmul_precision=config.float32_matmul_precision,
             device=config.device,
             timeout=config.timeout,
             on_nan=config.on_nan,
