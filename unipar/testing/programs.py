@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -177,9 +178,15 @@ def _request(
     args: Any, cwd: Any, env: Mapping[Any, Any] | None, *, new_session: bool
 ) -> dict[str, Any] | None:
     """What to fork for a command; ``None`` for one that is to be started as it is."""
-    if not isinstance(args, (list, tuple)) or os.fspath(args[0]) != sys.executable:
+    variables = os.environ if env is None else env
+    if not isinstance(args, (list, tuple)):
         return None
-    rest = [os.fsdecode(one) for one in args[1:]]
+    first, *rest = (os.fsdecode(one) for one in args)
+    if first != sys.executable:
+        script = shutil.which(first, path=variables.get("PATH"))
+        if script is None or not _is_ours(script):
+            return None
+        rest = [script, *rest]
     options: dict[str, Any] = {"unbuffered": False, "warnings": []}
     while rest and rest[0].startswith(("-B", "-u", "-W")):
         flag = rest.pop(0)
@@ -190,7 +197,6 @@ def _request(
     if not rest or (rest[0].startswith("-") and rest[0] not in ("-c", "-m")):
         return None
     kind = rest.pop(0) if rest[0] in ("-c", "-m") else ""
-    variables = os.environ if env is None else env
     path = os.fsdecode(variables.get("PYTHONPATH", "")).split(os.pathsep)
     if any(os.path.exists(os.path.join(entry, "sitecustomize.py")) for entry in path):
         # It acts when an interpreter starts, as that does which records a script's losses.
@@ -205,3 +211,9 @@ def _request(
         "new_session": new_session,
         "parent": os.getpid(),
     }
+
+
+def _is_ours(script: str) -> bool:
+    """Whether it is one of the commands that were installed for this interpreter."""
+    with open(script, "rb") as file:
+        return file.read(256).splitlines()[:1] == [b"#!" + os.fsencode(sys.executable)]
