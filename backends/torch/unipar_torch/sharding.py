@@ -130,6 +130,7 @@ class ShardReducer(Reducer):
     Args:
         module: the root of what ``fully_shard`` was called for.
         world: the joined processes.
+        strategy: as the user calls it.
         every: whether each micro-batch's are, and not those of all together in the last one.
     """
 
