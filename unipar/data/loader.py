@@ -77,6 +77,7 @@ class Loader:
         self._shuffle = shuffles(shuffle, source)
         self._settings = loading_settings(source, num_workers, pin_memory)
         self._collate = Collate(collate_fn or source.collate_fn)
+        self._collates = collate_fn is not None
         self._position = Position(0, 0)
         self._stream_state: Any = None
         self._structure: Any = None
@@ -220,7 +221,8 @@ class Loader:
         begin = copies_to(device)
         if begin is None:
             return iter(self)
-        ahead = bool(self._settings.get("num_workers")) or self._source.in_memory
+        own = self._collates or not self._source.in_memory
+        ahead = bool(self._settings.get("num_workers")) or not own
         reading = fed(self._reading(), device, begin, ahead=ahead, limit=limit)
         return self._used(reading)
 

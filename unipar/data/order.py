@@ -32,9 +32,9 @@ def mixed_seed(*parts: int) -> int:
 def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
     """Indices of all samples in the order in which this epoch sees them, int64."""
     if not shuffle:
-        return torch.arange(num_samples)
+        return torch.arange(num_samples, device="cpu")
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    return torch.randperm(num_samples, generator=generator)
+    return torch.randperm(num_samples, generator=generator, device="cpu")
 
 
 @dataclass(frozen=True)

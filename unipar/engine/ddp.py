@@ -206,7 +206,8 @@ class DDPReducer(Reducer):
                 "backward of each micro-batch in `with engine.microbatch(last=…):`, or use "
                 "engine.train_step(batch, loss)."
             )
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+        there = [p.grad is not None for p in parameters]
+        used = torch.tensor(there, dtype=torch.int32, device="cpu")
         used = to_device(used, parameters[0].device)
         telling = dist.all_reduce(used, dist.ReduceOp.MAX, group=group, async_op=True)
         assert telling is not None

@@ -25,6 +25,7 @@ class DeviceSkipping:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: Any = optimizer
         self._optimizers: list[Any] = list(optimizers_in(optimizer).values())
         self._first = True
 
@@ -34,7 +35,10 @@ class DeviceSkipping:
         Not the first: it makes the optimizer's state, which is to be as it was.
         """
         first, self._first = self._first, False
-        return not first and all(map(_takes_flag, self._optimizers))
+        takers = [self._optimizer, *self._optimizers]
+        # What comes after a step would be done after one that changed nothing, too.
+        followed = any(one._optimizer_step_post_hooks for one in takers)
+        return not first and not followed and all(map(_takes_flag, self._optimizers))
 
     @contextlib.contextmanager
     def unless_finite(self, norm: torch.Tensor) -> Iterator[None]:

@@ -40,7 +40,8 @@ def is_fused(name: str, options: Mapping[str, Any], parameters: Sequence[torch.T
 
     That of ``adam``, ``adamw`` and ``sgd`` is, inside of :func:`fused_by_default`, if the user has
     chosen no implementation and every parameter is one of floating-point numbers on a CUDA device
-    with dense gradients; and, if they are DTensors, where PyTorch has a rule for it.
+    with dense gradients; and, if they are DTensors, where PyTorch has a rule for it. ``sgd`` with a
+    momentum is not.
 
     Args:
         name: lower-cased.
@@ -50,6 +51,10 @@ def is_fused(name: str, options: Mapping[str, Any], parameters: Sequence[torch.T
     sparse = _sparse.get()
     chosen = any(options.get(key) is not None for key in ("fused", "foreach"))
     if sparse is None or chosen or options.get("differentiable"):
+        return False
+    # torch 2.13, optim/sgd.py, `_fused_sgd`: it fails where a parameter has its first gradient in a
+    # later step than others (unused ones, and those that are thawed).
+    if options.get("momentum"):
         return False
     divided = {is_dtensor(parameter) for parameter in parameters}
     # torch 2.13, distributed/tensor/_ops/_pointwise_ops.py, and 2.8 to 2.15: there are rules for

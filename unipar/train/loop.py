@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unipar import checkpoint, launch
 from unipar.callbacks import (
     Callback,
@@ -298,6 +300,9 @@ class TrainingRun:
         launch.mark(self.step + 1, "training step")
         self.signals.begin_step()
         lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
+        if isinstance(lr, torch.Tensor):
+            # A scheduler changes it in place, before it is recorded.
+            lr = lr.clone()
         done = self.engine.train_step(batch, self.loss)
         # The step before, of which the device has come to the end since.
         self._settle()

@@ -32,7 +32,9 @@ class HostCopy:
         device: Any = torch.get_device_module(tensor.device)
         own = device.current_stream(tensor.device)
         stream = own if work is None else _beside(tensor.device)
-        self._values = values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._values = values = torch.empty(
+            tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+        )
         with device.stream(stream):
             if work is not None:
                 # Only this stream waits: the backward pass need not, whoever is the last rank.

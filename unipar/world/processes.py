@@ -132,7 +132,7 @@ class World:
         # Takes as long to import as torch itself, and only some strategies ask for it.
         from torch.distributed.device_mesh import DeviceMesh
 
-        ranks = torch.tensor(self.layout.ranks())
+        ranks = torch.tensor(self.layout.ranks(), device="cpu")
         ranks = ranks.view([getattr(self.layout, axis) for axis in grid])
         for at, axis in enumerate(grid):
             if axis not in self._groups:
@@ -191,7 +191,9 @@ class World:
             return LossReduction(self, total, count, scale)
         self._step += 1
         place = self._step % _PLACES
-        values = torch.tensor([0.0, 0.0, place, place**2, *self._flags], dtype=torch.float64)
+        known = [0.0, 0.0, place, place**2, *self._flags]
+        # Not on what a user's script has made torch's default device.
+        values = torch.tensor(known, dtype=torch.float64, device="cpu")
         values = to_device(values, total.device)
         if self.leads:
             values[0] = total * scale

@@ -18,7 +18,7 @@ from unipar.world import Placement
 OPTIONS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-2},
     "adamw": {"lr": 1e-2, "amsgrad": True},
-    "sgd": {"lr": 1e-1, "momentum": 0.9},
+    "sgd": {"lr": 1e-1, "weight_decay": 1e-2},
 }
 
 

@@ -108,7 +108,7 @@ def give_values(module: nn.Module, weights: Weights, world: World, *, offloaded:
         wholes = [
             weights.pop(names[target]).to(_HOST)
             if world.is_main
-            else torch.empty(target.shape, dtype=target.dtype)
+            else torch.empty(target.shape, dtype=target.dtype, device=_HOST)
             for target in piece
         ]
         broadcast_tensors(wholes, world)

@@ -36,7 +36,8 @@ WHOLE, SHARD = OnGPU(), OnGPU(whole=False)
     [
         ("adam", {}, [WHOLE, WHOLE], True),
         ("adamw", {"lr": 0.1, "fused": None, "amsgrad": True}, [WHOLE], True),
-        ("sgd", {"momentum": 0.9}, [WHOLE], True),
+        ("sgd", {"weight_decay": 0.1}, [WHOLE], True),
+        ("sgd", {"momentum": 0.9}, [WHOLE], False),
         ("adagrad", {}, [WHOLE], False),
         ("muon", {}, [WHOLE], False),
         ("adamw", {}, [SHARD, SHARD], True),
@@ -103,3 +104,15 @@ def test_an_embedding_with_sparse_gradients_is_not_stepped_by_it(
     assert built is not None
     model(torch.tensor([1])).sum().backward()
     built.step()
+
+
+def test_a_parameter_may_have_its_first_gradient_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "DEVICE_TYPES", frozenset({"cpu"}))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    build = NamedOptimizer("sgd", {"momentum": 0.9})
+    built = build_optimizer(EngineSpec(model, build), model, may_fuse=True)
+    assert built is not None
+    for part in (model[0], model):
+        part(torch.ones(1, 2)).sum().backward()
+        built.step()
+    assert all(p in built.state for p in model.parameters())

@@ -168,6 +168,21 @@ def test_what_takes_no_flag_is_looked_at_before_it_steps(session: Session, kind:
     assert same(state(engine), before)
 
 
+def test_what_follows_a_step_does_not_follow_one_that_is_not_taken(session: Session) -> None:
+    taken: list[int] = []
+
+    def build(named: Any) -> optim.Optimizer:
+        optimizer = fused()(named)
+        optimizer.register_step_post_hook(lambda *_: taken.append(1))
+        return optimizer
+
+    engine = prepare(session, build)
+    engine.train_step(batch(), squares)
+    with pytest.raises(NonFiniteLossError, match="step 2"):
+        engine.train_step(batch(sudden=True), squares)
+    assert taken == [1]
+
+
 def test_a_first_step_is_looked_at_for_it_makes_the_optimizers_state(session: Session) -> None:
     engine = prepare(session, fused(optim.SGD, momentum=0.9))
     with pytest.raises(NonFiniteLossError, match="step 1"):
@@ -221,7 +236,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopy, "waits", unread)
 
 
-def run(tmp_path: Any, steps: Steps, sudden: int | None = None, **settings: Any) -> Any:
+def run(
+    tmp_path: Any, steps: Steps, sudden: int | None = None, optimizer: Any = None, **settings: Any
+) -> Any:
     samples = [(X[i % 4], torch.tensor(i // 4 == sudden)) for i in range(24)]
 
     def loss(model: Any, data: Any) -> torch.Tensor:
@@ -229,9 +246,9 @@ def run(tmp_path: Any, steps: Steps, sudden: int | None = None, **settings: Any)
 
     settings = {"checkpoint": {"directory": str(tmp_path / "kept"), "every_steps": 2}, **settings}
     return unipar.fit(
-        model(), samples, loss=loss, optimizer=fused(), max_grad_norm=1.0, strategy="single",
-        devices=1, device="cpu", global_batch_size=4, epochs=1, shuffle=False, callbacks=[steps],
-        output_dir=tmp_path / "run", progress=False, **settings,
+        model(), samples, loss=loss, optimizer=optimizer or fused(), max_grad_norm=1.0,
+        strategy="single", devices=1, device="cpu", global_batch_size=4, epochs=1, shuffle=False,
+        callbacks=[steps], output_dir=tmp_path / "run", progress=False, **settings,
     )  # fmt: skip
 
 
@@ -259,3 +276,14 @@ def test_a_run_stops_before_anything_is_made_of_it(tmp_path: Any, lags: bool, ba
     assert [path.name for path in (tmp_path / "kept").iterdir() if path.name[0] == "s"] == [
         "step-00000002"
     ]
+
+
+@pytest.mark.usefixtures("late")
+def test_a_rate_that_is_a_tensor_is_recorded_as_the_step_had_it(tmp_path: Any) -> None:
+    def build(named: Any) -> optim.Optimizer:
+        return optim.AdamW([p for _, p in named], lr=torch.tensor(0.1), fused=True)
+
+    halving = {"name": "exponentiallr", "gamma": 0.5}
+    found = run(tmp_path, Steps(True), optimizer=build, lr_scheduler=halving, checkpoint=False)
+    rates = [record.lr for record in found.history]
+    assert rates == pytest.approx([0.1 / 2**step for step in range(6)])

@@ -108,15 +108,14 @@ def test_code_of_the_users_runs_when_it_would_without_a_feed(noting: Notes):
         (torch.utils.data.Subset(TensorDataset(torch.arange(4)), [0, 1, 2]), {}, True),
         (Told([], 3), {}, False),
         (Told([], 3), {"num_workers": 1}, True),
+        (DataLoader(torch.arange(3), collate_fn=torch.stack), {}, False),  # pyright: ignore[reportArgumentType]
         (torch.arange(3), {"collate_fn": torch.stack}, False),
     ],
-    ids=["tensor", "tensors", "list", "subset", "dataset", "workers", "collate_fn"],
+    ids=["tensor", "tensors", "list", "subset", "dataset", "workers", "a DataLoader's", "collates"],
 )
 def test_what_is_read_early(data: Any, settings: dict[str, Any], early: bool, noting: Notes):
     noting.begin = lambda data: lambda: data  # pyright: ignore[reportAttributeAccessIssue]
     given = loader(data, **settings)
-    if "collate_fn" in settings:
-        given = loader(DataLoader(data, collate_fn=settings["collate_fn"]))
     indexed = given._indexed
     reads: list[int] = []
 
