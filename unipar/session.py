@@ -194,7 +194,7 @@ class Session:
             raise late
 
     def _last_error(self) -> Exception | None:
-        """What an engine's last step has come to, where nobody has read its result."""
+        """Find the error of an engine's last step, where nobody has read its result."""
         for engine in self.engines.values():
             try:
                 engine.check_last_step()

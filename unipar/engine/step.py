@@ -38,7 +38,7 @@ from unipar.world import World
 
 
 class StepEngine(Engine):
-    """What every strategy does in a step, around the parts in which they differ.
+    """The engine of every strategy, around the parts in which they differ.
 
     Loss and gradient are means over all items of the global batch. What is not given is as in a
     plain loop on one device. A strategy's ``prepare`` builds the parts, and nothing is overridden.

@@ -41,7 +41,7 @@ _POLL, _POLL_OWN = 0.2, 0.05
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank has last told.
+    """The last word of a rank.
 
     Attributes:
         rank: whose word it is.
@@ -350,7 +350,7 @@ def _address_towards(meeting: tuple[str, int]) -> str:
 
 
 def _connects(meeting: tuple[str, int]) -> bool | None:
-    """Whether something listens there; ``None`` if not even the host says no."""
+    """Return whether something listens there; ``None`` if not even the host says no."""
     try:
         socket.create_connection(meeting, timeout=_PATIENCE).close()
     except ConnectionRefusedError:

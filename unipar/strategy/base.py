@@ -22,7 +22,7 @@ SelfTest = Literal["auto"] | bool
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy, with the options it was given, can do. Anything else is a ConfigError.
+    """The abilities of a strategy with its options. Anything else is a ConfigError.
 
     Attributes:
         precisions: the compute dtypes; weights and reductions stay fp32 in all of them, unless
@@ -109,12 +109,12 @@ class Strategy(ABC):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Whether the framework is installed and usable, found without importing it."""
+        """Return whether the framework is installed and usable, found without importing it."""
         return Availability(ok=True)
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this strategy can do with these options."""
+        """Say what this strategy can do with these options."""
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         """Refuse what :class:`Capabilities` cannot express, before any process starts.
@@ -146,7 +146,7 @@ class Strategy(ABC):
         """Wrap a model, then build its optimizer and scheduler. Collective."""
 
     def explain(self, error: BaseException) -> str:
-        """What an error of the framework's own means, and what to do; empty if it is not known.
+        """Explain an error of the framework's own, and what to do; empty if it is not known.
 
         A session that ends with the error raises a :class:`ConfigError` of these words from it.
         """

@@ -30,7 +30,7 @@ Parallelize = Callable[[nn.Module, World], None]
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What the user asked of one engine.
+    """A user's request for one engine.
 
     Attributes:
         model: a module, or a function without arguments that builds one.

@@ -14,7 +14,7 @@ from unipar.layout import Layout
 
 @dataclass(frozen=True)
 class ModelContext:
-    """What a model function is told of where its model will be, if it takes an argument.
+    """The place of a model, for a model function that takes an argument.
 
     Attributes:
         layout: how the processes of the run are arranged.
@@ -31,7 +31,7 @@ ModelFactory = Callable[[], nn.Module] | Callable[[ModelContext], nn.Module]
 
 
 def takes_context(function: ModelFactory) -> bool:
-    """Whether a model function has one parameter, without a default."""
+    """Return whether a model function has one parameter, without a default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # Some built-in functions have none.
@@ -42,11 +42,11 @@ def takes_context(function: ModelFactory) -> bool:
 
 
 def build_model(function: ModelFactory, context: ModelContext | None = None) -> nn.Module:
-    """What a model function builds.
+    """Build a model by a user's function.
 
     Args:
         function: the user's.
-        context: what it is told, if it takes an argument; left out: of one process, on the host.
+        context: given to it, if it takes an argument; left out: of one process, on the host.
     """
     build: Callable[..., nn.Module] = function
     if not takes_context(function):

@@ -9,7 +9,7 @@ from unipar.utils.host_copy import HostCopy
 
 
 class StepResult:
-    """What one training step did; equal on every rank.
+    """The result of one training step; equal on every rank.
 
     The device may not have come to the end of the step yet. Then reading any of it waits until it
     is known that the step was taken, once for all: on an accelerator a run is faster that reads a

@@ -148,7 +148,7 @@ class Scenario:
             return self.model()
 
     def spec(self, data_size: int) -> EngineSpec:
-        """What a strategy on ``data_size`` ranks is asked for."""
+        """Make the spec that a strategy on ``data_size`` ranks is given."""
         return EngineSpec(
             model=self.model if self.factory else self.build(),
             optimizer=self.optimizer,

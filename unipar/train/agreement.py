@@ -46,7 +46,7 @@ def agree(job: Job, world: World, claim: contextlib.ExitStack) -> Job:
 
 
 def started_with(job: Job) -> dict[str, Any]:
-    """What this rank was started with, by the name that a message gives it.
+    """Return what this rank was started with, by the name that a message gives it.
 
     Ranks that differ in it would take different steps, and wait for each other without end.
     """

@@ -57,7 +57,7 @@ class TerminalReport:
 
 
 def terminal(result: BenchResult) -> TerminalReport:
-    """What rich prints: the table sorted by throughput, then what failed, then what to pick."""
+    """Lay out for rich: the table sorted by throughput, then what failed, then what to pick."""
     return TerminalReport(result)
 
 
