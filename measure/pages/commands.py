@@ -83,7 +83,7 @@ def _takes(hint: Any) -> str:
     if origin is tuple:
         return f"{_takes(arguments[0])}, several"
     kinds = {str: "text", int: "integer", float: "number", Path: "path"}
-    return kinds.get(hint, hint.__name__)
+    return kinds.get(hint) or hint.__name__
 
 
 def _default(argument: Any) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from unipar.launch.failure import Failure, cause
 from unipar.launch.forked import taken
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import RunDir
-from unipar.utils.signals import Request
+from unipar.utils.signals import TERMINATIONS, Request
 
 logger = logging.getLogger("unipar.launch")
 
@@ -119,7 +122,7 @@ class Agent(LocalElasticAgent):
         self, worker_group: api.WorkerGroup
     ) -> dict[int, Any]:
         restart = len(self._attempts)
-        with taken():
+        with taken(), _handlers_kept():
             pids = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue]
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
@@ -230,3 +233,20 @@ class Agent(LocalElasticAgent):
             error = cause(errors).error
             assert error is not None
             raise error
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Put back the handlers of signals that torch's agent has taken over meanwhile.
+
+    Torch 2.8, distributed/elastic/multiprocessing/api.py, PContext.start: it takes all four,
+    where newer ones take those that ``TORCHELASTIC_SIGNALS_TO_HANDLE`` names.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *TERMINATIONS)}
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        before[signal.SIGQUIT] = signal.SIG_IGN
+    yield
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)

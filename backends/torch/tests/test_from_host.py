@@ -109,7 +109,8 @@ class _Enough(Exception):
 def allocated(placement: Placement, strategy: str, model: Any, **spec: Any) -> dict[str, Any]:
     """What preparing a model allocates on the device, and how much the model has."""
     found: dict[str, Any] = {}
-    give = sharding.give_values
+    module: Any = sharding
+    give = module.give_values
 
     def counting(module: nn.Module, weights: Any, world: World, **options: Any) -> None:
         tensors = [*module.parameters(), *module.buffers()]
@@ -122,12 +123,12 @@ def allocated(placement: Placement, strategy: str, model: Any, **spec: Any) -> d
 
     prepared = registry.resolve(strategy)
     world = prepared.setup(placement)
-    sharding.give_values = counting
+    module.give_values = counting
     try:
         with pytest.raises(_Enough):
             prepared.prepare(EngineSpec(model, optimizer=adamw, **spec), world)
     finally:
-        sharding.give_values = give
+        module.give_values = give
         world.leave()
     return found
 

@@ -20,13 +20,14 @@ from unipar.strategy import EngineSpec, StepResult, Strategy
 from unipar.world import World
 from unipar_torch.ddp import DDPOptions, DDPStrategy
 from unipar_torch.fsdp import FSDPOptions, FSDPStrategy
+from unipar_torch.layer_cuts import Activations
 from unipar_torch.mesh import MeshOptions, MeshStrategy
 
 # -- wrong parts -----------------------------------------------------------------------------------
 
 
 class ClipIgnored(OptimizerStepper):
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> torch.Tensor:
         return super().clip(float("inf"))
 
 
@@ -272,7 +273,7 @@ def with_classes(**classes: type) -> Callable[[], Strategy]:
 class NormOverRanks(OptimizerStepper):
     """Counts what every rank has once for each of them."""
 
-    def clip(self, max_norm: float) -> float:
+    def clip(self, max_norm: float) -> torch.Tensor:
         gradients: list[Any] = [p.grad for p in self.parameters if p.grad is not None]
         parts = [gradient.to_local() for gradient in gradients]
         square = torch.stack([part.square().sum() for part in parts]).sum()
@@ -280,7 +281,7 @@ class NormOverRanks(OptimizerStepper):
         norm = square.sqrt()
         if max_norm != float("inf"):
             nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
-        return norm.item()
+        return norm
 
 
 class LossOfEveryRank(StepEngine):
@@ -312,7 +313,7 @@ class SumForgottenStrategy(MeshStrategy):
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         from unipar_torch import tensor_parallel
 
-        class Forgetting(tensor_parallel.Activations):
+        class Forgetting(Activations):
             def leave(self, part: torch.Tensor) -> torch.Tensor:
                 return part
 
@@ -327,7 +328,7 @@ class GradientSumForgottenStrategy(MeshStrategy):
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         from unipar_torch import tensor_parallel
 
-        class Forgetting(tensor_parallel.Activations):
+        class Forgetting(Activations):
             def enter(self, x: torch.Tensor) -> torch.Tensor:
                 return x
 
