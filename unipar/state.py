@@ -148,7 +148,7 @@ class EngineState:
 
 
 class TensorInfo(NamedTuple):
-    """What a stored tensor looks like."""
+    """The shape and dtype of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

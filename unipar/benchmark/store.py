@@ -19,7 +19,7 @@ from unipar.errors import ConfigError
 
 
 class Finding(BaseModel, ser_json_inf_nan="constants"):
-    """What one trial found, as its processes leave it.
+    """The findings of one trial, as its processes leave it.
 
     Attributes:
         trial: times, losses, memory and traffic.

@@ -1,4 +1,4 @@
-"""What closes a run: a table of figures, and where its files are."""
+"""The end of a run: a table of figures, and where its files are."""
 
 from __future__ import annotations
 

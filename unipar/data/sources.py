@@ -1,4 +1,4 @@
-"""What users pass as data, as one dataset and the settings that came with it."""
+"""Users' data, as one dataset and the settings that came with it."""
 
 from __future__ import annotations
 

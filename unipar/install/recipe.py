@@ -1,4 +1,4 @@
-"""What a backend says of how its framework is installed: plain data, which the core carries out."""
+"""A backend's recipe for installing its framework: plain data, which the core carries out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``optimizer=`` and ``lr_scheduler=`` may be: functions, names, or several in groups."""
+"""The forms of ``optimizer=`` and ``lr_scheduler=``: functions, names, or several in groups."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class StrategyOptions(BaseModel):
 
 
 class Availability(NamedTuple):
-    """Whether a strategy can run in this environment.
+    """The availability of a strategy in this environment.
 
     Attributes:
         ok: whether it can.

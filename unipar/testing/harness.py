@@ -1,4 +1,4 @@
-"""What runs on each rank: a scenario under a strategy, and everything that it leaves to be seen."""
+"""The run of each rank: a scenario under a strategy, and everything that it leaves to be seen."""
 
 from __future__ import annotations
 

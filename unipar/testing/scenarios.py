@@ -1,4 +1,4 @@
-"""What the kit trains: a scenario is everything that a run depends on, but for who runs it."""
+"""The scenarios of the kit: each is everything that a run depends on, but for who runs it."""
 
 from __future__ import annotations
 

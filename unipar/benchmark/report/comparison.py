@@ -34,7 +34,7 @@ _HEAD = (
 
 
 class TerminalComparison:
-    """What a terminal shows; it fits the width that it finds, and is clear without color."""
+    """The view of a terminal; it fits the width that it finds, and is clear without color."""
 
     def __init__(self, found: Comparison) -> None:
         self._found = found

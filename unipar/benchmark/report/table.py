@@ -29,7 +29,7 @@ _LEGEND = {
 
 
 class TerminalReport:
-    """What a terminal shows; it fits the width that it finds, and is clear without color."""
+    """The view of a terminal; it fits the width that it finds, and is clear without color."""
 
     def __init__(self, result: BenchResult) -> None:
         self._rows = rows.of(result)

@@ -1,4 +1,4 @@
-"""What it takes to read the scripts of one framework."""
+"""The means to read the scripts of one framework."""
 
 from __future__ import annotations
 

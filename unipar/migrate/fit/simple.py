@@ -1,4 +1,4 @@
-"""What a folded loop consists of, and what may be left out of it."""
+"""The parts of a folded loop, and those that may be left out of it."""
 
 from __future__ import annotations
 
