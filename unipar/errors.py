@@ -45,7 +45,7 @@ class WorkerError(UniparError):
     """A worker process failed; carries the first failing rank and its own traceback.
 
     Attributes:
-        rank: the rank that failed first, or ``None`` when no rank could be told.
+        rank: the rank that failed first, or ``None`` when it is not known.
         step: the training step (1-based) that the rank was in, or ``None`` before the first one.
         worker_traceback: the traceback as text, empty when the process was killed from outside.
     """

@@ -147,7 +147,7 @@ class Layout:
         return math.prod(getattr(self, name) for name in inner)
 
     def leads(self, rank: int) -> bool:
-        """Whether the loss and metrics of this rank count.
+        """Return whether the loss and metrics of this rank count.
 
         Of the ranks that hold parts of one model only the last pipeline stage has them, and all
         its tensor-parallel ranks have the same. Each rank along ``cp`` has another part.

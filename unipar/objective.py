@@ -147,7 +147,7 @@ class Objective:
 
 
 def require_objective(given: Any) -> Objective:
-    """What a pipeline can take apart.
+    """Return the objective that a pipeline needs.
 
     Raises:
         ConfigError: it is a plain function.
@@ -206,7 +206,7 @@ def _shifts_labels(model: Any) -> bool:
 
 
 def _classifies(model: Any) -> bool:
-    """Whether integer labels are classes, of which -100 is none, and not numbers."""
+    """Return whether integer labels are classes, of which -100 is none, and not numbers."""
     config = getattr(model, "config", None)
     one = "ForSequenceClassification" in type(getattr(model, "module", model)).__name__
     single = one and getattr(config, "num_labels", None) == 1

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from unipar.config import RunFields, validate
 from unipar.data import Loader
@@ -21,10 +20,10 @@ from unipar.data.batch import Batch
 from unipar.data.feed import copies_to, fed, pins_for
 from unipar.engine import Undo, refuse_copies
 from unipar.engine.checks import CheckedModel, check_capabilities, check_gradients, check_model
+from unipar.engine.sharing import Sharing
 from unipar.errors import ConfigError, UniparError
 from unipar.evaluation.evaluate import Metric, Predict, evaluate
-from unipar.launch import once
-from unipar.launch import rank_status as peers
+from unipar.launch import once, rank_status
 from unipar.loss import LossFn
 from unipar.optimizers.factories import CheckedOptimizer, CheckedScheduler, check_factories
 from unipar.optimizers.groups import check_choice, factories
@@ -118,8 +117,7 @@ class Session:
         models = tuple(model) if isinstance(model, Sequence) and not callable(model) else (model,)
         self.strategy = resolve_for(strategy, self._placement, models)
         self.engines: dict[str, Engine] = {}
-        # By the parameters as they were given, too; a strategy may have put others in their place.
-        self._owners = WeakIdKeyDictionary()
+        self._sharing = Sharing(self.strategy, self.engines)
         self._undo: list[Undo] = []
         self._precision: Precision = precision
         self._matmul_precision: MatmulPrecision | None = float32_matmul_precision
@@ -144,7 +142,7 @@ class Session:
             restore()
             raise
         self._undo.append(restore)
-        self._peers = peers.watch(self.world)
+        self._peers = rank_status.watch(self.world)
         torch.manual_seed(self._seed)
         return self
 
@@ -196,7 +194,7 @@ class Session:
             raise late
 
     def _last_error(self) -> Exception | None:
-        """What an engine's last step has come to, where nobody has read its result."""
+        """Find the error of an engine's last step, where nobody has read its result."""
         for engine in self.engines.values():
             try:
                 engine.check_last_step()
@@ -295,7 +293,7 @@ class Session:
         check_capabilities(self.strategy, spec, self._placement)
 
         def check(built: nn.Module) -> None:
-            self._refuse_shared(built, name)
+            self._sharing.refuse(built, name)
             if build is not None:
                 check_gradients(built, self.strategy, spec)
                 check_choice(build, built)
@@ -310,7 +308,7 @@ class Session:
                 # Torch's optimizers import it when the first of them is made.
                 importlib.import_module("torch._dynamo")
         engine = self.strategy.prepare(prepared, self.world)
-        self._note_shared(engine)
+        self._sharing.note(engine)
         self.engines[name] = engine
         if "parameters" in self.capabilities.sharded:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))
@@ -322,34 +320,6 @@ class Session:
     def _context(self) -> ModelContext:
         layout, rank = self.world.layout, self.world.rank
         return ModelContext(layout, layout.coordinate("pp", rank), self.world.device)
-
-    def _refuse_shared(self, model: nn.Module, name: str) -> None:
-        """Refuse a parameter of another engine's, if the strategy has made parts of it."""
-        if not self.capabilities.splits_tensors:
-            return
-        for parameter, value in model.named_parameters():
-            owner = self._owners.get(value)
-            if owner in self.engines:
-                raise ConfigError(
-                    f"parameter '{parameter}' of the model for engine '{name}' is engine "
-                    f"'{owner}'s already, and strategy '{self.strategy.name}' divides each "
-                    "engine's parameters among ranks, or keeps a copy of its own of them. Prepare "
-                    "one module that holds all that shares parameters, or use a strategy that "
-                    "keeps them whole, such as 'ddp'."
-                )
-            self._owners[value] = name
-
-    def _note_shared(self, engine: Engine) -> None:
-        """Let engines know of others that have parameters in common with them."""
-        if self.capabilities.splits_tensors:
-            for parameter in engine.module.parameters():
-                self._owners[parameter] = engine.spec.name
-            return
-        own = {id(parameter) for parameter in engine.module.parameters()}
-        for other in self.engines.values():
-            if not own.isdisjoint(id(parameter) for parameter in other.module.parameters()):
-                engine.sharing += (other,)
-                other.sharing += (engine,)
 
     def loader(
         self,

@@ -22,7 +22,7 @@ _BYTES = 16
 
 
 class Needs(NamedTuple):
-    """What ``strategy="auto"`` knows of a run.
+    """The facts of a run that ``strategy="auto"`` goes by.
 
     Attributes:
         devices: number of processes.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is divided over a device mesh.
+    """Return whether ``value`` is divided over a device mesh.
 
     Asked so, because importing ``DTensor`` takes as long as half of torch, and nothing can be one
     before it has been imported.
@@ -148,7 +148,7 @@ class EngineState:
 
 
 class TensorInfo(NamedTuple):
-    """What a stored tensor looks like."""
+    """The shape and dtype of a stored tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -332,7 +332,7 @@ def _identity(job: BenchJob) -> dict[str, Any]:
 
 
 def _name(thing: Any) -> str:
-    """What people call it: a class, a function, or an object's class."""
+    """Name a class, a function, or an object's class."""
     thing = getattr(thing, "func", thing)
     return getattr(thing, "__qualname__", type(thing).__qualname__)
 

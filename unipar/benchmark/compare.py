@@ -104,7 +104,7 @@ class Comparison(BaseModel, frozen=True):
         return [name(change.after) for change in self._own if change.undecided]
 
     def is_worse(self, kinds: Collection[Kind]) -> bool:
-        """Whether anything of these kinds was found."""
+        """Return whether anything of these kinds was found."""
         return any(one.kind in kinds for change in self._own for one in change.worse)
 
     @property

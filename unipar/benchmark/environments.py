@@ -24,7 +24,7 @@ _PATIENCE = 300.0
 
 
 class Offer(BaseModel):
-    """What one environment has.
+    """The offer of one environment.
 
     Attributes:
         strategies: for each that was asked for, why it cannot run there; empty where it can.
@@ -90,7 +90,7 @@ class Environments:
 
 
 def ask(python: str, strategies: Sequence[str]) -> Offer:
-    """What an environment offers.
+    """Ask an environment what it offers.
 
     Raises:
         ConfigError: it cannot be asked.
@@ -124,7 +124,7 @@ def _own_source() -> str:
 
 
 def offer(strategies: Sequence[str]) -> Offer:
-    """What this environment offers."""
+    """Find what this environment offers."""
     known = registry.names()
     versions = {"python": platform.python_version()}
     reasons = {}

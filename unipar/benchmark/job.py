@@ -20,7 +20,7 @@ LEFT_OUT = ("eval_data", "metrics", "predict", "callbacks", "loggers", "config",
 
 @dataclass
 class BenchJob:
-    """What is trained, and for how long.
+    """The job that is trained, and its length.
 
     Attributes:
         arguments: of :func:`unipar.fit`, ``model`` and ``data`` included.

@@ -49,7 +49,7 @@ def storages_of(tensors: Iterable[Any]) -> Storages:
 
 
 def held(module: nn.Module, data: Any) -> Held:
-    """What this process holds now; best asked right before an update, when it is the most.
+    """Count what this process holds now; best asked right before an update, when it is the most.
 
     Args:
         module: the user's module as the strategy has left it.

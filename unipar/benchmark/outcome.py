@@ -13,7 +13,7 @@ SUCCESS, WORSE, CANNOT_TELL = 0, 1, 3
 
 
 def problems(result: BenchResult, strategies: Sequence[str], kinds: Collection[Kind]) -> list[str]:
-    """What went wrong with the strategies that were asked for, in words.
+    """List, in words, the problems of the strategies that were asked for.
 
     A strategy that is refused in one shape and measured in another, as ``single`` on two devices,
     has not failed.

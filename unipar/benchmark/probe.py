@@ -1,4 +1,4 @@
-"""What the machine itself can do: its interconnect, and its matrix products."""
+"""The abilities of the machine itself: its interconnect, and its matrix products."""
 
 from __future__ import annotations
 

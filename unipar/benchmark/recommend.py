@@ -233,7 +233,7 @@ def _speed(result: CellResult) -> float:
 
 
 def drifts(result: CellResult) -> bool:
-    """Whether its loss is wrong, as far as it was compared with anything."""
+    """Return whether its loss is wrong, as far as it was compared with anything."""
     return result.parity is not None and result.parity.drifts
 
 

@@ -71,7 +71,7 @@ class Overlap(Stored):
 
 
 class Rank(Stored):
-    """What one rank measured in one repeat.
+    """One rank's measurements in one repeat.
 
     Attributes:
         rank: which.
@@ -116,7 +116,7 @@ class Usage(Stored):
 
 
 class RankRecord(Stored):
-    """What one rank leaves in a file, for the trial to be put together from.
+    """The file that one rank leaves, for the trial to be put together from.
 
     Attributes:
         rank: its measurements.
@@ -148,7 +148,7 @@ class RankRecord(Stored):
 
     @classmethod
     def read(cls, directory: Path, rank: int) -> RankRecord:
-        """What a rank has left."""
+        """Read what a rank has left."""
         return cls.model_validate_json(_file(directory, rank).read_text())
 
 

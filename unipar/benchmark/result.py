@@ -45,7 +45,7 @@ class Machine(Stored):
 
 
 class Job(Stored):
-    """What every cell trained.
+    """The job that every cell trained.
 
     Attributes:
         model: the class of the model.
@@ -181,7 +181,7 @@ class Scaling(Stored):
 
 
 class Overhead(Stored):
-    """What unipar costs beside a hand-written loop.
+    """The cost of unipar beside a hand-written loop.
 
     Attributes:
         label: the cell's.

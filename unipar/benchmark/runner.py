@@ -169,7 +169,7 @@ class Runner:
 
 
 def _crash(code: int, log: Path, python: str) -> Failure:
-    """What there is to say of a process that has ended without a word."""
+    """Describe a process that has ended without a word."""
     last = deque(
         (line for line in log.read_text(errors="replace").splitlines() if line.strip()), _TAIL
     )

@@ -4,7 +4,7 @@ To import torch takes longer than most trials. Processes are not used twice all 
 trial leaves in memory, and what a framework changes when it is imported, would be in the next. So
 frameworks are imported by the ranks themselves.
 
-``python -m unipar.benchmark DESCRIPTOR`` is told over a socket what to run.
+``python -m unipar.benchmark DESCRIPTOR`` receives over a socket what to run.
 """
 
 from __future__ import annotations
@@ -197,6 +197,6 @@ def _send(answers: socket.socket, number: int) -> None:
 
 
 def _number(answers: socket.socket) -> int | None:
-    """What :func:`_send` has sent; ``None`` where the other end is gone."""
+    """Read what :func:`_send` has sent; ``None`` where the other end is gone."""
     data = answers.recv(array.array("q").itemsize, socket.MSG_WAITALL)
     return array.array("q", data)[0] if data else None

@@ -140,7 +140,7 @@ class Estimate(BaseModel, frozen=True):
         return self.pairs > 1 and not self.low <= 1.0 <= self.high
 
     def verdict(self, least: float = LEAST) -> Verdict:
-        """Whether it is above or below 1 by ``least`` and beyond the noise.
+        """Return whether it is above or below 1 by ``least`` and beyond the noise.
 
         ``"same"`` is a finding, too: a difference of :data:`SAME` is ruled out. Where neither can
         be said, or there is one repeat, it is ``"unknown"``.

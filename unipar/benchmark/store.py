@@ -19,7 +19,7 @@ from unipar.errors import ConfigError
 
 
 class Finding(BaseModel, ser_json_inf_nan="constants"):
-    """What one trial found, as its processes leave it.
+    """The findings of one trial, as its processes leave it.
 
     Attributes:
         trial: times, losses, memory and traffic.
@@ -121,12 +121,12 @@ class Store:
         return self.root / "probes" / name
 
     def finding(self, cell: Cell, repeat: int) -> Finding | None:
-        """What an earlier trial found, if it was finished."""
+        """Read the findings of an earlier trial, if it was finished."""
         file = self.trial(cell, repeat) / "answer.json"
         return Finding.model_validate_json(file.read_text()) if file.exists() else None
 
     def findings(self, cell: Cell) -> list[Finding]:
-        """What all finished trials of a cell found, by repeat."""
+        """Read the findings of all finished trials of a cell, by repeat."""
         files = sorted((self.root / "trials" / cell.key).glob("*/answer.json"))
         found = [Finding.model_validate_json(file.read_text()) for file in files]
         return sorted(found, key=lambda finding: finding.trial.repeat)

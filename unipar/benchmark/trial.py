@@ -87,7 +87,7 @@ def gather(directory: Path, request: dict[str, Any]) -> Finding:
 
 
 def explain(error: BaseException) -> Failure:
-    """What became of a trial that raised."""
+    """Explain what became of a trial that raised."""
     told = f"{type(error).__name__}: {error}"
     if isinstance(error, WorkerError):
         told += error.worker_traceback

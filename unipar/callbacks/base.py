@@ -1,4 +1,4 @@
-"""What the training loop tells the outside, and when."""
+"""The calls of the training loop to the outside."""
 
 from __future__ import annotations
 

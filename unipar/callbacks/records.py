@@ -1,4 +1,4 @@
-"""What is recorded of a run: what is known at its start, of each step, and at its end."""
+"""The records of a run: what is known at its start, of each step, and at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run before its first step.
+    """The facts of a run before its first step.
 
     Attributes:
         strategy: the strategy's registered name.
@@ -49,7 +49,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one training step did, and cost.
+    """The record of one training step, and its cost.
 
     Attributes:
         step: the step, 1-based, counted over all attempts of the run.
@@ -144,7 +144,7 @@ class History(Sequence[StepRecord]):
 
 @dataclass
 class RunResult:
-    """What came out of a run.
+    """The result of a run.
 
     Attributes:
         metrics: the last training loss as ``train_loss`` and the last evaluation's metrics; those

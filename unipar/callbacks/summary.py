@@ -1,4 +1,4 @@
-"""What closes a run: a table of figures, and where its files are."""
+"""The end of a run: a table of figures, and where its files are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unipar.callbacks.text import count, duration, memory
 
 
 def summary(run: RunInfo, result: RunResult) -> Table:
-    """What a finished run did, as a table of two columns."""
+    """Sum up a finished run, as a table of two columns."""
     table = Table(title="run finished", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -56,7 +56,7 @@ class View(ABC):
             self.show(record, now)
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is shown however little time has passed."""
+        """Return whether a step is shown however little time has passed."""
         return step == self.run.total_steps
 
     @abstractmethod

@@ -36,7 +36,7 @@ Boxes = Iterator[tuple[Item, torch.Tensor]]
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What is to be written of one engine."""
+    """The plan of writing one engine."""
 
     weights: PartPlan
     optimizer: PartPlan
@@ -47,7 +47,7 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be written, by all ranks.
+    """The plan of all ranks' writing.
 
     Attributes:
         directory: the directory of checkpoints.
@@ -80,7 +80,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What became of one rank's writing.
+    """The outcome of one rank's writing.
 
     Attributes:
         digests: for each part, for each item, of its pieces.

@@ -147,7 +147,7 @@ class _Body(BaseModel):
 
 
 class _Head(BaseModel):
-    """What every version has; the others' fields may be others."""
+    """The fields that every version has; the others' fields may be others."""
 
     model_config = ConfigDict(strict=True)
     format: str

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether it is whole."""
+"""The contents of a checkpoint, and whether it is whole."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def shard_name(number: int, count: int) -> str:
 
 
 def holds_safetensors(path: Path) -> bool:
-    """Whether ``path`` is a safetensors file, or a directory of them and no checkpoint."""
+    """Return whether ``path`` is a safetensors file, or a directory of them and no checkpoint."""
     if path.is_file():
         return path.suffix == ".safetensors"
     return not (path / MANIFEST).exists() and any(path.glob("*.safetensors"))

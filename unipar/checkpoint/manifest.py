@@ -62,7 +62,7 @@ class TensorIndex:
 
 @dataclass(frozen=True)
 class EngineIndex:
-    """What is stored of one engine; see :class:`unipar.state.EngineState`."""
+    """The stored state of one engine; see :class:`unipar.state.EngineState`."""
 
     weights: Mapping[str, TensorIndex]
     optimizer: Mapping[str, TensorIndex] = field(default_factory=dict)

@@ -19,7 +19,7 @@ _KINDS = (
 
 
 def is_plain(name: str) -> bool:
-    """Whether ``name`` is a relative path without ``..``, in its shortest form."""
+    """Return whether ``name`` is a relative path without ``..``, in its shortest form."""
     path = PurePosixPath(name)
     return (
         0 < len(name) <= MAX_NAME

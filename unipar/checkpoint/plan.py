@@ -23,7 +23,7 @@ and statistics that ranks keep for themselves (BatchNorm's) come from one rank, 
 
 
 class Signature(NamedTuple):
-    """What every rank must say alike of a tensor."""
+    """The facts of a tensor on which all ranks must agree."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Item(NamedTuple):
 
 @dataclass
 class RankPlan:
-    """What one rank writes of a part: items in the order of the tensors, each file's entries."""
+    """One rank's writing of a part: items in the order of the tensors, each file's entries."""
 
     items: list[Item] = field(default_factory=list)
     files: list[list[Entry]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class PartPlan:
-    """What is written of an engine's weights, or of its optimizer, by each rank."""
+    """The writing of an engine's weights, or of its optimizer, by each rank."""
 
     folder: str
     tensors: tuple[Signature, ...]

@@ -71,7 +71,7 @@ def capture() -> dict[str, Any]:
 
 
 def decode(data: bytes, path: Path) -> State:
-    """What :func:`capture` gave, from JSON.
+    """Decode what :func:`capture` gave, from JSON.
 
     Raises:
         CheckpointError: it is something else, or no state that these generators can be in.

@@ -122,7 +122,7 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself: its tensors in the order of their data, and its metadata."""
+    """The header of a file: its tensors in the order of their data, and its metadata."""
 
     tensors: list[Stored]
     metadata: Mapping[str, str]

@@ -153,7 +153,7 @@ class PendingSave:
             logger.error("The checkpoint of step %d failed: %s", self.step, error)
 
     def done(self) -> bool:
-        """Whether it has ended on this rank, well or not."""
+        """Return whether it has ended on this rank, well or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:

@@ -108,7 +108,7 @@ def training_values(engines: Mapping[str, Engine]) -> dict[str, Any]:
 
 
 def overridden_values(given: Mapping[str, Any], restored: Mapping[str, Any]) -> list[str]:
-    """What a checkpoint has put in place of what was given, one text for each value."""
+    """List what a checkpoint has put in place of what was given, one text for each value."""
     return [
         f"{name} is {restored[name]} (given: {value})"
         for name, value in sorted(given.items())

@@ -98,7 +98,7 @@ class Groups(
 
 
 class RunFile(RunFields, frozen=True):
-    """What a YAML or TOML run file holds."""
+    """The contents of a YAML or TOML run file."""
 
     model: ImportPath | Target
     """A module, or a function that builds one: package.module:name, or a mapping with target."""

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward pass sees.
+    """The data of one forward pass.
 
     Attributes:
         data: the collated samples, on the host.

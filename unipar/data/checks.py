@@ -1,4 +1,4 @@
-"""What can be said about data and batch sizes before any sample is read."""
+"""Checks of data and batch sizes before any sample is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def slicing_of(size: int, micro: int | None, rank: int, ranks: int) -> Slicing:
 
 
 def shuffles(shuffle: bool | None, source: Source) -> bool:
-    """Whether each epoch has an order of its own: as asked, or as the data came, or yes."""
+    """Return whether each epoch has an order of its own: as asked, or as the data came, or yes."""
     if source.is_stream:
         if shuffle:
             raise ConfigError(

@@ -63,7 +63,7 @@ def _copying_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def pins_for(device: torch.device) -> bool | None:
-    """What a loader for ``device`` is told of pinning; ``None`` leaves it to the data."""
+    """Return a loader's ``pin_memory`` for ``device``; ``None`` leaves it to the data."""
     return True if device.type == "cuda" else None
 
 

@@ -95,7 +95,7 @@ def _chooses_blocking(kind: type) -> bool:
 
 
 def _parts(data: Any) -> Iterator[Any]:
-    """What is in the containers that ``data`` is made of."""
+    """Yield the contents of the containers that ``data`` is made of."""
     if hasattr(data, "record_stream"):
         yield data
     elif isinstance(data, (list, tuple)):

@@ -100,7 +100,7 @@ class Wanted:
 
 
 class WantedSampler:
-    """A batch sampler that says what it is told to say."""
+    """A batch sampler that yields what it is given."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted

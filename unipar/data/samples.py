@@ -87,7 +87,7 @@ class Collate:
 
 
 def structure(data: Any, *, shapes: bool = False) -> Any:
-    """What ``data`` is made of: containers, keys and tensor dtypes, without values."""
+    """Describe what ``data`` is made of: containers, keys and tensor dtypes, without values."""
     if isinstance(data, torch.Tensor):
         return (data.dtype, tuple(data.shape)) if shapes else data.dtype
     if isinstance(data, Mapping):
@@ -102,7 +102,7 @@ def structure(data: Any, *, shapes: bool = False) -> Any:
 
 
 def same_structure(expected: Any, num_expected: int, found: Any, num_found: int) -> bool:
-    """Whether two batches are made of the same, counting a part for each sample as one.
+    """Return whether two batches are made of the same, counting a part for each sample as one.
 
     A collate function may keep what it cannot stack as a list or tuple with an item for each
     sample (images of different sizes, say), which is longer or shorter with the batch.

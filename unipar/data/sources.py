@@ -1,4 +1,4 @@
-"""What users pass as data, as one dataset and the settings that came with it."""
+"""Users' data, as one dataset and the settings that came with it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def num_samples_of(data: Any) -> int | None:
 
 
 def in_words(data: Any) -> str:
-    """What kind of data it is, how much, and in which order it comes."""
+    """Describe the kind of data, how much there is, and in which order it comes."""
     source = open_source(data)
     kind = "a stream" if source.is_stream else "a dataset"
     length = "" if source.num_samples is None else f" of {source.num_samples} samples"
@@ -168,7 +168,7 @@ def _from_loader(loader: DataLoader) -> Source:
 
 
 def worker_settings(loader: DataLoader) -> dict[str, Any]:
-    """What a loader was built with for the processes that read its samples."""
+    """Return the settings that a loader was built with for the processes that read its samples."""
     settings: dict[str, Any] = {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,

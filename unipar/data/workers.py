@@ -17,7 +17,7 @@ _OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context
 
 @contextlib.contextmanager
 def items_of(loader: DataLoader) -> Iterator[Iterator[Any]]:
-    """What a DataLoader gives, and the end of its processes.
+    """Go through a DataLoader, and end its processes.
 
     An error's traceback holds the iterator until the garbage collector comes, which closes pipes
     in any order. torch 2.13 (``_MultiProcessingDataLoaderIter.__del__``) then uses a closed one,

@@ -20,6 +20,7 @@ from unipar.engine.divisions import (
 from unipar.engine.flat import flat_state
 from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
+from unipar.engine.optimizer import build_optimizer
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import Schedule, StageCall
@@ -31,7 +32,7 @@ from unipar.engine.state import (
     group_states,
     restore_groups,
 )
-from unipar.engine.step import StepEngine, build_optimizer
+from unipar.engine.step import StepEngine
 from unipar.engine.stepper import OptimizerStepper, Stepper, Update, scale_gradients
 from unipar.engine.summing import sum_shards
 from unipar.engine.transforms import (

@@ -99,6 +99,6 @@ class LossAverage:
         return loss, count, count / self.normalizer
 
     def local(self) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """What this rank has added: the sum, and how many items it is over."""
+        """Return what this rank has added: the sum, and how many items it is over."""
         assert self._total is not None
         return self._total * self._scale, self._count

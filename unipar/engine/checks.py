@@ -160,7 +160,7 @@ class CheckedModel:
     Attributes:
         build: the user's function.
         check: called with the model; raises a :class:`ConfigError` if it cannot be trained.
-        context: what the function is told, if it takes an argument; left out: of one process.
+        context: given to the function, if it takes an argument; left out: of one process.
     """
 
     build: ModelFactory

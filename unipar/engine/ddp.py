@@ -8,7 +8,7 @@ Its reducer is armed by a forward pass, and reduces in the first backward pass a
 was armed and saw no gradient of some parameter says so only in the next forward pass, when the
 optimizer has stepped. So whole steps are checked before the optimizer steps, and a user's own loop,
 where several forward passes may come before their backward passes, goes around that forward pass:
-the reducer is armed in the backward pass that is told to be the last, or not at all.
+the reducer is armed in the backward pass that is known to be the last, or not at all.
 """
 
 from __future__ import annotations

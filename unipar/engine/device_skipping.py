@@ -30,7 +30,7 @@ class DeviceSkipping:
         self._first = True
 
     def possible(self) -> bool:
-        """Whether the next step can be left to the device; asked once for each.
+        """Return whether the next step can be left to the device; asked once for each.
 
         Not the first: it makes the optimizer's state, which is to be as it was.
         """

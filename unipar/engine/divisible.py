@@ -150,7 +150,7 @@ class _Indivisible(Exception):
 
 
 def _problem(optimizer: Optimizer, division: Division) -> str:
-    """What the divided trial does otherwise than the whole one; empty if nothing."""
+    """Compare the divided trial with the whole one; empty if nothing."""
     samples = list(_samples(optimizer, division))
     whole = _try(optimizer, Undivided(), samples)
     if isinstance(whole, str):
@@ -182,7 +182,7 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _try(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> Seen | str:
-    """What a trial has come to, or how it failed."""
+    """Run a trial; what it has come to, or how it failed."""
     devices = {sample.device.index for sample in samples if sample.device.type == "cuda"}
     with torch.random.fork_rng(sorted(devices)):
         torch.manual_seed(0)

@@ -34,7 +34,7 @@ class Division(ABC):
 
     @abstractmethod
     def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
-        """What each rank has of the tensor ``number``, which stands for ``parameter``."""
+        """Return what each rank has of the tensor ``number``, which stands for ``parameter``."""
 
     @abstractmethod
     def join(self, parts: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:

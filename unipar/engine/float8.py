@@ -124,5 +124,5 @@ def _fits(layer: nn.Linear) -> bool:
 
 
 def _is_float8(layer: nn.Linear) -> bool:
-    """Whether another engine, which shares the layer, has changed it already."""
+    """Return whether another engine, which shares the layer, has changed it already."""
     return "linear_mm_config" in vars(layer)

@@ -48,7 +48,7 @@ class GradientGuard:
     # -- a loss function in a whole step ---------------------------------------------------------
 
     def mark(self) -> list[Mark]:
-        """What to give to :meth:`compare` after the user's code."""
+        """Return what :meth:`compare` is given after the user's code."""
         if not self._reducer.watches_gradients:
             return []
         return [_mark(parameter.grad) for parameter in self._parameters]

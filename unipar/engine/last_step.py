@@ -94,3 +94,13 @@ def _with_parts(scheduler: LRScheduler) -> Iterator[LRScheduler]:
 def _kept(value: Any) -> Any:
     """A group's value; a scheduler changes those in place that are tensors."""
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def not_finite(what: str, loss: float, step: int) -> NonFiniteLossError:
+    """The error of a step whose loss or gradient norm (``what``) is not finite."""
+    return NonFiniteLossError(
+        f"the {what} of step {step} is not finite (loss {loss}); the weights are as they were "
+        "before that step. Lower the learning rate, clip with max_grad_norm=1.0, look at the "
+        "batch, or pass on_nan='skip' to leave such batches out.",
+        step=step,
+    )

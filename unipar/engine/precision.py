@@ -61,7 +61,7 @@ class PrecisionPolicy:
         return torch.autocast(self._device_type, self.dtype)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a backward pass starts from."""
+        """Scale a loss for the backward pass."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -85,7 +85,7 @@ class PrecisionPolicy:
         return not overflowed
 
     def export_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as plain values."""
+        """Return what a checkpoint keeps of it, as plain values."""
         return {} if self.scaler is None else {"scaler": self.scaler.state_dict()}
 
     def import_state(self, source: StateSource) -> None:

@@ -42,7 +42,7 @@ class Schedule(Protocol):
 
 
 def drawing_nothing(inputs: Callable[[], Any]) -> Any:
-    """What ``inputs`` gives, which every stage computes for itself.
+    """Call ``inputs``, which every stage does for itself.
 
     Raises:
         ConfigError: it is drawn at random.

@@ -30,7 +30,7 @@ _REMEDIES = (
 
 
 def explain_mixed(error: BaseException, strategy: str) -> str:
-    """What torch's error about shards among plain tensors means; empty for any other error."""
+    """Explain torch's error about shards among plain tensors; empty for any other error."""
     if _MIXED not in str(error):
         return ""
     return (

@@ -45,7 +45,7 @@ class Stages(nn.ModuleList):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Generator[tuple[str, nn.Module], None, None]:
-        """What names of parameters and buffers are made from."""
+        """Yield the modules that names of parameters and buffers are made from."""
         memo = set() if memo is None else memo
         for stage in self:
             yield from stage.named_modules(memo, prefix, remove_duplicate)

@@ -31,7 +31,7 @@ _HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class ModelState(Protocol):
-    """What a model and its optimizer keep in checkpoints, however they are divided."""
+    """The state of a model and its optimizer in checkpoints, however they are divided."""
 
     @property
     def num_parameters(self) -> int:
@@ -171,7 +171,7 @@ def _local(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _is_partial(optimizer: Optimizer) -> bool:
-    """Whether ranks hold the state of different parameters."""
+    """Return whether ranks hold the state of different parameters."""
     return any(hasattr(one, "optim") for one in optimizers_in(optimizer).values())
 
 

@@ -15,21 +15,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.data.batch import Batch, MicroBatch
-from unipar.data.feed import on_device
 from unipar.engine.average import LossAverage
-from unipar.engine.ddp import sparse_parameters
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
-from unipar.engine.last_step import LastStep, keep_hyperparameters
+from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
+from unipar.engine.losses import compute_loss
+from unipar.engine.own_loop import OwnLoop, parts_of
+from unipar.engine.pipeline import Pipeline
 from unipar.engine.precision import PrecisionPolicy
 from unipar.engine.reducer import Reducer
-from unipar.engine.schedule import Schedule, StageCall, drawing_nothing
+from unipar.engine.schedule import Schedule
 from unipar.engine.state import ModelState, ModuleState, export_scheduler, import_scheduler
 from unipar.engine.stepper import OptimizerStepper, Stepper
-from unipar.errors import ConfigError, NonFiniteLossError
+from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
-from unipar.objective import Objective, require_objective
-from unipar.optimizers.fused import fused_by_default
 from unipar.optimizers.named import takes_metric
 from unipar.state import EngineState, StateSource
 from unipar.strategy import Engine, EngineSpec, StepResult
@@ -38,26 +37,8 @@ from unipar.utils.progress_marks import mark
 from unipar.world import World
 
 
-def build_optimizer(
-    spec: EngineSpec, module: nn.Module, *, may_fuse: bool = False
-) -> Optimizer | None:
-    """The optimizer that the user asked for, over parameters in their final form.
-
-    Args:
-        spec: what the user asked for.
-        module: with the parameters.
-        may_fuse: whether one that is chosen by name may be a fused one on GPUs: it steps these
-            parameters themselves, not what a framework puts in their places.
-    """
-    if spec.optimizer is None:
-        return None
-    fusing = fused_by_default(sparse_parameters(module)) if may_fuse else contextlib.nullcontext()
-    with fusing:
-        return spec.optimizer(module.named_parameters())
-
-
 class StepEngine(Engine):
-    """What every strategy does in a step, around the parts in which they differ.
+    """The engine of every strategy, around the parts in which they differ.
 
     Loss and gradient are means over all items of the global batch. What is not given is as in a
     plain loop on one device. A strategy's ``prepare`` builds the parts, and nothing is overridden.
@@ -123,7 +104,9 @@ class StepEngine(Engine):
         self.stepper = stepper
         self.state = ModuleState(module, optimizer, world) if state is None else state
         self.average = LossAverage(world)
-        self._schedule = schedule
+        self._pipeline = None
+        if schedule is not None:
+            self._pipeline = Pipeline(schedule, world, precision, self.average)
         self._guard = GradientGuard(self.reducer)
         self._undo = [self.reducer.close, *undo]
         if optimizer is not None:
@@ -132,6 +115,7 @@ class StepEngine(Engine):
         self._modes: list[tuple[nn.Module, bool]] = []
         self._given_up = False
         self._last_step: LastStep | None = None
+        self._loop = OwnLoop()
         self._clear()
 
     @property
@@ -142,19 +126,20 @@ class StepEngine(Engine):
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
         self._require_optimizer()
-        self._refuse_broken()
+        self._loop.refuse_broken()
         if self.average.begun:
             raise ConfigError(
                 "engine.train_step(…) came in the middle of a step of a loop of your own. Call "
                 "engine.step() before it, or engine.zero_grad() to give that step up."
             )
         self._enter_training()
-        self._whole_step = True
+        self._loop.whole_step = True
         with self._abandoning():
             self._drop_given_up()
             self.reducer.begin(whole_step=True)
-            if self._schedule is not None:
-                self._run_schedule(self._schedule, batch, loss_fn)
+            if self._pipeline is not None:
+                self._begin(batch.global_num_samples)
+                self._pipeline.train(batch, loss_fn, self.num_steps + 1)
             else:
                 self._run_microbatches(batch, loss_fn)
             mark(self.num_steps + 1, "optimizer step")
@@ -260,7 +245,7 @@ class StepEngine(Engine):
         if self.spec.on_nan == "skip":
             return StepResult(loss, count, None, skipped=True)
         self.num_steps -= 1
-        raise _not_finite(what, loss, self.num_steps + 1)
+        raise not_finite(what, loss, self.num_steps + 1)
 
     def _expect(self, norm: HostCopy, loss: float, moving: LRScheduler | None) -> LastStep:
         """Go on as if the gradient of this step were finite."""
@@ -275,7 +260,7 @@ class StepEngine(Engine):
             if put_back is not None:
                 put_back()
 
-        return LastStep(norm, lambda: _not_finite("gradient norm", loss, step), take_back)
+        return LastStep(norm, lambda: not_finite("gradient norm", loss, step), take_back)
 
     def check_last_step(self) -> None:
         last, self._last_step = self._last_step, None
@@ -291,9 +276,7 @@ class StepEngine(Engine):
 
     def _clear(self) -> None:
         self.average.clear()
-        self._told = self._last = False
-        self._forwards = 0
-        self._by_hand = self._whole_step = self._broken = False
+        self._loop.clear()
         self._guard.clear()
         self.reducer.forget()
 
@@ -319,114 +302,71 @@ class StepEngine(Engine):
     # -- the user's own loop ---------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._schedule is not None:
+        if self._pipeline is not None:
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
             self._enter_training()
-            self._refuse_broken()
+            self._loop.refuse_broken()
             with self._abandoning():
                 # A gradient that the loss takes of its model may need those that were hidden.
                 self._guard.open(begun=self.average.begun)
-            if not self._by_hand and not self._whole_step:
-                self._by_hand = True
+            if not self._loop.by_hand and not self._loop.whole_step:
+                self._loop.by_hand = True
                 self._drop_given_up()
                 self.reducer.begin(whole_step=False)
-            self._forwards += 1
+            self._loop.forwards += 1
         else:
             self._drop_given_up()
-        with self._breaking(), self.precision.forward():
+        with self._loop.breaking(), self.precision.forward():
             return self.loop_model(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """Remember that a pass of a user's own loop has failed."""
-        try:
-            yield
-        except BaseException:
-            # In a whole step the error ends the step.
-            self._broken = self._by_hand and not self._whole_step
-            raise
-
-    def _refuse_broken(self) -> None:
-        if self._broken:
-            raise ConfigError(
-                "a forward or backward pass of this step ended with an error, so its gradients are "
-                "in part there and in part not. Call engine.zero_grad() on every rank, which gives "
-                "the step up, and go on with the next batch."
-            )
-
     def zero_grad(self) -> None:
-        if self._schedule is not None:
+        if self._pipeline is not None:
             super().zero_grad()
-        if self.average.begun or self._forwards or self._broken:
+        if self.average.begun or self._loop.forwards or self._loop.broken:
             self._give_up()
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        if self._schedule is not None:
+        if self._pipeline is not None:
             super().microbatch(last=last)
-        with self._breaking(), self.reducer.microbatch(last=last):
-            self._told, self._last = True, last
+        with self._loop.breaking(), self.reducer.microbatch(last=last):
+            self._loop.told, self._loop.last = True, last
             try:
                 yield
             finally:
-                self._last = False
+                self._loop.last = False
 
     def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
-        if self._schedule is not None:
+        if self._pipeline is not None:
             super().backward(loss, num_items=num_items)
         self._require_optimizer()
-        self._refuse_broken()
+        self._loop.refuse_broken()
         check_loss(loss, training=True)
-        if self.average.reducing:
-            raise ConfigError(
-                "engine.backward(loss) came after the one in engine.microbatch(last=True), whose "
-                "gradients are reduced already. Pass last=True for the last backward pass before "
-                "engine.step() alone, or leave microbatch out: step() then reduces what there is."
-            )
-        if not self._forwards and not self.reducer.holds_forwards:
-            raise ConfigError(
-                "this backward pass has no forward pass of its own: there was none since the "
-                "backward pass before it. Under this strategy each forward pass is followed by its "
-                "backward pass, before the next one begins: put both into `with "
-                "engine.microbatch(last=…):`, or use strategy='fsdp' or 'ddp', which hold several."
-            )
+        self._loop.check_backward(
+            reducing=self.average.reducing, holds_forwards=self.reducer.holds_forwards
+        )
         with self._abandoning():
             self._guard.check(begun=self.average.begun)
-        if isinstance(loss, LossSum):
-            total, weight, count = loss.total, 1, loss.count
-        elif num_items is not None:
-            total, weight, count = loss, num_items, num_items
-        else:
-            raise ConfigError(
-                "engine.backward(loss) needs to know how many items the loss is a mean of, since "
-                "micro-batches and ranks may hold different numbers: pass num_items=len(inputs), "
-                "or a unipar.LossSum(total, count)."
-            )
-        self._by_hand, self._forwards = True, 0
+        total, weight, count = parts_of(loss, num_items)
+        self._loop.by_hand, self._loop.forwards = True, 0
         if not self.average.begun:
             # In a loop of the user's own nobody may have said how many there are.
             self._begin(self.spec.global_batch_size or 1)
-        with self._breaking():
-            self._add(total, weight, count, last=self._last)
+        with self._loop.breaking():
+            self._add(total, weight, count, last=self._loop.last)
         self._guard.hide()
 
     def step(self) -> StepResult:
-        if self._schedule is not None:
+        if self._pipeline is not None:
             return super().step()
-        self._refuse_broken()
+        self._loop.refuse_broken()
         if not self.average.begun:
             raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
         with self._abandoning():
             self._guard.check(begun=True)
             if not self.average.reducing:
-                if self._told:
-                    raise ConfigError(
-                        "engine.step() came before a backward pass in "
-                        "engine.microbatch(last=True), which is where gradients are reduced. Pass "
-                        "last=True for the last backward pass of each step, or leave microbatch "
-                        "out: step() then reduces what there is."
-                    )
+                self._loop.check_step()
                 self.average.start()
             return self._update()
 
@@ -439,48 +379,6 @@ class StepEngine(Engine):
             self._give_up()
             raise
 
-    # -- pipelines -------------------------------------------------------------------------------
-
-    def _run_schedule(self, schedule: Schedule, batch: Batch, loss_fn: LossFn) -> None:
-        self._begin(batch.global_num_samples)
-        # A stage without the loss adds nothing.
-        self.average.add(torch.zeros((), device=self.world.device), 1, 0)
-        objective = require_objective(loss_fn)
-        calls = [self._stage_call(one, objective, training=True) for one in batch.microbatches]
-        mark(self.num_steps + 1, "forward and backward")
-        schedule.run(calls, training=True)
-        self.average.start()
-
-    def _stage_call(
-        self, microbatch: MicroBatch, objective: Objective, *, training: bool
-    ) -> StageCall:
-        count, samples = objective.count(microbatch.data), microbatch.num_samples
-        moved: list[Any] = []
-
-        def data() -> Any:
-            if not moved:
-                moved.append(on_device(microbatch, self.world.device))
-            return moved[0]
-
-        def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return drawing_nothing(lambda: objective.arguments(data()))
-
-        def loss(output: Any) -> torch.Tensor:
-            found = objective.loss_of(output, data(), count)
-            self._check_loss(found, training=training)
-            if isinstance(found, LossSum):
-                total, items = found.total.float(), found.count
-            else:
-                total, items = found.float() * samples, samples
-            if samples:
-                self.average.add(total.detach(), 1, items)
-            if not training:
-                return total
-            factor = 1 / self.average.normalizer if samples else 0.0
-            return self.precision.scale(total * factor)
-
-        return StageCall(inputs, loss, self.precision.forward)
-
     # -- evaluation ------------------------------------------------------------------------------
 
     def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
@@ -489,8 +387,8 @@ class StepEngine(Engine):
         self._enter_evaluation()
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         with torch.no_grad():
-            if self._schedule is not None:
-                self._evaluate_stages(self._schedule, batch, loss_fn, sums)
+            if self._pipeline is not None:
+                self._pipeline.evaluate(batch, loss_fn, sums)
             else:
                 for microbatch in batch.microbatches:
                     loss = self._loss(self.eval_model, microbatch, loss_fn, training=False)
@@ -503,19 +401,6 @@ class StepEngine(Engine):
                         sums[0] += total
                         sums[1] += count
         return LossSum(sums[0], sums[1])
-
-    def _evaluate_stages(
-        self, schedule: Schedule, batch: Batch, loss_fn: LossFn, sums: torch.Tensor
-    ) -> None:
-        objective = require_objective(loss_fn)
-        self.average.add(sums[0], 1, 0)
-        calls = [self._stage_call(one, objective, training=False) for one in batch.microbatches]
-        try:
-            schedule.run(calls, training=False)
-            sums[0], sums[1] = self.average.local()
-        finally:
-            self.average.clear()
-        schedule.share(sums)
 
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
         self.check_last_step()
@@ -542,27 +427,10 @@ class StepEngine(Engine):
     def _loss(
         self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
     ) -> Loss:
-        if isinstance(loss_fn, Objective):
-            loss_fn = loss_fn.counted(microbatch.data)
-        data = on_device(microbatch, self.world.device)
-        with self.precision.forward():
-            loss = loss_fn(model, data)
-        self._check_loss(loss, training=training)
-        if not self.precision.autocasts:
-            return loss
-        # Weighting in half precision would round loss and gradient once more on each rank.
-        if isinstance(loss, LossSum):
-            return LossSum(loss.total.float(), loss.count)
-        return loss.float()
-
-    def _check_loss(self, loss: Loss, *, training: bool) -> None:
-        check_loss(loss, training=training)
-        if self.world.layout.cp > 1 and not isinstance(loss, LossSum):
-            raise ConfigError(
-                "the loss function returned a mean over samples, and each rank holds a part of "
-                "every sequence, so each sample would count once for each part. Return "
-                "unipar.LossSum(total, count) over the tokens of this rank's part."
-            )
+        world, precision = self.world, self.precision
+        return compute_loss(
+            model, microbatch, loss_fn, world=world, precision=precision, training=training
+        )
 
     def _enter_training(self) -> None:
         if self._modes:
@@ -609,12 +477,3 @@ class StepEngine(Engine):
         self.model = self.eval_model = self.loop_model = self.module
         while self._undo:
             self._undo.pop()()
-
-
-def _not_finite(what: str, loss: float, step: int) -> NonFiniteLossError:
-    return NonFiniteLossError(
-        f"the {what} of step {step} is not finite (loss {loss}); the weights are as they were "
-        "before that step. Lower the learning rate, clip with max_grad_norm=1.0, look at the "
-        "batch, or pass on_nan='skip' to leave such batches out.",
-        step=step,
-    )

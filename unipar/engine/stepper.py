@@ -16,7 +16,7 @@ from unipar.utils.host_copy import HostCopy
 
 
 class Update(NamedTuple):
-    """What became of a step of the optimizer; equal on every rank.
+    """The outcome of a step of the optimizer; equal on every rank.
 
     Attributes:
         norm: 2-norm of the whole gradient before clipping, which may be on its way to the host;

@@ -17,7 +17,7 @@ Undo = Callable[[], None]
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called; lists and dicts of modules only hold others."""
+    """Return whether a module can be called; lists and dicts of modules only hold others."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 

@@ -24,7 +24,7 @@ Or an :class:`unipar.Objective` whose ``loss(output, batch)`` returns these."""
 
 @runtime_checkable
 class AccumulatingMetric(Protocol):
-    """What torchmetrics calls a metric.
+    """A metric in the sense of torchmetrics.
 
     Those of torchmetrics are reduced over ranks here; others reduce themselves in ``compute``.
     """

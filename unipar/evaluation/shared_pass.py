@@ -173,7 +173,7 @@ def _versions(output: Any) -> list[int | None]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two outputs are made alike, and of equal tensors and plain values."""
+    """Return whether two outputs are made alike, and of equal tensors and plain values."""
     left, right = _pytree.tree_flatten(one), _pytree.tree_flatten(other)
     return left[1] == right[1] and all(
         isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _equal_tensors(a, b)

@@ -45,7 +45,7 @@ def build_wheel(build: Build, run: Runner) -> Path:
 
 
 def commands(build: Build, work: Path) -> tuple[list[Command], Command]:
-    """What is run before the sources are edited, and after."""
+    """Return the commands before the sources are edited, and after."""
     tools = work / "tools"
     # The build must see the installed torch, so it is not isolated; its tools come first.
     paths = {

@@ -1,4 +1,4 @@
-"""What this machine can run: the facts behind ``unipar doctor``."""
+"""The abilities of this machine: the facts behind ``unipar doctor``."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def check(recipe: Recipe) -> None:
 
 
 def plan(recipe: Recipe, *, force: bool = False) -> list[Action]:
-    """What carries out the recipe, in order; nothing is done yet.
+    """List the steps that carry out the recipe, in order; nothing is done yet.
 
     Args:
         recipe: the backend's description.

@@ -1,4 +1,4 @@
-"""What a backend says of how its framework is installed: plain data, which the core carries out."""
+"""A backend's recipe for installing its framework: plain data, which the core carries out."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Recipe:
         )
 
     def can_share(self, other: Recipe) -> bool:
-        """Whether the two frameworks can live in one environment."""
+        """Return whether the two frameworks can live in one environment."""
         agree = all(other.needs.get(name, wanted) == wanted for name, wanted in self.needs.items())
         return agree and not self.alone and not other.alone
 

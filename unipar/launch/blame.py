@@ -10,7 +10,7 @@ from unipar.errors import Terminated
 
 
 class Kind(str, Enum):
-    """What a failure says about its rank."""
+    """The kinds of failures, by what each says about its rank."""
 
     ERROR = "error"
     """The rank failed by itself."""

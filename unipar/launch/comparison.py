@@ -1,4 +1,4 @@
-"""What a few steps under a strategy, and by a plain loop beside it, have come to."""
+"""The comparison of a few steps under a strategy with a plain loop beside it."""
 
 from __future__ import annotations
 

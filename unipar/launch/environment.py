@@ -25,7 +25,7 @@ class Environment(ABC):
 
     @abstractmethod
     def detect(self) -> bool:
-        """Whether this launcher has started the process."""
+        """Return whether this launcher has started the process."""
 
     @abstractmethod
     def placement(self) -> Placement:

@@ -98,7 +98,7 @@ def read_failure(attempt: Attempt, rank: int) -> Failure | None:
 
 
 def read_note(attempt: Attempt, rank: int) -> Failure | None:
-    """What ``rank`` has noted on its way out, or ``None``."""
+    """Read what ``rank`` has noted on its way out, or ``None``."""
     return _read(attempt, rank, attempt.note(rank))
 
 

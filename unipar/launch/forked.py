@@ -26,7 +26,7 @@ _POLL = 0.02
 
 
 class ForkedWorker(subprocess.Popen):
-    """A forked process that waits to be told to be a worker; none that is told is told twice.
+    """A forked process that waits until it is made a worker, which happens once.
 
     Of ``Popen`` it keeps what ends a process; it starts none, and has no streams.
 

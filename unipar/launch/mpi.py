@@ -12,7 +12,7 @@ from unipar.world import Placement
 
 
 class Mpi(Environment):
-    """What all MPI launchers share: they say who is who, but not where to meet."""
+    """The common part of all MPI launchers: they say who is who, but not where to meet."""
 
     name = "mpirun"
     rank_names: tuple[str, ...]

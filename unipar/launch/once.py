@@ -36,7 +36,7 @@ _PATIENCE = 20.0
 
 
 class Record(BaseModel, frozen=True):
-    """What is kept of a self-test.
+    """The record of a self-test.
 
     Attributes:
         key: what it holds for.
@@ -171,7 +171,7 @@ def _locked(file: Path) -> Iterator[Path]:
 
 
 def _read(file: Path, key: dict[str, Any]) -> Record | None:
-    """What is kept; ``None`` where there is nothing, or nothing that can be read."""
+    """Read what is kept; ``None`` where there is nothing, or nothing that can be read."""
     try:
         record = Record.model_validate_json(file.read_bytes())
     except (FileNotFoundError, ValidationError):

@@ -25,7 +25,7 @@ from torch.distributed import (
 from unipar.errors import WorkerError
 from unipar.launch.blame import Kind, classify
 from unipar.launch.rank_names import ADVICE, SAME, behind, in_step, name_ranks, seen
-from unipar.utils import progress_marks as progress
+from unipar.utils import progress_marks
 from unipar.utils.progress_marks import Mark
 from unipar.world import World
 
@@ -41,7 +41,7 @@ _POLL, _POLL_OWN = 0.2, 0.05
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank has last told.
+    """The last word of a rank.
 
     Attributes:
         rank: whose word it is.
@@ -119,7 +119,7 @@ class Peers:
         self._every = min(max(_OFTEN, world.size / _AT_ONCE), self._timeout / 10)
         self._settle = max(_SETTLE, self._every + 1.0)
         self._ended, self._telling = threading.Event(), threading.Lock()
-        progress.open_marks(None)
+        progress_marks.open_marks(None)
         self._tell()
 
     def begin(self) -> None:
@@ -187,7 +187,7 @@ class Peers:
             self._tell_next(**more)
 
     def _tell_next(self, **more: Any) -> None:
-        mark = progress.own_mark()
+        mark = progress_marks.own_mark()
         at = {"step": mark.step, "phase": mark.phase, "count": mark.count} if mark else {}
         since = time.monotonic() - mark.time if mark else 0.0
         beat, now = self._word.beat + 1, time.time()
@@ -308,7 +308,7 @@ def watch(world: World) -> Peers | None:
 
     Call it on all ranks, when they have joined.
     """
-    if world.size == 1 or progress.watched() or not dist.is_initialized():
+    if world.size == 1 or progress_marks.watched() or not dist.is_initialized():
         return None
     # torch 2.13, distributed/distributed_c10d.py; nothing public gives the store of the group.
     peers = Peers(world, dist.distributed_c10d._get_default_store())
@@ -350,7 +350,7 @@ def _address_towards(meeting: tuple[str, int]) -> str:
 
 
 def _connects(meeting: tuple[str, int]) -> bool | None:
-    """Whether something listens there; ``None`` if not even the host says no."""
+    """Return whether something listens there; ``None`` if not even the host says no."""
     try:
         socket.create_connection(meeting, timeout=_PATIENCE).close()
     except ConnectionRefusedError:

@@ -51,7 +51,7 @@ def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
 
 
 def ended(group: WorkerGroup, failure: Failure) -> str:
-    """What is said of a rank that a signal has ended before it could save with the others."""
+    """Describe a rank that a signal has ended before it could save with the others."""
     mark = read_mark(group.attempt.mark(failure.rank))
     line = f"Rank {failure.rank} of {group.size} {in_step('ended', mark)}: it {failure.title}."
     return "\n".join([line, *_log_tail(group, failure.rank)])

@@ -66,7 +66,7 @@ class RunDir:
         return Attempt(self.root / f"attempt-{restart}")
 
     def has_room(self) -> bool:
-        """Whether the records and results of workers still fit."""
+        """Return whether the records and results of workers still fit."""
         probe = self.root / "room"
         try:
             probe.write_bytes(bytes(_ROOM))

@@ -36,7 +36,7 @@ Verdict = Literal["agrees", "differs", "failed", "refused", "not run"]
 
 
 class Outcome(BaseModel, frozen=True):
-    """What came of one strategy.
+    """The outcome of one strategy.
 
     Attributes:
         strategy: as ``name:option=value,…``.

@@ -84,7 +84,7 @@ def _loaders(plan: Plan, node: cst.BaseExpression) -> list[Origin]:
 
 
 def _is_mean(plan: Plan, source: Source, node: cst.BaseExpression) -> bool:
-    """Whether a value is surely the mean over a batch."""
+    """Return whether a value is surely the mean over a batch."""
     for _ in range(10):
         if isinstance(node, (cst.Name, cst.Attribute)):
             if isinstance(node, cst.Attribute) and node.attr.value == "loss":
@@ -107,7 +107,7 @@ def _is_mean(plan: Plan, source: Source, node: cst.BaseExpression) -> bool:
 
 
 def _is_mean_loss(plan: Plan, call: cst.Call) -> bool:
-    """Whether a call is of one of torch's losses, which are means unless they are told not to."""
+    """Whether a call is of one of torch's losses, which are means unless asked not to be."""
     made = [one for one in plan.flow.values(call.func) if one.kind == "call"]
     names = plan.flow.names(call.func) | {one.name for one in made}
     built = [one.node for one in made if isinstance(one.node, cst.Call)]

@@ -10,7 +10,7 @@ _LEAVING = (cst.Return, cst.Raise)
 
 
 def exclusive(source: Source, one: cst.CSTNode, other: cst.CSTNode) -> bool:
-    """Whether a call of their function comes to at most one of two nodes.
+    """Return whether a call of their function comes to at most one of two nodes.
 
     They stand in different branches of an ``if`` or a ``match``, or one in a branch that leaves
     the function.

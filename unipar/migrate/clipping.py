@@ -100,7 +100,7 @@ def _refuse_other(loop: TrainingLoop, call: cst.Call) -> None:
 
 
 def _condition(source: Source, call: cst.Call) -> cst.BaseExpression | None:
-    """What is asked right around a call: ``if args.clip is not None:``."""
+    """Find the condition right around a call: ``if args.clip is not None:``."""
     block = source.block(call)
     above = source.parent(block)
     return above.test if isinstance(above, cst.If) and above.body is block else None
@@ -144,7 +144,7 @@ def _taken(loop: TrainingLoop, source: Source, call: cst.Call, step: Step) -> cs
 
 
 def _gives_norms(loop: TrainingLoop) -> bool:
-    """Whether a migrated step returns what ``script.grad_norm`` reads."""
+    """Return whether a migrated step returns what ``script.grad_norm`` reads."""
     return loop.plan.words.step == Words().step
 
 
@@ -173,7 +173,7 @@ def _check_covered(
 
 
 def _is_known(loop: TrainingLoop, origin: Origin, node: cst.BaseExpression) -> bool:
-    """Whether what an expression computes is known where an optimizer is built."""
+    """Return whether what an expression computes is known where an optimizer is built."""
     if isinstance(node, (cst.Name, cst.Attribute)):
         return _known_at(loop, origin, node)
     parts = children(node)
@@ -223,7 +223,7 @@ def _is_handed_on(loop: TrainingLoop, there: Source, node: cst.CSTNode, root: cs
 
 
 def _bound_before(there: Source, node: cst.CSTNode, norm: cst.BaseExpression) -> bool:
-    """Whether ``self.norm`` is set in front of a node, in the function that it is in."""
+    """Return whether ``self.norm`` is set in front of a node, in the function that it is in."""
     while isinstance(norm, cst.Attribute) and isinstance(norm.value, cst.Attribute):
         norm = norm.value
     text, function = there.code(norm), there.function(node)

@@ -108,7 +108,7 @@ def _rewrite_moves(plan: Plan) -> bool:
 
 
 def _reads_local_rank(plan: Plan, node: cst.BaseExpression) -> bool:
-    """Whether a value is the local rank, as an integer device."""
+    """Return whether a value is the local rank, as an integer device."""
     for one in plan.flow.values(node):
         call = one.node
         given = call.args[:1] if isinstance(call, cst.Call) and one.name == "int" else ()
@@ -120,7 +120,7 @@ def _reads_local_rank(plan: Plan, node: cst.BaseExpression) -> bool:
 
 
 def _picks(plan: Plan, node: cst.BaseExpression) -> bool:
-    """Whether an expression chooses among the names of devices by what there is."""
+    """Return whether an expression chooses among the names of devices by what there is."""
     if not isinstance(node, cst.IfExp):
         return _is_literal_cuda(node) or constant(node) in _OTHERS or any(
             "torch.accelerator.current_accelerator" in plan.flow.names(one.func)
@@ -158,7 +158,7 @@ def _names_device(source: Source, node: cst.BaseExpression) -> bool:
 
 
 def _is_settled(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
-    """Whether a choice of a device is part of another one, or of a ``torch.device``."""
+    """Return whether a choice of a device is part of another one, or of a ``torch.device``."""
     above = source.parent(node)
     if isinstance(above, cst.IfExp):
         return _picks(plan, above)

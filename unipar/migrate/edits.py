@@ -44,7 +44,7 @@ class Edits:
             lines.append(text)
 
     def covers(self, span: Span) -> bool:
-        """Whether this very span is replaced."""
+        """Return whether this very span is replaced."""
         return span in self._parts
 
     def result(self) -> bytes:

@@ -159,7 +159,7 @@ class Expressions:
         return NOTHING if scope is None else self.named(self.source(node), scope, node.value)
 
     def named(self, source: Source, scope: Scope, name: str) -> Values:
-        """What a name may hold in a scope."""
+        """Find what a name may hold in a scope."""
         found: set[Origin] = set()
         for one in scope[name]:
             if one.imported:

@@ -170,7 +170,7 @@ class Flow(Expressions):
                 self._bind(function, arguments, skip)
 
     def runs(self, call: cst.Call, function: cst.FunctionDef) -> bool:
-        """Whether a call may be of a function, or of a class whose ``__init__`` it is."""
+        """Return whether a call may be of a function, or of a class whose ``__init__`` it is."""
         return any(self._run_by(one) is function for one in self.values(call.func))
 
     def _run_by(self, called: Origin) -> cst.FunctionDef | None:
@@ -214,7 +214,7 @@ class Flow(Expressions):
 
 
 def _is_unbound(function: cst.FunctionDef) -> bool:
-    """Whether a function in a class is given no instance."""
+    """Return whether a function in a class is given no instance."""
     named = (one.decorator for one in function.decorators)
     return any(isinstance(one, cst.Name) and one.value in ("staticmethod", "classmethod")
                for one in named)  # fmt: skip

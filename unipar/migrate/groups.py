@@ -72,7 +72,7 @@ def collected(plan: Plan, source: Source, given: cst.BaseExpression) -> list[cst
 
 
 def sorted_into(source: Source, given: cst.BaseExpression) -> list[cst.BaseExpression]:
-    """What the variables of an expression are filled from, wherever that stands before it.
+    """Find what the variables of an expression are filled from, wherever that stands before it.
 
     ``for n, p in model.named_parameters(): (decay if p.ndim > 1 else rest).append(p)`` fills both
     lists from what the loop goes over. Optimizers are built over such variables as they are: the
@@ -96,7 +96,7 @@ def sorted_into(source: Source, given: cst.BaseExpression) -> list[cst.BaseExpre
 
 
 def _fills(source: Source) -> Iterator[tuple[cst.CSTNode, cst.BaseExpression]]:
-    """What something is put into, and what it is."""
+    """Find what something is put into, and what it is."""
     for one in source.all(cst.Assign):
         yield from ((target.target, one.value) for target in one.targets)
     for one in source.all(cst.AugAssign):
@@ -136,7 +136,7 @@ def _binding(names: list[cst.Name], source: Source, name: str) -> cst.Assign | N
 def _holds_parameters(
     plan: Plan, names: list[cst.Name], source: Source, assign: cst.Assign
 ) -> bool:
-    """Whether parameters of a model are among what a statement binds."""
+    """Return whether parameters of a model are among what a statement binds."""
     if models_behind(plan, assign.value):
         return True
     for one in inside(assign.value):

@@ -77,7 +77,7 @@ def writes_before(source: Source, name: cst.BaseExpression) -> list[Write]:
 
 
 def _unconditional(source: Source, statement: cst.CSTNode, name: cst.CSTNode) -> bool:
-    """Whether a statement has been run whenever a name after it is read."""
+    """Return whether a statement has been run whenever a name after it is read."""
     around = set(source.around(name))
     for above in source.around(statement):
         if above in around:

@@ -229,7 +229,7 @@ class TrainingLoop:
 
 
 def is_plain(node: cst.BaseExpression) -> bool:
-    """Whether an expression is a name, or an attribute of one."""
+    """Return whether an expression is a name, or an attribute of one."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return isinstance(node, cst.Name)

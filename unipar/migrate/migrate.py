@@ -199,7 +199,7 @@ def _parsed(name: str, text: str) -> ast.Module:
 
 
 def _mentions(tree: ast.Module) -> bool:
-    """Whether a file imports anything that a dialect is about."""
+    """Return whether a file imports anything that a dialect is about."""
     packages = {"torch", "horovod", "deepspeed", "accelerate", "colossalai", "lightning",
                 "lightning_fabric"}  # fmt: skip
     return any(name.partition(".")[0] in packages for name in _imports(tree))

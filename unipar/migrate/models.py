@@ -59,7 +59,7 @@ def find_optimizers(plan: Plan) -> None:
 
 
 def is_optimizer(origin: Origin) -> bool:
-    """Whether a call builds an optimizer."""
+    """Return whether a call builds an optimizer."""
     name = origin.name
     if origin.kind != "call" or not isinstance(origin.node, cst.Call):
         return False
@@ -136,7 +136,7 @@ def _whole(flow: Flow, node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def holds_wrapper(flow: Flow, node: cst.BaseExpression) -> bool:
-    """Whether an expression may be a wrapper of a module, or that module."""
+    """Return whether an expression may be a wrapper of a module, or that module."""
     return any(one.name in (*DDP, *FSDP) for one in flow.values(node))
 
 
@@ -216,7 +216,7 @@ def rewrite_calls(plan: Plan, *, wrapped: bool, in_autocast: bool) -> None:
 
 
 def _before_prepared(plan: Plan, source: Source, call: cst.Call, owned: Values) -> bool:
-    """Whether a call stands before the model's optimizer, in the same function."""
+    """Return whether a call stands before the model's optimizer, in the same function."""
     for origin, model in plan.optimizers.items():
         node = origin.node
         if node is None or not plan.flow.values(model) & owned or plan.flow.source(node) != source:

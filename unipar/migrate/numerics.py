@@ -49,7 +49,7 @@ def warn_of_ranks(plan: Plan) -> None:
 
 
 def is_number_of_ranks(plan: Plan, node: cst.CSTNode) -> bool:
-    """Whether an expression is the number of ranks, as far as can be seen."""
+    """Return whether an expression is the number of ranks, as far as can be seen."""
     if isinstance(node, cst.Name) and node.value.endswith(_SIZES):
         return True
     if isinstance(node, cst.Attribute) and node.attr.value.endswith(_SIZES):
@@ -92,7 +92,7 @@ def _warn_of_seeds(plan: Plan) -> None:
 
 
 def _of_rank(plan: Plan, source: Source, node: cst.BaseExpression) -> bool:
-    """Whether a rank is part of a number: ``seed + rank``."""
+    """Return whether a rank is part of a number: ``seed + rank``."""
     for one in behind(plan, node):
         if isinstance(one, cst.Name) and (one.value == "rank" or one.value.endswith("_rank")):
             return True
@@ -135,7 +135,7 @@ def _scaled(
 
 
 def _used_as(plan: Plan, source: Source, size: cst.BaseExpression) -> How | None:
-    """What is done with the number of ranks in an expression."""
+    """Describe what is done with the number of ranks in an expression."""
     how: How | None = None
     inner: cst.CSTNode = size
     for above in source.around(size):

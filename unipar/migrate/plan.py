@@ -109,7 +109,7 @@ class Plan:
         ]
 
     def made_by(self, values: Values, *names: str) -> bool:
-        """Whether some of the values come from calls of these."""
+        """Return whether some of the values come from calls of these."""
         return any(one.kind == "call" and one.name in names for one in values)
 
     # -- deciding --------------------------------------------------------------------------------

@@ -98,12 +98,12 @@ def _check_contexts(plan: Plan) -> None:
 
 
 def under_autocast(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
-    """Whether a node is seen to be computed under autocast."""
+    """Return whether a node is seen to be computed under autocast."""
     return any(plan.made_by(plan.flow.values(one), *AUTOCAST) for one in _contexts(source, node))
 
 
 def without_gradients(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
-    """Whether a node is seen to be computed where no gradients are."""
+    """Return whether a node is seen to be computed where no gradients are."""
     return any(
         plan.flow.names(one.func if isinstance(one, cst.Call) else one) & _NO_GRADIENTS
         for one in _contexts(source, node)
@@ -185,7 +185,7 @@ def _is_device(one: cst.Arg) -> bool:
 
 
 def _enabled(plan: Plan, call: cst.Call, casts: list[tuple[Source, cst.Call]]) -> bool:
-    """Whether a GradScaler is on, or on where autocast is."""
+    """Return whether a GradScaler is on, or on where autocast is."""
     asked = {
         source.code(enabled)
         for source, cast in casts

@@ -101,7 +101,7 @@ def check_condition(plan: Plan, source: Source, call: cst.Call) -> None:
 
 
 def is_conditional(source: Source, node: cst.CSTNode) -> bool:
-    """Whether code of the function decides if a node is reached; the main guard is none."""
+    """Return whether code of the function decides if a node is reached; the main guard is none."""
     for above in source.around(node):
         if isinstance(above, cst.FunctionDef):
             return False
@@ -113,7 +113,7 @@ def is_conditional(source: Source, node: cst.CSTNode) -> bool:
 
 
 def on_some_ranks(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
-    """Whether a test of the rank decides if a place of a function is come to."""
+    """Return whether a test of the rank decides if a place of a function is come to."""
     for above in source.around(node):
         if isinstance(above, cst.FunctionDef):
             return False
@@ -123,7 +123,7 @@ def on_some_ranks(plan: Plan, source: Source, node: cst.CSTNode) -> bool:
 
 
 def tells_rank(plan: Plan, node: cst.CSTNode) -> bool:
-    """Whether a name says which rank this is."""
+    """Return whether a name says which rank this is."""
     if isinstance(node, cst.Name) and node.value != "__name__":
         words = node.value.lower().strip("_").split("_")
         if {"rank", "main", "master"} & set(words) or node.value == "is_global_zero":

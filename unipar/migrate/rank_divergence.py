@@ -137,7 +137,7 @@ class Parting:
         return any(one.node in self._shared for one in self._plan.flow.values(node))
 
     def _behind(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """What a value is made of."""
+        """Find what a value is made of."""
         flow = self._plan.flow
         if isinstance(node, cst.Call):
             functions, func = flow.functions(node.func), node.func
@@ -170,7 +170,7 @@ class Parting:
         return any(self._is_shared(one.value) for one in call.args)
 
     def _named(self, node: cst.Name) -> Iterator[cst.CSTNode]:
-        """What a name is bound to, and what is put into what it holds."""
+        """Find what a name is bound to, and what is put into what it holds."""
         flow = self._plan.flow
         values = flow.values(node)
         made = any(one.kind == "call" and one.name.startswith(_FRAMEWORKS) for one in values)
@@ -194,7 +194,7 @@ class Parting:
                 yield value
 
     def _bound(self, source: Source, name: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """What a name is bound to by the statement that does so."""
+        """Find what a name is bound to by the statement that does so."""
         index: int | None = None
         for above in source.around(name):
             if isinstance(above, (cst.Tuple, cst.List)):
@@ -250,7 +250,7 @@ def _around(source: Source, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
 
 
 def _writes(source: Source) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
-    """What is assigned to, each with what it is given."""
+    """Yield what is assigned to, each with what it is given."""
     for one in source.all(cst.Assign):
         yield from ((target.target, one.value) for target in one.targets)
     for one in (*source.all(cst.AugAssign), *source.all(cst.AnnAssign)):
@@ -259,7 +259,7 @@ def _writes(source: Source) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpres
 
 
 def _is_counted(source: Source, node: cst.BaseExpression) -> bool:
-    """Whether a loop over this counts: ``enumerate(loader)``, also in a progress bar."""
+    """Return whether a loop over this counts: ``enumerate(loader)``, also in a progress bar."""
     return any(
         isinstance(one, cst.Call) and source.code(one.func) == "enumerate" for one in inside(node)
     )

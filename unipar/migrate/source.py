@@ -80,7 +80,7 @@ class Source:
         return self._parents.get(node)
 
     def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """What encloses a node, from inside."""
+        """Yield the nodes that enclose a node, from inside."""
         above = self.parent(node)
         while above is not None:
             yield above
@@ -110,7 +110,7 @@ class Source:
         return None
 
     def returned(self, function: cst.CSTNode) -> list[cst.BaseExpression]:
-        """What a function gives back, in the order of its lines."""
+        """Return what a function gives back, in the order of its lines."""
         return [
             one.value for one in self.all(cst.Return)
             if one.value is not None and self.function(one) is function

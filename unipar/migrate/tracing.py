@@ -33,7 +33,7 @@ def trace(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
 
 
 def is_none(node: cst.CSTNode | None) -> bool:
-    """Whether an expression is ``None``."""
+    """Return whether an expression is ``None``."""
     return isinstance(node, cst.Name) and node.value == "None"
 
 
@@ -106,7 +106,7 @@ def _behind(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
 
 
 def bindings(plan: Plan, node: cst.Name) -> list[Binding]:
-    """What binds a name, in the file that it is imported from where that is given."""
+    """Find what binds a name, in the file that it is imported from where that is given."""
     source = plan.flow.source(node)
     scope = source.scope(node)
     found: list[Binding] = list(scope[node.value]) if scope is not None else []
@@ -141,7 +141,7 @@ def _bound_to(plan: Plan, binding: Binding) -> list[cst.BaseExpression] | None:
 
 
 def given_to(plan: Plan, parameter: cst.Param) -> list[cst.BaseExpression] | None:
-    """What calls give a parameter of a function, and its default."""
+    """Find what calls give a parameter of a function, and its default."""
     source = plan.flow.source(parameter)
     function = source.function(parameter)
     if not isinstance(function, cst.FunctionDef):
@@ -167,7 +167,7 @@ def given_to(plan: Plan, parameter: cst.Param) -> list[cst.BaseExpression] | Non
 
 
 def _is_base(plan: Plan, class_: cst.ClassDef | None) -> bool:
-    """Whether another class of the program is derived from one."""
+    """Return whether another class of the program is derived from one."""
     return any(
         any(one.node is class_ for one in plan.flow.values(base.value))
         for source in plan.sources

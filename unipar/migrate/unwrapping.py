@@ -46,5 +46,5 @@ def unwrap(source: Source, with_: cst.With) -> bool:
 
 
 def _is_long(source: Source, node: cst.CSTNode) -> bool:
-    """Whether a string's own lines would be moved too."""
+    """Return whether a string's own lines would be moved too."""
     return isinstance(node, (cst.SimpleString, cst.FormattedString)) and "\n" in source.code(node)

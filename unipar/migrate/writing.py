@@ -23,7 +23,7 @@ _LARGEST_SETTINGS = 2**18
 
 @dataclass(frozen=True)
 class Program:
-    """What is migrated together.
+    """The files that are migrated together.
 
     Attributes:
         root: the directory that the paths start from.
@@ -113,7 +113,7 @@ def config_text(migration: Migration) -> str:
 
 @dataclass(frozen=True)
 class Output:
-    """What a migration writes.
+    """The output of a migration.
 
     Attributes:
         files: their content.

@@ -60,7 +60,7 @@ def drop_zero_grads(loop: TrainingLoop) -> None:
 
 
 def _cleared_between(loop: TrainingLoop, step: Step, zeroed: list[cst.Call]) -> bool:
-    """Whether another optimizer's losses leave no gradients in those of a step."""
+    """Return whether another optimizer's losses leave no gradients in those of a step."""
     events = loop.events(step.source, step.source.function(step.call))
     steps = [one for _, one in events if one is not None]
     if len({one.text for one in steps}) < 2:
@@ -74,7 +74,7 @@ def _cleared_between(loop: TrainingLoop, step: Step, zeroed: list[cst.Call]) -> 
 
 
 def _clears_nothing(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:
-    """Whether no gradients can be waiting for a step at a ``zero_grad()``."""
+    """Return whether no gradients can be waiting for a step at a ``zero_grad()``."""
     function = source.function(call)
     steps = [
         one.call for one in loop.steps
@@ -103,7 +103,7 @@ def _clears_nothing(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:
 
 
 def _comes_to(source: Source, steps: list[cst.Call], block: cst.CSTNode, after: int) -> bool:
-    """Whether a block comes to a step behind a place, whichever branches are taken."""
+    """Return whether a block comes to a step behind a place, whichever branches are taken."""
     return any(source.block(one) is block and source.span(one)[0] > after for one in steps) or any(
         isinstance(one, cst.If) and isinstance(one.orelse, cst.Else) and source.span(one)[0] > after
         and all(_comes_to(source, steps, branch, after) for branch in (one.body, one.orelse.body))
@@ -112,7 +112,7 @@ def _comes_to(source: Source, steps: list[cst.Call], block: cst.CSTNode, after: 
 
 
 def _after_step(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:
-    """Whether what comes before a ``zero_grad()``, the loop's end included, is a step."""
+    """Return whether what comes before a ``zero_grad()``, the loop's end included, is a step."""
     events = loop.events(source, source.function(call))
     before = [event for event in events if event[0] < source.span(call)[0]]
     inside = bool(source.loops(call)) or not before
@@ -121,7 +121,7 @@ def _after_step(loop: TrainingLoop, source: Source, call: cst.Call) -> bool:
 
 
 def _flushed(loop: TrainingLoop, source: Source, steps: list[cst.Call]) -> bool:
-    """Whether steps are taken at the end of the data too: ``or i + 1 == len(loader)``."""
+    """Return whether steps are taken at the end of the data too: ``or i + 1 == len(loader)``."""
     for step in steps:
         test = next((a.test for a in source.around(step) if isinstance(a, cst.If)), None)
         if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.Or):

@@ -15,7 +15,7 @@ from unipar.migrated.runconfig import file_beside_script, read_settings
 
 
 def config() -> RunConfig:
-    """What ``unipar.yaml`` beside the script says, and variables such as ``UNIPAR_STRATEGY``.
+    """Read ``unipar.yaml`` beside the script, and variables such as ``UNIPAR_STRATEGY``.
 
     In a notebook, the file in the current directory.
 
@@ -46,7 +46,7 @@ def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _writes(parts: Iterable[Any]) -> bool:
-    """Whether this is the first process; all of them are told if what there is are parts."""
+    """Return whether this is the first process; all of them are told if what there is are parts."""
     if any(isinstance(one, DTensor) for one in parts):
         raise ConfigError(
             "the strategy divides the model among ranks, so its state dict here is only a part. "

@@ -10,7 +10,7 @@ from unipar.data.sources import worker_settings
 
 
 def settings_of(loader: DataLoader) -> dict[str, Any]:
-    """What a loader was built with, apart from its data and batches."""
+    """Return the settings that a loader was built with, apart from its data and batches."""
     return {
         "collate_fn": loader.collate_fn,
         "generator": loader.generator,

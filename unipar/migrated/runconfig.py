@@ -21,7 +21,7 @@ _Config = TypeVar("_Config", bound=BaseModel)
 
 
 class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """What ``unipar.yaml`` holds for a migrated script."""
+    """The contents of ``unipar.yaml`` for a migrated script."""
 
     strategy: str | dict[str, Any] = "auto"
     """Which framework runs it: a name, `name:option=value,…`, a mapping with `name`, or `auto`."""
@@ -45,7 +45,7 @@ def file_beside_script() -> Path:
 
 
 def read_config(file: Path) -> ScriptConfig:
-    """What the file and the environment say of a migrated script; defaults without a file.
+    """Read the file and the environment of a migrated script; defaults without a file.
 
     Raises:
         ConfigError: every wrong key and value, with file and line.
@@ -54,7 +54,7 @@ def read_config(file: Path) -> ScriptConfig:
 
 
 def read_settings(kind: type[_Config], file: Path) -> _Config:
-    """What a file and the environment say; defaults where there is no such file.
+    """Read a file and the environment; defaults where there is no such file.
 
     Args:
         kind: the settings that there are.

@@ -36,7 +36,7 @@ def fused_by_default(sparse: Collection[torch.Tensor]) -> Iterator[None]:
 
 
 def is_fused(name: str, options: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether an optimizer that is built by name is to be fused.
+    """Return whether an optimizer that is built by name is to be fused.
 
     That of ``adam``, ``adamw`` and ``sgd`` is, inside of :func:`fused_by_default`, if the user has
     chosen no implementation and every parameter is one of floating-point numbers on a CUDA device

@@ -1,4 +1,4 @@
-"""What ``optimizer=`` and ``lr_scheduler=`` may be: functions, names, or several in groups."""
+"""The forms of ``optimizer=`` and ``lr_scheduler=``: functions, names, or several in groups."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ DEFAULT = "adamw"
 
 
 def is_groups(given: Any) -> bool:
-    """Whether what was given for ``optimizer`` is several in named groups, not one."""
+    """Return whether what was given for ``optimizer`` is several in named groups, not one."""
     if not isinstance(given, Mapping) or "name" in given or "target" in given:
         return False
     return any(isinstance(value, Mapping) for value in given.values())
 
 
 def holds_functions(given: Any) -> bool:
-    """Whether a value is a function, or a mapping with one in it: nothing for a config."""
+    """Return whether a value is a function, or a mapping with one in it: nothing for a config."""
     if isinstance(given, Mapping):
         return any(map(holds_functions, given.values()))
     return callable(given)
@@ -49,7 +49,7 @@ def holds_functions(given: Any) -> bool:
 def factories(
     optimizer: Any, lr_scheduler: Any
 ) -> tuple[OptimizerFactory | None, SchedulerFactory | None]:
-    """What builds the optimizer and the scheduler that were asked for.
+    """Make the functions that build the optimizer and the scheduler that were asked for.
 
     Args:
         optimizer: a function, a name, a mapping of ``name`` and arguments, or a mapping of groups.

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from unipar.optimizers.factories import OptimizerFactory, SchedulerFactory
 from unipar.strategy.base import (
     Availability,
     Capabilities,
-    Engine,
-    EngineSpec,
-    ModelContext,
-    ModelFactory,
-    OnNaN,
-    OptimizerFactory,
-    Parallelize,
-    Precision,
-    SchedulerFactory,
     SelfTest,
-    StepResult,
     Strategy,
     StrategyOptions,
-    build_model,
+)
+from unipar.strategy.engine import (
+    Engine,
+    EngineSpec,
+    OnNaN,
+    Parallelize,
+    Precision,
     seeded_model,
+)
+from unipar.strategy.model_function import (
+    ModelContext,
+    ModelFactory,
+    build_model,
     takes_context,
 )
+from unipar.strategy.step_result import StepResult
 
 __all__ = [
     "Availability",

@@ -7,82 +7,22 @@ framework that counts its own accumulation cannot be cut any finer.
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
-import torch
 from pydantic import BaseModel, ConfigDict
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from unipar.data.batch import Batch, MicroBatch
-from unipar.errors import ConfigError
 from unipar.layout import Layout
-from unipar.loss import Loss, LossFn, LossSum
-from unipar.optimizers.factories import OptimizerFactory, SchedulerFactory
-from unipar.optimizers.named import NamedOptimizer
-from unipar.state import EngineState, StateSource
-from unipar.utils.host_copy import HostCopy
+from unipar.strategy.engine import Engine, EngineSpec, Precision
 from unipar.world import Placement, World, join
 
-Precision = Literal["fp32", "bf16", "fp16", "fp8"]
-OnNaN = Literal["raise", "skip", "ignore"]
 SelfTest = Literal["auto"] | bool
 
 
 @dataclass(frozen=True)
-class ModelContext:
-    """What a model function is told of where its model will be, if it takes an argument.
-
-    Attributes:
-        layout: how the processes of the run are arranged.
-        stage: of a pipeline, the one that this process has, from 0.
-        device: where the strategy will move the model; building it there saves nothing.
-    """
-
-    layout: Layout
-    stage: int
-    device: torch.device
-
-
-ModelFactory = Callable[[], nn.Module] | Callable[[ModelContext], nn.Module]
-
-
-def takes_context(function: ModelFactory) -> bool:
-    """Whether a model function has one parameter, without a default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # Some built-in functions have none.
-        return False
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.default is p.empty and p.kind in places]
-    return len(needed) == 1
-
-
-def build_model(function: ModelFactory, context: ModelContext | None = None) -> nn.Module:
-    """What a model function builds.
-
-    Args:
-        function: the user's.
-        context: what it is told, if it takes an argument; left out: of one process, on the host.
-    """
-    build: Callable[..., nn.Module] = function
-    if not takes_context(function):
-        return build()
-    return build(context or ModelContext(Layout(), 0, torch.device("cpu")))
-
-
-Parallelize = Callable[[nn.Module, World], None]
-
-
-@dataclass(frozen=True)
 class Capabilities:
-    """What a strategy, with the options it was given, can do. Anything else is a ConfigError.
+    """The abilities of a strategy with its options. Anything else is a ConfigError.
 
     Attributes:
         precisions: the compute dtypes; weights and reductions stay fp32 in all of them, unless
@@ -139,7 +79,7 @@ class StrategyOptions(BaseModel):
 
 
 class Availability(NamedTuple):
-    """Whether a strategy can run in this environment.
+    """The availability of a strategy in this environment.
 
     Attributes:
         ok: whether it can.
@@ -150,288 +90,6 @@ class Availability(NamedTuple):
     ok: bool
     reason: str = ""
     remedy: str = ""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What the user asked of one engine.
-
-    Attributes:
-        model: a module, or a function without arguments that builds one.
-        optimizer: factory called with the named parameters once they have their final form;
-            ``None`` for a model that is only evaluated.
-        lr_scheduler: factory called with the optimizer.
-        precision: the compute dtype; ``"fp8"`` is bf16 with linear layers in float8.
-        max_grad_norm: the 2-norm that gradients are clipped to; ``inf`` measures without clipping.
-        activation_checkpointing: ``"off"``, ``"full"`` (each repeated block), or names of module
-            classes whose activations are recomputed.
-        compile: ``False``, ``True``, or keyword arguments for :meth:`torch.nn.Module.compile`.
-        parallelize: the user's own way of dividing parts of the model, called with the module and
-            the world before the strategy divides the rest.
-        on_nan: what to do when the loss of a step is not finite.
-        seed: the seed that a model function runs under.
-        global_batch_size: samples of a full step over all ranks, if known.
-        micro_batch_size: samples of one forward pass on one rank, if known.
-        accumulation: micro-batches of a full step, if known.
-        name: the engine's name in checkpoints.
-    """
-
-    model: nn.Module | Callable[[], nn.Module]
-    optimizer: OptimizerFactory | None = None
-    lr_scheduler: SchedulerFactory | None = None
-    precision: Precision = "fp32"
-    max_grad_norm: float | None = None
-    activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"
-    compile: bool | dict[str, Any] = False
-    parallelize: Parallelize | None = None
-    on_nan: OnNaN = "raise"
-    seed: int = 0
-    global_batch_size: int | None = None
-    micro_batch_size: int | None = None
-    accumulation: int | None = None
-    name: str = "model"
-
-    @property
-    def named_optimizer(self) -> NamedOptimizer | None:
-        """The name and the arguments of the optimizer, for a framework that has its own of it.
-
-        ``None`` where no name was given, but a function, or several optimizers. Checks that the
-        core and ``with_divisible_optimizer`` have put around the factory are looked through, as
-        around any function that has ``__wrapped__``; where a framework builds the optimizer itself,
-        they are not made.
-        """
-        found = None if self.optimizer is None else inspect.unwrap(self.optimizer)
-        return found if isinstance(found, NamedOptimizer) else None
-
-
-class StepResult:
-    """What one training step did; equal on every rank.
-
-    The device may not have come to the end of the step yet. Then reading any of it waits until it
-    is known that the step was taken, once for all: on an accelerator a run is faster that reads a
-    result when the next step has begun.
-
-    Args:
-        loss: mean over all items of the global batch, before the update.
-        num_items: how many items that is: samples, or the counts of :class:`LossSum`.
-        grad_norm: 2-norm of the whole gradient before clipping, or a copy of it that is on its way
-            to the host; ``None`` unless ``max_grad_norm`` is set.
-        skipped: whether the optimizer did not step (fp16 overflow, or ``on_nan="skip"``).
-        check: raises :class:`NonFiniteLossError` if the step was not taken, when that is known;
-            left out: it is known.
-    """
-
-    __slots__ = ("_check", "_grad_norm", "_loss", "_num_items", "_skipped")
-
-    def __init__(
-        self,
-        loss: float,
-        num_items: float,
-        grad_norm: float | HostCopy | None = None,
-        skipped: bool = False,
-        *,
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        self._loss, self._num_items, self._skipped = loss, num_items, skipped
-        self._grad_norm, self._check = grad_norm, check
-
-    @property
-    def loss(self) -> float:
-        """Mean over all items of the global batch, before the update.
-
-        Raises:
-            NonFiniteLossError: the step was not taken, as for each of these.
-        """
-        self._settle()
-        return self._loss
-
-    @property
-    def num_items(self) -> float:
-        """How many items that is: samples, or the counts of :class:`LossSum`."""
-        self._settle()
-        return self._num_items
-
-    @property
-    def grad_norm(self) -> float | None:
-        """2-norm of the whole gradient before clipping; ``None`` without ``max_grad_norm``."""
-        self._settle()
-        norm = self._grad_norm
-        return norm.read() if isinstance(norm, HostCopy) else norm
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the optimizer did not step (fp16 overflow, or ``on_nan="skip"``)."""
-        self._settle()
-        return self._skipped
-
-    @property
-    def waits(self) -> bool:
-        """Whether reading it may wait for a device; until it is read the same on every rank."""
-        return isinstance(self._grad_norm, HostCopy) and self._grad_norm.waits
-
-    def _settle(self) -> None:
-        if self._check is not None:
-            self._check()
-            self._check = None
-
-    def _read(self) -> tuple[float, float, float | None, bool]:
-        return self.loss, self.num_items, self.grad_norm, self.skipped
-
-    def __repr__(self) -> str:
-        names = ("loss", "num_items", "grad_norm", "skipped")
-        fields = (f"{name}={value!r}" for name, value in zip(names, self._read(), strict=True))
-        return f"StepResult({', '.join(fields)})"
-
-    def __eq__(self, other: object) -> bool:
-        return self._read() == other._read() if isinstance(other, StepResult) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._read())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepResult, self._read()
-
-
-class Engine(ABC):
-    """One model under a strategy.
-
-    Attributes:
-        module: the user's module, without the framework's wrapper around it.
-        optimizer: what holds the hyperparameters, or ``None``.
-        lr_scheduler: the scheduler, stepped once for each optimizer step that was not skipped. A
-            ``ReduceLROnPlateau`` waits for its metric: ``fit`` steps it at evaluations, and one's
-            own loop by ``engine.lr_scheduler.step(metric)``, with the same metric on every rank.
-        spec: what the engine was asked for.
-        num_steps: training steps taken, skipped ones included; restored from checkpoints.
-        sharing: the other engines of the session that have parameters in common with this one.
-    """
-
-    module: nn.Module
-    optimizer: Optimizer | None = None
-    lr_scheduler: LRScheduler | None = None
-    spec: EngineSpec
-    num_steps: int = 0
-    sharing: tuple[Engine, ...] = ()
-
-    @property
-    def num_parameters(self) -> int:
-        """Elements of all parameters of the whole model, however they are divided."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
-
-    @abstractmethod
-    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        """Forward, backward and update on one global batch. Collective.
-
-        Where ``max_grad_norm`` is set, a gradient may be found not to be finite only after the
-        call, on the device. It leaves weights and optimizer as they are then, and the error is
-        raised where the result is read, by :meth:`check_last_step`, or within the next step, which
-        is not taken either.
-
-        Raises:
-            ConfigError: the loss is no scalar or has no gradient.
-            NonFiniteLossError: the loss, or the norm of this step's gradient or of the last one's,
-                is not finite and ``on_nan`` is ``"raise"``; weights, optimizer and scheduler are
-                then as they were before the step that the error names.
-        """
-
-    def check_last_step(self) -> None:
-        """Wait until it is known that the last step was taken. Collective.
-
-        Called before anything that must not build on a step that was not: an evaluation, a
-        checkpoint, the end of a session.
-
-        Raises:
-            NonFiniteLossError: it was not; raised once, and not if reading its result has done so.
-        """
-        return
-
-    @abstractmethod
-    def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
-        """This rank's loss on one batch, without gradients. Collective where sharded.
-
-        ``loss_fn`` is called once for each micro-batch, in their order; in a pipeline on the last
-        stage alone. Padding (``num_samples == 0``) is run and counts nothing.
-        """
-
-    @abstractmethod
-    def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
-        """Forward and backward whose gradients are thrown away, to see if it fits in memory.
-
-        Raises:
-            torch.OutOfMemoryError: it does not. Nothing has changed.
-        """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward pass (only with ``capabilities.custom_loop``).
-
-        In the compute dtype, and through what the framework has wrapped around the module: calling
-        :attr:`module` instead would go past it. Inputs are to be on ``world.device``.
-        """
-        raise ConfigError(
-            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
-        )
-
-    def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
-        """Add a micro-batch's gradients (only with ``capabilities.custom_loop``).
-
-        Args:
-            loss: a mean over ``num_items``, or a :class:`LossSum`.
-            num_items: how many items the mean is over; required with a mean, since micro-batches
-                and ranks of unequal size must not count alike.
-        """
-        raise ConfigError(
-            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
-        )
-
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Say which micro-batch is the last (only with ``capabilities.custom_loop``).
-
-        Put forward and backward pass of each micro-batch into ``with engine.microbatch(last=…)``,
-        and gradients are reduced while the last backward pass computes them. Without it,
-        :meth:`step` reduces what all backward passes have left, in whatever order they came.
-
-        Args:
-            last: whether :meth:`step` comes next; the same on every rank.
-        """
-        raise ConfigError(
-            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
-        )
-
-    def step(self) -> StepResult:
-        """Reduce, clip, update and clear what :meth:`backward` has added since the last step."""
-        raise ConfigError(
-            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
-        )
-
-    def zero_grad(self) -> None:
-        """Give up the step that has begun (only with ``capabilities.custom_loop``).
-
-        What :meth:`backward` has added is dropped before the next step. Call it on every rank, also
-        after an error in a forward or backward pass; without a step begun it does nothing.
-        """
-        raise ConfigError(
-            f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
-        )
-
-    @abstractmethod
-    def export_state(self) -> EngineState:
-        """Describe this engine's state, nothing gathered or copied. Collective."""
-
-    @abstractmethod
-    def import_state(self, source: StateSource, *, optimizer: bool = True) -> None:
-        """Take over a stored state, of any strategy and world size. Collective.
-
-        Args:
-            source: the stored state.
-            optimizer: whether to restore optimizer, scheduler and scaler too.
-
-        Raises:
-            CheckpointError: the stored state does not fit this model or optimizer.
-        """
-
-    def close(self) -> None:
-        """Undo what was done to the user's module, as far as can be. Not collective."""
-        return
 
 
 class Strategy(ABC):
@@ -451,12 +109,12 @@ class Strategy(ABC):
 
     @classmethod
     def availability(cls) -> Availability:
-        """Whether the framework is installed and usable, found without importing it."""
+        """Return whether the framework is installed and usable, found without importing it."""
         return Availability(ok=True)
 
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this strategy can do with these options."""
+        """Say what this strategy can do with these options."""
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         """Refuse what :class:`Capabilities` cannot express, before any process starts.
@@ -488,7 +146,7 @@ class Strategy(ABC):
         """Wrap a model, then build its optimizer and scheduler. Collective."""
 
     def explain(self, error: BaseException) -> str:
-        """What an error of the framework's own means, and what to do; empty if it is not known.
+        """Explain an error of the framework's own, and what to do; empty if it is not known.
 
         A session that ends with the error raises a :class:`ConfigError` of these words from it.
         """
@@ -497,12 +155,3 @@ class Strategy(ABC):
     def teardown(self) -> None:
         """Release what :meth:`setup` took, apart from the world."""
         return
-
-
-def seeded_model(spec: EngineSpec) -> nn.Module:
-    """The model itself, or what its function builds on the host under ``spec.seed``."""
-    if isinstance(spec.model, nn.Module):
-        return spec.model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(spec.seed)
-        return spec.model()

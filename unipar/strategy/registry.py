@@ -97,7 +97,7 @@ def resolve(strategy: str | Mapping[str, Any] | StrategyOptions) -> Strategy:
 
 
 def is_auto(strategy: str | Mapping[str, Any] | StrategyOptions) -> bool:
-    """Whether the choice is left to ``"auto"``.
+    """Return whether the choice is left to ``"auto"``.
 
     Raises:
         ConfigError: it is, with options.
@@ -140,7 +140,7 @@ def make(
 
 
 def as_mapping(strategy: str | Mapping[str, Any] | StrategyOptions) -> dict[str, Any]:
-    """What was written, as ``{"name": …, **options}``; the options are not validated.
+    """Return what was written, as ``{"name": …, **options}``; the options are not validated.
 
     Raises:
         ConfigError: it has no name, or an inline option is not ``key=value``.
@@ -167,7 +167,7 @@ def as_mapping(strategy: str | Mapping[str, Any] | StrategyOptions) -> dict[str,
 
 
 def inline(strategy: str | Mapping[str, Any] | StrategyOptions) -> str:
-    """What was written, as ``name:option=value,…``; the options are not validated.
+    """Return what was written, as ``name:option=value,…``; the options are not validated.
 
     Raises:
         ConfigError: as :func:`as_mapping`.

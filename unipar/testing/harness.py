@@ -1,4 +1,4 @@
-"""What runs on each rank: a scenario under a strategy, and everything that it leaves to be seen."""
+"""The run of each rank: a scenario under a strategy, and everything that it leaves to be seen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unipar.world import Placement, World
 
 
 class Part(NamedTuple):
-    """What one rank holds of one tensor of an engine's state."""
+    """One rank's share of one tensor of an engine's state."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ def _part(state: TensorState) -> Part:
 
 @dataclass
 class RankRun:
-    """What one rank saw of a run.
+    """One rank's view of a run.
 
     Attributes:
         trace: as in the reference; its weights are left empty.
@@ -161,7 +161,7 @@ def step_by_hand(
 def step_telling_the_last(
     engine: Engine, world: World, batch: Batch, loss_fn: Callable[[Any, Any], Any]
 ) -> StepResult:
-    """The same, where the engine is told which one is the last."""
+    """The same, where the loop says which one is the last."""
     add_telling_the_last(engine, world, batch, loss_fn)
     return engine.step()
 

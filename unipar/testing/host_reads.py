@@ -75,7 +75,7 @@ def _reader() -> str:
 
 
 def row_of(pool: WorkerPool, strategy: str) -> str:
-    """What a strategy's steps read, as a row of the table in ``docs/gpu.md``.
+    """Describe what a strategy's steps read, as a row of the table in ``docs/gpu.md``.
 
     Args:
         pool: the ranks.
@@ -108,7 +108,7 @@ def plain(named: Any) -> torch.optim.Optimizer:
 def reads_of_a_step(
     placement: Placement, strategy: str, optimizer: Any, **settings: Any
 ) -> dict[str, int]:
-    """What reads tensors in a step of two micro-batches, when a few steps have been taken.
+    """Count what reads tensors in a step of two micro-batches, when a few steps have been taken.
 
     Args:
         placement: of this rank.

@@ -61,7 +61,7 @@ class Target:
 
 @dataclass
 class Run:
-    """What all ranks together saw.
+    """The view of all ranks together.
 
     Attributes:
         trace: as in the reference.
@@ -206,7 +206,7 @@ class Kit:
         return bool(denied)
 
     def refuses_spec(self, spec: EngineSpec, placement: Placement | None = None) -> bool:
-        """Whether the capabilities deny ``spec``.
+        """Return whether the capabilities deny ``spec``.
 
         Raises:
             AssertionError: they do, and asking for it is no ConfigError.
@@ -227,7 +227,7 @@ class Kit:
 
 
 def denials(capabilities: Capabilities, spec: EngineSpec, placement: Placement) -> list[str]:
-    """What of a request a strategy says that it cannot do."""
+    """List what of a request a strategy says that it cannot do."""
     limit = capabilities.max_devices
     asked = {
         f"precision {spec.precision}": spec.precision not in capabilities.precisions,

@@ -216,7 +216,7 @@ class _Worker:
                 os.kill(self.process.pid, signal.SIGUSR2)
 
     def waits_in(self) -> str:
-        """What the process waits for in the kernel, where the system tells."""
+        """Find what the process waits for in the kernel, where the system tells."""
         with suppress(OSError):
             if function := Path(f"/proc/{self.process.pid}/wchan").read_text().strip("0"):
                 return f" (in the kernel: {function})"

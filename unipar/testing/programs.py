@@ -214,6 +214,6 @@ def _request(
 
 
 def _is_ours(script: str) -> bool:
-    """Whether it is one of the commands that were installed for this interpreter."""
+    """Return whether it is one of the commands that were installed for this interpreter."""
     with open(script, "rb") as file:
         return file.read(256).splitlines()[:1] == [b"#!" + os.fsencode(sys.executable)]

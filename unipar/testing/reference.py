@@ -31,7 +31,7 @@ MakeSeveral = Callable[
 
 @dataclass
 class Trace:
-    """What can be seen of a run from outside.
+    """The outside view of a run.
 
     Attributes:
         losses: mean loss over the items of each global batch, before its update.

@@ -1,4 +1,4 @@
-"""What the kit trains: a scenario is everything that a run depends on, but for who runs it."""
+"""The scenarios of the kit: each is everything that a run depends on, but for who runs it."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Scenario:
             return self.model()
 
     def spec(self, data_size: int) -> EngineSpec:
-        """What a strategy on ``data_size`` ranks is asked for."""
+        """Make the spec that a strategy on ``data_size`` ranks is given."""
         return EngineSpec(
             model=self.model if self.factory else self.build(),
             optimizer=self.optimizer,

@@ -43,7 +43,7 @@ class Proof:
 
 
 def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
-    """What to run, by strategy and then world size.
+    """List what to run, by strategy and then world size.
 
     The strategies are those of ``--strategy``, or of the test module's ``STRATEGIES``; the sizes
     those of ``--world-sizes``, or ``WORLD_SIZES``. On two ranks no case is thorough, but for the

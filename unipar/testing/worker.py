@@ -1,4 +1,4 @@
-"""What a process of a :class:`unipar.testing.pool.WorkerPool` does."""
+"""The work of a process of a :class:`unipar.testing.pool.WorkerPool`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Task(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a task came to: a pickled value, or a pickled exception and its traceback."""
+    """The outcome of a task: a pickled value, or a pickled exception and its traceback."""
 
     payload: bytes
     traceback: str = ""

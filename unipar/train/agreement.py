@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from unipar.data import batch_size_of, in_words
+from unipar.errors import ConfigError
+from unipar.train import directories
 from unipar.train.job import Job
+from unipar.world import World
 
 _OWN = frozenset(
     {
@@ -19,8 +24,29 @@ _OWN = frozenset(
 """Settings that rank 0 alone acts on, or that may differ between machines."""
 
 
+def agree(job: Job, world: World, claim: contextlib.ExitStack) -> Job:
+    """Take the run's directories, and hold that all ranks were started alike. Collective.
+
+    Returns:
+        The job, with rank 0's directories: processes that a launcher started have named them each
+        by its own clock.
+    """
+    refused = None
+    if world.is_main:
+        try:
+            claim.enter_context(directories.claimed(job))
+        except ConfigError as error:
+            refused = str(error)
+    told = world.gather((job.output_dir, job.checkpoint_dir, refused, started_with(job)))
+    output_dir, checkpoint_dir, refused, _ = told[0]
+    refused = refused or differences([started for *_, started in told])
+    if refused is not None:
+        raise ConfigError(refused)
+    return dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
+
+
 def started_with(job: Job) -> dict[str, Any]:
-    """What this rank was started with, by the name that a message gives it.
+    """Return what this rank was started with, by the name that a message gives it.
 
     Ranks that differ in it would take different steps, and wait for each other without end.
     """

@@ -49,7 +49,7 @@ class Saver:
         return self._collect(wait=False)
 
     def due(self, step: int) -> bool:
-        """Whether to :meth:`save` after this step; asked once. The same on every rank."""
+        """Return whether to :meth:`save` after this step; asked once. The same on every rank."""
         every, minutes = self.settings.every_steps, self.settings.every_minutes
         world = self.session.world
         if minutes is not None and time.monotonic() - self._last_time >= 60 * minutes:

@@ -17,7 +17,7 @@ class Places(Protocol):
     """A strategy that can say beforehand where each parameter goes."""
 
     def placements(self, spec: EngineSpec, placement: Placement) -> list[tuple[str, str]]:
-        """Names, and what is to be said of them, in order."""
+        """Names, and the words for them, in order."""
         ...
 
 

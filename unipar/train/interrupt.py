@@ -34,7 +34,7 @@ _NO_MORE = b"\0"
 
 
 class Signals:
-    """What signals ask of the run in this process; inert outside the main thread.
+    """The requests of signals to the run in this process; inert outside the main thread.
 
     SIGINT, SIGTERM and SIGHUP stop the run: at once before its first step, later when the step
     is done. The second one stops it at once. Left alone is what the process ignores (``nohup``),

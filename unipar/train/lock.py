@@ -247,7 +247,7 @@ def _user() -> str:
 
 
 def _machine() -> str:
-    """What identifies the processes that this one can see; empty where the system does not say."""
+    """Identify the processes that this one can see; empty where the system does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import signal
 import time
@@ -16,7 +15,6 @@ import torch
 from unipar import checkpoint, launch
 from unipar.callbacks import (
     Callback,
-    History,
     LoggerCallback,
     ProgressBar,
     RunInfo,
@@ -28,22 +26,22 @@ from unipar.config import CheckpointConfig
 from unipar.data import Loader
 from unipar.data.batch import Batch
 from unipar.data.feed import pins_for
-from unipar.errors import ConfigError, NonFiniteLossError, Terminated
+from unipar.errors import Terminated
 from unipar.objective import Objective
 from unipar.optimizers.named import LOSS, NamedScheduler, takes_metric
 from unipar.session import Session
-from unipar.strategy import Engine, StepResult
-from unipar.train import directories
-from unipar.train.agreement import differences, started_with
+from unipar.strategy import Engine
+from unipar.train.agreement import agree
 from unipar.train.autobatch import largest_micro_batch
 from unipar.train.checkpointing import Saver
 from unipar.train.interrupt import Signals
 from unipar.train.job import Job
 from unipar.train.loaders import evaluation_loader, training_loader
-from unipar.train.resuming import check_same_order
+from unipar.train.recording import Recorder
+from unipar.train.resuming import check_same_order, load
 from unipar.utils.devices import peak_memory
 from unipar.utils.logs import logging_to_terminal
-from unipar.world import Flag, Placement, World
+from unipar.world import Flag, Placement
 
 log = logging.getLogger("unipar")
 
@@ -76,30 +74,9 @@ def train(job: Job, placement: Placement) -> RunResult:
         contextlib.ExitStack() as claim,
         session,
     ):
-        run = TrainingRun(_agree(job, session.world, claim), session, signals)
+        run = TrainingRun(agree(job, session.world, claim), session, signals)
         with signals.training(session.world):
             return run.run()
-
-
-def _agree(job: Job, world: World, claim: contextlib.ExitStack) -> Job:
-    """Take the run's directories, and hold that all ranks were started alike. Collective.
-
-    Returns:
-        The job, with rank 0's directories: processes that a launcher started have named them each
-        by its own clock.
-    """
-    refused = None
-    if world.is_main:
-        try:
-            claim.enter_context(directories.claimed(job))
-        except ConfigError as error:
-            refused = str(error)
-    told = world.gather((job.output_dir, job.checkpoint_dir, refused, started_with(job)))
-    output_dir, checkpoint_dir, refused, _ = told[0]
-    refused = refused or differences([started for *_, started in told])
-    if refused is not None:
-        raise ConfigError(refused)
-    return dataclasses.replace(job, output_dir=output_dir, checkpoint_dir=checkpoint_dir)
 
 
 class TrainingRun:
@@ -110,14 +87,9 @@ class TrainingRun:
         self.signals = signals
         self.config = job.config
         self.step = 0
-        self.history = History()
-        self._peak_memory = 0
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self._announced: Path | None = None
-        self._unrecorded: tuple[Batch, StepResult, Any, float] | None = None
-        # The same on every rank, which the callbacks that there are here are not.
-        self._lags = all(callback.lags for callback in job.callbacks)
         self.loader = self._loader()
         self.engine = self._engine()
         self.loss = job.loss or Objective.of_model(self.engine.module)
@@ -131,6 +103,7 @@ class TrainingRun:
         self.total_steps = self._total_steps()
         self.info = self._info()
         self.callbacks = self._callbacks()
+        self.recorder = self._recorder()
 
     # -- before the first step -------------------------------------------------------------------
 
@@ -183,7 +156,9 @@ class TrainingRun:
         return Saver(self.job.checkpoint_dir, settings, self.session)
 
     def _resume(self) -> None:
-        manifest = self._load()
+        manifest = load(
+            self.config.resume, self.job.checkpoint_dir, self.session.engines, self.world
+        )
         if manifest is None:
             return
         check_same_order(manifest, self.loader)
@@ -205,15 +180,6 @@ class TrainingRun:
             manifest.strategy or "an unnamed strategy",
             manifest.world_size,
         )
-
-    def _load(self) -> checkpoint.Manifest | None:
-        wanted, directory = self.config.resume, self.job.checkpoint_dir
-        engines, found = self.session.engines, None
-        if directory is not None and (wanted == "auto" or self.world.placement.restart > 0):
-            found = checkpoint.load_newest(directory, engines, self.world)
-        if found is None and isinstance(wanted, Path):
-            found = checkpoint.load(wanted, engines, self.world)
-        return found
 
     def _total_steps(self) -> int | None:
         if self.config.steps is not None:
@@ -247,6 +213,17 @@ class TrainingRun:
                 callbacks.append(ProgressBar())
         return [c for c in callbacks if c.every_rank or self.world.is_main]
 
+    def _recorder(self) -> Recorder:
+        return Recorder(
+            self._recorded,
+            device_type=self.world.device.type,
+            every=self.config.log_every,
+            first=self.start_step + 1,
+            last=self.total_steps,
+            # The same on every rank, which the callbacks that there are here are not.
+            lags=all(callback.lags for callback in self.job.callbacks),
+        )
+
     # -- the loop --------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
@@ -254,7 +231,7 @@ class TrainingRun:
             result = self._run()
         except BaseException as error:
             # The run's own error is what the user must see, whatever callbacks make of it.
-            self._settle_before(error)
+            self.recorder.settle_before(error)
             for callback in self.callbacks:
                 with _logged(callback):
                     callback.on_exception(self.info, error)
@@ -272,7 +249,7 @@ class TrainingRun:
             callback.on_run_start(self.info)
         for batch in self._batches():
             self._train_step(batch)
-        self._settle()
+        self.recorder.settle()
         if self.step > self.start_step and self._last_evaluated() != self.step:
             self._evaluate()
         final = self._finish()
@@ -295,8 +272,7 @@ class TrainingRun:
                 self._evaluate()
 
     def _train_step(self, batch: Batch) -> None:
-        first = not self.history and self._unrecorded is None
-        started = time.perf_counter() if first else self._last_end
+        started = time.perf_counter() if self.recorder.empty else self._last_end
         launch.mark(self.step + 1, "training step")
         self.signals.begin_step()
         lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
@@ -305,20 +281,18 @@ class TrainingRun:
             lr = lr.clone()
         done = self.engine.train_step(batch, self.loss)
         # The step before, of which the device has come to the end since.
-        self._settle()
+        self.recorder.settle()
         self.step += 1
         launch.mark(self.step, "after the step")
         self._last_end = time.perf_counter()
-        self._unrecorded = (batch, done, lr, self._last_end - started)
-        if not (self._lags and done.waits):
-            self._settle()
+        self.recorder.add(self.step, batch, done, lr, self._last_end - started)
         if self._evaluation_due(batch):
             self._evaluate()
             launch.mark(self.step, "after the evaluation")
         if self.saver is not None:
             self._announce(self.saver.collect())
             if self.saver.due(self.step):
-                self._settle()
+                self.recorder.settle()
                 kept = self.saver.save(self.step, self._progress(), self._metrics())
                 self._announce(kept)
         if self.world.take_flag(Flag.SAVE):
@@ -327,43 +301,7 @@ class TrainingRun:
             self._stop()
         launch.mark(self.step + 1, "loading data")
 
-    def _settle(self) -> None:
-        """Record the last step, if it is not yet; waits until it is known to have been taken.
-
-        Raises:
-            NonFiniteLossError: it was not.
-        """
-        if self._unrecorded is not None:
-            last, self._unrecorded = self._unrecorded, None
-            self._record(*last)
-
-    def _settle_before(self, error: BaseException) -> None:
-        """Record the step before the one that has failed, if it is known to have been taken."""
-        failed = isinstance(error, NonFiniteLossError) and error.step == self.step
-        if self._unrecorded is None or failed or self._unrecorded[1].waits:
-            return
-        try:
-            self._settle()
-        except Exception:
-            log.exception("recording step %d failed while the run was ending", self.step)
-
-    def _record(self, batch: Batch, done: StepResult, lr: Any, seconds: float) -> None:
-        every = self.config.log_every
-        if self.step % every == 0 or self.step in (self.start_step + 1, self.total_steps):
-            self._peak_memory = peak_memory(self.world.device.type)
-        record = StepRecord(
-            step=self.step,
-            epoch=batch.epoch,
-            loss=done.loss,
-            grad_norm=done.grad_norm,
-            lr=None if lr is None else float(lr),
-            num_items=done.num_items,
-            num_samples=batch.global_num_samples,
-            seconds=seconds,
-            peak_memory=self._peak_memory,
-            skipped=done.skipped,
-        )
-        self.history.append(record)
+    def _recorded(self, record: StepRecord) -> None:
         self.metrics["train_loss"] = record.loss
         for callback in self.callbacks:
             callback.on_step_end(self.info, record)
@@ -380,7 +318,7 @@ class TrainingRun:
     def _evaluate(self) -> None:
         if self.eval_loader is None:
             return
-        self._settle()
+        self.recorder.settle()
         launch.mark(self.step, "evaluation")
         self.eval_loader.rewind()
         metrics = self.session.evaluate(
@@ -437,7 +375,7 @@ class TrainingRun:
 
     def _save_now(self) -> None:
         """Save because a signal asks for it, and go on."""
-        self._settle()
+        self.recorder.settle()
         if self.saver is None:
             log.warning("a signal asks for a checkpoint, and checkpoint=False: nothing was saved")
         else:
@@ -447,7 +385,7 @@ class TrainingRun:
         self.signals.pass_on()
 
     def _stop(self) -> None:
-        self._settle()
+        self.recorder.settle()
         numbers = self.world.gather(self.signals.stopped_by)
         number = max(numbers)
         asked = [str(rank) for rank, own in enumerate(numbers) if own]
@@ -472,10 +410,11 @@ class TrainingRun:
         raise Terminated(number)
 
     def _result(self, newest: Path | None, wall_time: float) -> RunResult:
-        items, seconds = self.history.num_items, self.history.seconds
+        history = self.recorder.history
+        items, seconds = history.num_items, history.seconds
         return RunResult(
             metrics=dict(self.metrics),
-            history=self.history,
+            history=history,
             evaluations=self.evaluations,
             checkpoint=newest,
             items_per_second=items / seconds if seconds else 0.0,

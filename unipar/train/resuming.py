@@ -1,14 +1,42 @@
-"""Comparison of a run's data with that of the checkpoint it resumes from."""
+"""The checkpoint that a run resumes from: loading it, and holding the run's data against its."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
 
+from unipar import checkpoint
 from unipar.checkpoint import Manifest
 from unipar.data import Loader, order_differences
 from unipar.errors import ConfigError
+from unipar.strategy import Engine
+from unipar.world import World
 
 log = logging.getLogger("unipar")
+
+
+def load(
+    wanted: Literal["auto"] | Path | None,
+    directory: Path | None,
+    engines: Mapping[str, Engine],
+    world: World,
+) -> Manifest | None:
+    """Load the checkpoint that a run goes on from, if there is one. Collective.
+
+    Args:
+        wanted: ``"auto"`` for the newest of the run's own, a path, or none.
+        directory: holds the run's own checkpoints; a run that was restarted goes on from these.
+        engines: what to fill, by name.
+        world: the joined processes.
+    """
+    found = None
+    if directory is not None and (wanted == "auto" or world.placement.restart > 0):
+        found = checkpoint.load_newest(directory, engines, world)
+    if found is None and isinstance(wanted, Path):
+        found = checkpoint.load(wanted, engines, world)
+    return found
 
 
 def check_same_order(manifest: Manifest, loader: Loader) -> None:

@@ -35,7 +35,7 @@ def check_function(given: Any, name: str, parameters: tuple[str, ...]) -> None:
 
 
 def described(given: Any) -> str:
-    """What kind of thing a user gave."""
+    """Describe what a user gave."""
     if inspect.isclass(given):
         return f"the class {given.__name__}"
     return "a function" if inspect.isroutine(given) else f"a {type(given).__name__}"

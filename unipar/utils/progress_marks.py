@@ -60,7 +60,7 @@ def open_marks(path: Path | None) -> None:
 
 
 def watched() -> bool:
-    """Whether the launching process reads the marks of this one."""
+    """Return whether the launching process reads the marks of this one."""
     return isinstance(_buffer, mmap.mmap)
 
 

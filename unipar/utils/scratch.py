@@ -99,7 +99,7 @@ def no_room(error: OSError) -> ConfigError:
 
 
 def tmpdir_remedy() -> str:
-    """What to do where the temporary directory is full."""
+    """Say what to do where the temporary directory is full."""
     directory = tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
     return (
         f"The temporary directory is {directory}: make room in it, or set the environment variable "

@@ -16,7 +16,7 @@ from unipar.errors import ConfigError
 
 
 def sharded_groups(module: Any) -> list[Any]:
-    """What FSDP2 keeps of the parameters that it gathers with a module."""
+    """Return what FSDP2 keeps of the parameters that it gathers with a module."""
     # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py; until 2.11 there is one group.
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

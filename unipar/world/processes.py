@@ -27,7 +27,7 @@ _PLACES = 2**16
 
 
 class Flag(IntEnum):
-    """What any rank may ask of all at the next step boundary (see :meth:`World.raise_flag`)."""
+    """A request of any rank to all at the next step boundary (see :meth:`World.raise_flag`)."""
 
     INTERRUPT = 0
     """Stop: a signal came, such as that of Ctrl-C."""

@@ -39,8 +39,8 @@ from unipar.errors import ConfigError, first_few
 from unipar.state import LocalState, named_weights
 from unipar.world import World
 from unipar_colossalai.checks import check_no_scalar, check_optimizer, check_parameters
+from unipar_colossalai.divided_state import Groups, Part, PartsState
 from unipar_colossalai.engine import BoosterEngine, Start
-from unipar_colossalai.parts import Groups, Part, PartsState
 from unipar_colossalai.scaling import part_precision, total_norm_of_parts
 from unipar_colossalai.working import Divided
 

@@ -27,9 +27,9 @@ from unipar.engine import (
 from unipar.errors import ConfigError, first_few
 from unipar.world import World
 from unipar_colossalai.checks import check_optimizer, check_parameters
+from unipar_colossalai.divided_state import Groups
 from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.gemini_state import GeminiState, Held, floating
-from unipar_colossalai.parts import Groups
 from unipar_colossalai.scaling import part_precision, total_norm_of_parts
 from unipar_colossalai.working import Working, guard_forward
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from unipar.state import LocalState, named_weights
 from unipar.world import World
-from unipar_colossalai.parts import Groups, Part, Parts, PartsState
+from unipar_colossalai.divided_state import Groups, Part, Parts, PartsState
 
 
 def floating(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from torch import nn
 from unipar.engine import group_names
 from unipar.state import Box, LocalState, TensorInfo, named_weights
 from unipar.world import World
-from unipar_colossalai.parts import Part, PartsState
+from unipar_colossalai.divided_state import Part, PartsState
 
 
 class Run(NamedTuple):

@@ -26,8 +26,8 @@ from unipar.state import LocalState, named_weights
 from unipar.world import World
 from unipar_colossalai.boosted import Boosted
 from unipar_colossalai.checks import check_optimizer, check_parameters
+from unipar_colossalai.divided_state import Groups, Part, PartsState
 from unipar_colossalai.engine import BoosterEngine, Start
-from unipar_colossalai.parts import Groups, Part, PartsState
 from unipar_colossalai.scaling import part_precision, total_norm_of_parts
 
 

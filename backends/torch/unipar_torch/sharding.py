@@ -105,7 +105,7 @@ def prepare(
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)
     optimizer = build_optimizer(spec, module, may_fuse=True)
-    # FSDP casts what goes into its units itself, unless it is told to leave parameters as they are.
+    # FSDP casts what goes into its units itself, unless asked to leave parameters as they are.
     autocast = options.param_dtype == "fp32"
     precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast)
     stepper = None

@@ -393,7 +393,8 @@ def test_memory_is_looked_at_as_often_as_metrics_are_logged(
         asked.append(len(asked) + 1)
         return asked[-1]
 
-    monkeypatch.setattr("unipar.train.loop.peak_memory", peak)
+    for module in ("loop", "recording"):
+        monkeypatch.setattr(f"unipar.train.{module}.peak_memory", peak)
     result = run(strategy="single", steps=8, log_every=3)
     # In the first step, the third, the sixth and the last one; and once for the whole run.
     assert [r.peak_memory for r in result.history] == [1, 1, 2, 2, 2, 3, 3, 4]

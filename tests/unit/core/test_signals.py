@@ -13,7 +13,7 @@ import pytest
 
 from unipar.errors import Terminated
 from unipar.train.interrupt import Signals
-from unipar.utils import signals as terminations
+from unipar.utils import signals
 from unipar.world import Flag, Placement, World
 
 STOPPING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -62,7 +62,7 @@ def test_the_first_asks_for_the_end_of_the_step(number: signal.Signals):
 
 @pytest.mark.parametrize("number", STOPPING)
 def test_the_second_ends_at_once(number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(terminations, "_REPEAT", 0.0)
+    monkeypatch.setattr(signals, "_REPEAT", 0.0)
     reached = []
 
     def ask_twice() -> None:
@@ -82,14 +82,14 @@ def test_a_command_that_cleans_up_after_termination_leaves_the_steps_to_the_run(
     reached = []
 
     def train() -> None:
-        with terminations.terminations_raised(), training(world):
+        with signals.terminations_raised(), training(world):
             signal.raise_signal(signal.SIGTERM)
             reached.append("saved")
 
     with pytest.raises(Terminated):
         train()
     assert reached == ["saved"]
-    with pytest.raises(Terminated), terminations.terminations_raised():
+    with pytest.raises(Terminated), signals.terminations_raised():
         signal.raise_signal(signal.SIGTERM)
 
 

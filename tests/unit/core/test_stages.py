@@ -141,7 +141,8 @@ def test_loss_and_metrics_are_made_of_one_run_of_the_schedule() -> None:
         predict = Objective(inputs, lambda output, x: (output, x))
         metrics = {"off": largest}
         found = evaluate(engine, batches(), SQUARE, engine.world, metrics=metrics, predict=predict)
-        schedule = engine._schedule
+        assert engine._pipeline is not None
+        schedule = engine._pipeline.schedule
         assert isinstance(schedule, OneAfterTheOther)
         return found, schedule.computed
 

@@ -12,7 +12,7 @@ from unipar.launch.blame import Kind
 from unipar.launch.failure import cause, note, open_notes
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rundir import Attempt
-from unipar.utils import progress_marks as progress
+from unipar.utils import progress_marks
 
 
 @pytest.fixture
@@ -70,10 +70,10 @@ def test_a_rank_that_the_watchdog_of_nccl_ends_has_waited(group):
 
 
 def test_rank_0_prints_elsewhere_and_is_judged_by_its_mark(group, monkeypatch):
-    monkeypatch.setattr(progress, "_buffer", None)
+    monkeypatch.setattr(progress_marks, "_buffer", None)
     one = group(ABORT)
-    progress.open_marks(one.attempt.mark(0))
-    progress.mark(3, "backward")
+    progress_marks.open_marks(one.attempt.mark(0))
+    progress_marks.mark(3, "backward")
     assert one.failures()[0].kind is Kind.ERROR, "it aborted right after its mark"
     time.sleep(0.3)
     # As if it had stood there for longer than the timeout.

@@ -6,7 +6,7 @@ import pytest
 
 from unipar.launch import mark
 from unipar.launch.rank_names import behind
-from unipar.utils import progress_marks as progress
+from unipar.utils import progress_marks
 from unipar.utils.progress_marks import Mark
 
 
@@ -15,14 +15,14 @@ def test_outside_a_worker_a_mark_does_nothing():
 
 
 def test_the_last_mark_is_read_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "_buffer", None)
+    monkeypatch.setattr(progress_marks, "_buffer", None)
     path = tmp_path / "mark"
-    assert progress.read_mark(path) is None
-    progress.open_marks(path)
-    assert progress.read_mark(path) is None
+    assert progress_marks.read_mark(path) is None
+    progress_marks.open_marks(path)
+    assert progress_marks.read_mark(path) is None
     mark(3, "forward")
     mark(7, "a phase whose name is longer than the room for it")
-    found = progress.read_mark(path)
+    found = progress_marks.read_mark(path)
     assert found is not None
     assert found.step == 7
     assert found.phase == "a phase whose name is longer tha"
@@ -31,8 +31,8 @@ def test_the_last_mark_is_read_back(tmp_path, monkeypatch):
 
 
 def test_a_mark_costs_next_to_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "_buffer", None)
-    progress.open_marks(tmp_path / "mark")
+    monkeypatch.setattr(progress_marks, "_buffer", None)
+    progress_marks.open_marks(tmp_path / "mark")
     best = float("inf")
     for _ in range(5):
         began = time.perf_counter()
@@ -45,12 +45,12 @@ def test_a_mark_costs_next_to_nothing(tmp_path, monkeypatch):
 
 
 def test_without_a_file_marks_stay_in_the_process(monkeypatch):
-    monkeypatch.setattr(progress, "_buffer", None)
-    assert progress.own_mark() is None
-    progress.open_marks(None)
-    assert not progress.watched()
+    monkeypatch.setattr(progress_marks, "_buffer", None)
+    assert progress_marks.own_mark() is None
+    progress_marks.open_marks(None)
+    assert not progress_marks.watched()
     mark(2, "backward")
-    found = progress.own_mark()
+    found = progress_marks.own_mark()
     assert found is not None
     assert (found.step, found.phase, found.count) == (2, "backward", 1)
 

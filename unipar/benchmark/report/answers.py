@@ -1,4 +1,4 @@
-"""What a reader wants to know first, a line for each question."""
+"""The answers that a reader wants first, a line for each question."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _HEAD = (
 
 
 class TerminalComparison:
-    """What a terminal shows; it fits the width that it finds, and is clear without color."""
+    """The view of a terminal; it fits the width that it finds, and is clear without color."""
 
     def __init__(self, found: Comparison) -> None:
         self._found = found
@@ -49,7 +49,7 @@ class TerminalComparison:
 
 
 def terminal(found: Comparison) -> TerminalComparison:
-    """What rich prints."""
+    """Lay out a comparison for rich."""
     return TerminalComparison(found)
 
 
@@ -90,7 +90,7 @@ FORMATS: dict[str, Callable[[Comparison], RenderableType]] = {
 def render(
     found: Comparison, format: Literal["table", "markdown", "csv"] = "table"
 ) -> RenderableType:
-    """What rich prints; Markdown and CSV are text."""
+    """Render for rich; Markdown and CSV are text."""
     return FORMATS[format](found)
 
 
@@ -142,7 +142,7 @@ def _parity(result: CellResult) -> str:
 
 
 def _others(found: Comparison) -> list[str]:
-    """What stands in no table: cells that were not measured twice."""
+    """List what stands in no table: cells that were not measured twice."""
     lines = [
         f"{change.cell.label} on {text.devices(change.cell.devices)}: {change.before.status} "
         f"before, {change.after.status} after."
@@ -165,7 +165,7 @@ def _verdict(found: Comparison) -> Iterable[Text]:
 
 
 def _calm(found: Comparison) -> list[str]:
-    """What there is to say where not everything became worse."""
+    """Say what there is to say where not everything became worse."""
     if found.undecided:
         return [
             f"Cannot tell whether these became worse, for the noise hides it (?): "

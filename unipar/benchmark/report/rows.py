@@ -131,7 +131,7 @@ def _range(step: Spread | None, unit: text.Unit) -> Figure:
 
 
 def _outcome(cell: CellResult) -> Figure:
-    """What is not as it should be; where all is, the column is left out."""
+    """Describe what is not as it should be; where all is, the column is left out."""
     drifts = bool(cell.parity and cell.parity.drifts)
     word = "drifts" if drifts else "" if cell.status == "measured" else cell.status
     return Figure(word, word or None, drifts=drifts, failed=not drifts and bool(word))

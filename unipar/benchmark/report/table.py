@@ -29,7 +29,7 @@ _LEGEND = {
 
 
 class TerminalReport:
-    """What a terminal shows; it fits the width that it finds, and is clear without color."""
+    """The view of a terminal; it fits the width that it finds, and is clear without color."""
 
     def __init__(self, result: BenchResult) -> None:
         self._rows = rows.of(result)
@@ -57,7 +57,7 @@ class TerminalReport:
 
 
 def terminal(result: BenchResult) -> TerminalReport:
-    """What rich prints: the table sorted by throughput, then what failed, then what to pick."""
+    """Lay out for rich: the table sorted by throughput, then what failed, then what to pick."""
     return TerminalReport(result)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Unit(NamedTuple):
-    """What a column of figures is divided by, and what it is then called."""
+    """The divisor of a column of figures, and the name that it then has."""
 
     name: str
     size: float

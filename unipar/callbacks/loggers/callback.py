@@ -52,7 +52,7 @@ class LoggerCallback(Callback):
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
-    """What is logged of a training step; a value that was not computed is left out."""
+    """Return the metrics to log of a training step; a value that was not computed is left out."""
     metrics: dict[str, float] = {"epoch": record.epoch, "loss": record.loss}
     if record.grad_norm is not None:
         metrics["grad_norm"] = record.grad_norm

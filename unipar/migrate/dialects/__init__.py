@@ -1,4 +1,4 @@
-"""The dialects, those that are told apart by their imports first."""
+"""The dialects, those that their imports tell apart first."""
 
 from __future__ import annotations
 

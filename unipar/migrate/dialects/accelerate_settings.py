@@ -115,7 +115,7 @@ def _arguments(plan: Plan, call: cst.Call) -> Iterator[tuple[str, cst.BaseExpres
 
 
 def _only_kept(plan: Plan, call: cst.Call) -> bool:
-    """Whether what dictionaries give a call is the run's, under the same names."""
+    """Return whether what dictionaries give a call is the run's, under the same names."""
     written = {one.keyword.value for one in call.args if one.keyword is not None}
     found = keywords(plan, call)
     return found is not None and found.keys() - written <= {*_KEPT}

@@ -55,7 +55,7 @@ def rewrite_uses(plan: Plan) -> None:
 
 
 def is_accelerator(plan: Plan, node: cst.BaseExpression) -> bool:
-    """Whether an expression may be an Accelerator."""
+    """Return whether an expression may be an Accelerator."""
     return plan.made_by(plan.flow.values(node), *ACCELERATOR)
 
 

@@ -1,4 +1,4 @@
-"""What it takes to read the scripts of one framework."""
+"""The means to read the scripts of one framework."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Dialect(ABC):
         """Decide on the edits, settings and notes of a program."""
 
     def marked(self, name: str) -> bool:
-        """Whether a name belongs to the framework."""
+        """Return whether a name belongs to the framework."""
         return any(name == mark or (mark[-1] == "." and name.startswith(mark)) or
                    (mark[-1] == "." and name == mark[:-1]) for mark in self.marks)  # fmt: skip
 
     def table(self) -> str:
-        """What maps to what, in Markdown."""
+        """Return the table of what maps to what, in Markdown."""
         return _table(("before", "after"), self.rows)
 
     def refused_table(self) -> str:
-        """What is refused, in Markdown."""
+        """Return the table of what is refused, in Markdown."""
         return _table(("refused", "why, and what to do"), self.refused, code=False)
 
 

@@ -173,7 +173,7 @@ def _read_booster(plan: Plan, call: cst.Call, kind: str) -> None:
 
 
 def _is_handed_on(plan: Plan, made: cst.Call, gone: tuple[cst.Call, ...]) -> bool:
-    """Whether a booster or a plugin is given to anything but calls that go."""
+    """Return whether a booster or a plugin is given to anything but calls that go."""
     for source in plan.sources:
         for node in (*source.all(cst.Name), *source.all(cst.Attribute)):
             above = source.parent(node)

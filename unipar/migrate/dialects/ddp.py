@@ -205,7 +205,7 @@ def _leave(plan: Plan, source: Source, call: cst.Call, model: cst.BaseExpression
 def _may_be_wrapper(
     plan: Plan, node: cst.BaseExpression, within: tuple[cst.FunctionDef, ...] = ()
 ) -> bool:
-    """Whether an expression may be a wrapper, and not only the module in one.
+    """Return whether an expression may be a wrapper, and not only the module in one.
 
     Args:
         plan: the program.

@@ -60,7 +60,7 @@ def find_config(plan: Plan, call: cst.Call) -> Config | None:
 
 
 def is_table(plan: Plan, node: cst.CSTNode) -> bool:
-    """Whether an expression is written as a dict: ``{"a": b}`` or ``dict(a=b)``."""
+    """Return whether an expression is written as a dict: ``{"a": b}`` or ``dict(a=b)``."""
     return isinstance(node, cst.Dict) or (
         isinstance(node, cst.Call) and "dict" in plan.flow.names(node.func)
     )
@@ -180,7 +180,7 @@ def _check_untouched(plan: Plan, given: cst.BaseExpression, tables: list[Table])
 
 
 def _is_of(plan: Plan, node: cst.BaseExpression, parts: set[cst.CSTNode], name: str | None) -> bool:
-    """Whether an expression may be a configuration, or a part of it."""
+    """Return whether an expression may be a configuration, or a part of it."""
     for _ in range(20):
         held = any(one.node in parts for one in plan.flow.values(node))
         if held or (isinstance(node, cst.Name) and node.value == name):

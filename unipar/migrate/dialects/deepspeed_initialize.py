@@ -33,7 +33,7 @@ def rewrite_initialize(plan: Plan, left: Leftovers) -> None:
 
     Args:
         plan: the program; its optimizers are known.
-        left: is told what is dealt with.
+        left: notes what is dealt with.
     """
     found = plan.calls("deepspeed.initialize")
     if len(found) > 1:

@@ -43,7 +43,7 @@ def rewrite_own_optimizers(plan: Plan, left: Leftovers) -> None:
 
 
 def _is_imported(source: Source, node: cst.Name | cst.Attribute) -> bool:
-    """Whether a name is the framework's own, and not one that the script has given."""
+    """Return whether a name is the framework's own, and not one that the script has given."""
     scope = source.scope(node)
     return isinstance(node, cst.Attribute) or (
         scope is not None and all(one.imported for one in scope[node.value])

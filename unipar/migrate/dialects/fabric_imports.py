@@ -1,4 +1,4 @@
-"""What still names Fabric once its calls are rewritten: annotations, and imports."""
+"""The names of Fabric that are left once its calls are rewritten: annotations, and imports."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _CHOICE = "Use ddp, fsdp or deepspeed_stage_1 to 3."
 
 
 class Settings:
-    """What the Fabric of a program is made with.
+    """The settings that the Fabric of a program is made with.
 
     Args:
         plan: the program.

@@ -189,7 +189,7 @@ class Fsdp(Dialect):
             plan.refuse(call, "one script with DDP and FSDP.", "Keep one: unipar.yaml decides.")
 
     def _is_named(self, plan: Plan, func: cst.Attribute) -> bool:
-        """Whether a method of this name is the program's own."""
+        """Return whether a method of this name is the program's own."""
         return bool(plan.flow.functions(func) or plan.flow.names(func))
 
     def _rewrite_attribute(
@@ -281,7 +281,7 @@ class Fsdp(Dialect):
         return bool(names & set(_SETTINGS)) and self._of_packages(plan, call)
 
     def _of_packages(self, plan: Plan, call: cst.Call) -> bool:
-        """Whether a call, or what it is given, is of FSDP."""
+        """Return whether a call, or what it is given, is of FSDP."""
         values = [call.func, *(one.value for one in call.args)]
         return any(
             name.startswith((*PACKAGES, CHECKPOINT)) or name in MESH

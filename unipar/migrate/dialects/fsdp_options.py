@@ -25,7 +25,7 @@ _LEAVE_OUT = "Leave it out, or port this by hand (docs/how-to/own-loop.md)."
 
 
 class Options:
-    """What the calls of a program ask for, together.
+    """The options that the calls of a program ask for, together.
 
     Args:
         plan: the program.

@@ -203,7 +203,7 @@ class States:
         self.plan.replace(call, *parts)
 
     def _read_options(self, call: cst.Call, *, taking: bool) -> bool:
-        """Whether other ranks than the first get nothing."""
+        """Return whether other ranks than the first get nothing."""
         options = argument(call, None, "options")
         behind = [one for one in trace(self.plan, options) if not is_none(one)] if options else []
         asked: dict[str, object] = {}
@@ -232,7 +232,7 @@ class States:
         return found
 
     def _around(self, source: Source, node: cst.CSTNode) -> bool:
-        """Whether the state dict context around a place is for rank 0 only."""
+        """Return whether the state dict context around a place is for rank 0 only."""
         for above in source.around(node):
             if isinstance(above, cst.With) and above in self._rank0:
                 return self._rank0[above]

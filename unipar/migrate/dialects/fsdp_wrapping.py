@@ -132,7 +132,7 @@ class Wrapping:
     def _same_unit(
         self, source: Source, target: cst.BaseAssignTargetExpression, model: cst.BaseExpression
     ) -> bool:
-        """Whether an assignment only puts a part back to where it was."""
+        """Return whether an assignment only puts a part back to where it was."""
         if source.code(target) == source.code(model) or isinstance(target, cst.Subscript):
             return True
         return isinstance(target, cst.Attribute) and "." in source.code(model)

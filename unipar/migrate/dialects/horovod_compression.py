@@ -20,7 +20,7 @@ def rewrite_compression(
 
     Args:
         plan: the program.
-        left: is told what is dealt with.
+        left: notes what is dealt with.
         options: of the strategy; gets ``compression``.
         call: of ``DistributedOptimizer``.
         value: what it is given.

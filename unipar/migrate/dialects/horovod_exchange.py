@@ -20,7 +20,7 @@ def rewrite_exchange(plan: Plan, left: Leftovers) -> None:
 
     Args:
         plan: the program; its optimizers are known.
-        left: is told what is dealt with.
+        left: notes what is dealt with.
     """
     for source, call in plan.calls(f"{_HVD}broadcast_parameters"):
         _weights(plan, source, call)
@@ -97,7 +97,7 @@ def _weights(plan: Plan, source: Source, call: cst.Call) -> None:
 def _before_optimizer(
     plan: Plan, source: Source, call: cst.Call, model: cst.BaseExpression
 ) -> bool:
-    """Whether the model is prepared after a call, in the same function."""
+    """Return whether the model is prepared after a call, in the same function."""
     for origin, owner in plan.optimizers.items():
         node = origin.node
         if node is None or plan.flow.source(node) is not source:
@@ -142,7 +142,7 @@ def _optimizer(plan: Plan, source: Source, call: cst.Call) -> None:
 
 
 def _is_indifferent(plan: Plan, node: cst.CSTNode | None, name: str) -> bool:
-    """Whether a first step on gradients of zero changes nothing of what follows."""
+    """Return whether a first step on gradients of zero changes nothing of what follows."""
     return (
         name == "torch.optim.SGD"
         and isinstance(node, cst.Call)

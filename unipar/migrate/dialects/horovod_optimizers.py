@@ -28,7 +28,7 @@ def rewrite_optimizers(plan: Plan, left: Leftovers) -> None:
 
     Args:
         plan: the program; its optimizers are known.
-        left: is told what is dealt with.
+        left: notes what is dealt with.
     """
     # Horovod leaves buffers, such as BatchNorm's statistics, to each rank.
     options: dict[str, Any] = {"broadcast_buffers": False}

@@ -92,7 +92,7 @@ class Batches:
         fold.dropped.append(node)
 
     def _read_call(self, call: cst.Call) -> bool:
-        """Whether a statement's call is part of a training step."""
+        """Return whether a statement's call is part of a training step."""
         fold, flow = self._fold, self._plan.flow
         if flow.names(call.func) & set(CLIP):
             if self._source.code(call.args[0].value) != f"{fold.model.value}.parameters()":
@@ -214,7 +214,7 @@ class Batches:
 
 
 def is_move(plan: Plan, node: cst.Assign) -> bool:
-    """Whether an assignment only puts a batch on a device, which fit does."""
+    """Return whether an assignment only puts a batch on a device, which fit does."""
     value = node.value
     bound = targets(node)
     if isinstance(value, cst.DictComp):

@@ -32,7 +32,7 @@ def evaluated_on(plan: Plan, fold: Fold, node: cst.CSTNode) -> cst.BaseExpressio
 
 
 def _is_off(plan: Plan, *nodes: cst.BaseExpression) -> bool:
-    """Whether gradients are off under one of these."""
+    """Return whether gradients are off under one of these."""
     for one in nodes:
         called = one.func if isinstance(one, cst.Call) else one
         if plan.flow.names(called) & set(_OFF):
@@ -59,7 +59,7 @@ def _in_function(
 
 
 def _loader(plan: Plan, fold: Fold, loop: cst.For) -> cst.BaseExpression | None:
-    """What a loop goes over that adds up nothing but the loss."""
+    """Find what a loop goes over that adds up nothing but the loss."""
     if not any(one.name in LOADER for one in plan.flow.values(loop.iter)):
         return None
     source = plan.flow.source(loop)

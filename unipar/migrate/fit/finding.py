@@ -86,7 +86,7 @@ def _begin(plan: Plan, source: Source, loops: list[cst.For]) -> Fold:
 
 
 def _over(plan: Plan, loop: cst.For) -> cst.BaseExpression:
-    """What a loop goes over, also where a progress bar of it has a name."""
+    """Find what a loop goes over, also where a progress bar of it has a name."""
     found = trace(plan, loop.iter)
     bar = found[0] if len(found) == 1 else None
     return bar if isinstance(bar, cst.Call) and plan.flow.names(bar.func) & TQDM else loop.iter

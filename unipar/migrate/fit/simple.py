@@ -1,4 +1,4 @@
-"""What a folded loop consists of, and what may be left out of it."""
+"""The parts of a folded loop, and those that may be left out of it."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def targets(node: cst.CSTNode) -> set[str]:
 
 
 def only_reports(plan: Plan, node: cst.CSTNode, held: set[str]) -> bool:
-    """Whether a statement does nothing but compute and tell figures.
+    """Return whether a statement does nothing but compute and tell figures.
 
     Args:
         plan: the program.
@@ -144,13 +144,13 @@ def only_reports(plan: Plan, node: cst.CSTNode, held: set[str]) -> bool:
 
 
 def _is_entry(node: cst.Assign | cst.AugAssign) -> bool:
-    """Whether a statement fills an entry of a name: ``metrics["loss"] += …``."""
+    """Return whether a statement fills an entry of a name: ``metrics["loss"] += …``."""
     target = node.target if isinstance(node, cst.AugAssign) else node.targets[0].target
     return isinstance(target, cst.Subscript) and isinstance(target.value, cst.Name)
 
 
 def _is_bar(plan: Plan, node: cst.BaseExpression) -> bool:
-    """Whether an expression is a progress bar."""
+    """Return whether an expression is a progress bar."""
     return all(
         isinstance(one, cst.Call) and plan.flow.names(one.func) & TQDM for one in trace(plan, node)
     )

@@ -13,7 +13,7 @@ from unipar.migrated import script
 
 
 class Checkpoints:
-    """What goes into the checkpoints of a run, and where they are.
+    """The contents of the checkpoints of a run, and their places.
 
     Args:
         numbered: directory of checkpoints that are numbered; ``None`` where each is named.

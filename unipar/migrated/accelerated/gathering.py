@@ -35,7 +35,7 @@ def each_tensor(function: Callable[[torch.Tensor], torch.Tensor], data: Any) -> 
 
 
 def holds_tensors_only(data: Any) -> bool:
-    """Whether :func:`each_tensor` takes it."""
+    """Return whether :func:`each_tensor` takes it."""
     if isinstance(data, Mapping):
         return all(map(holds_tensors_only, data.values()))
     if isinstance(data, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Who this process is, in the words of Accelerate."""
+"""The identity of this process, in the words of Accelerate."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Processes:
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether a rank has set the trigger, which is then reset. Collective."""
+        """Return whether a rank has set the trigger, which is then reset. Collective."""
         found = any(self._world.gather(self._triggered))
         self._triggered = self._triggered and not found
         return found

@@ -25,7 +25,7 @@ _current: list[Run] = []
 
 
 class Run(Processes):
-    """What is left of an ``Accelerator`` when the strategy does the training. Collective.
+    """The rest of an ``Accelerator`` when the strategy does the training. Collective.
 
     Args:
         gradient_accumulation_steps: micro-batches of a step under :meth:`accumulate`, and what

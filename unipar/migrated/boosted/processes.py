@@ -28,7 +28,7 @@ def set_seed(seed: int) -> None:
 
 
 class Coordinator:
-    """Who this process is, in the words of ``DistCoordinator``. Made on all ranks."""
+    """The identity of this process, in the words of ``DistCoordinator``. Made on all ranks."""
 
     def __init__(self) -> None:
         self._world = script.world()
@@ -49,15 +49,15 @@ class Coordinator:
         return self._world.local_rank
 
     def is_master(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return self._world.is_main
 
     def is_node_master(self) -> bool:
-        """Whether this is the first process of its node."""
+        """Return whether this is the first process of its node."""
         return self._world.local_rank == 0
 
     def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
+        """Return whether this is the last rank."""
         return self._world.rank == self._world.size - 1
 
     def print_on_master(self, msg: str) -> None:

@@ -1,4 +1,4 @@
-"""What ranks give each other in scripts of Fabric's style."""
+"""Exchange between ranks in scripts of Fabric's style."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from unipar.migrated.fabricated.training import seed_everything
 
 
 class Run:
-    """What is left of a ``Fabric`` when the strategy does the training.
+    """The rest of a ``Fabric`` when the strategy does the training.
 
     Args:
         devices: processes that :meth:`launch` starts where nothing else has: a number, a list of

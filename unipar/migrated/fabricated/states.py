@@ -90,7 +90,7 @@ def _take(value: Any, state: Mapping[str, Any], *, strict: bool) -> None:
 
 
 def _is_divided(value: Any) -> bool:
-    """Whether the strategy divides a model or an optimizer among ranks."""
+    """Return whether the strategy divides a model or an optimizer among ranks."""
     if not isinstance(value, (nn.Module, Optimizer)) or not script.is_prepared(value):
         return False
     parts = {"parameters"} if isinstance(value, nn.Module) else {"parameters", "optimizer"}

@@ -76,7 +76,7 @@ def engine(of: Any = None) -> Any:
 
 
 def is_prepared(of: Any) -> bool:
-    """Whether a model or an optimizer belongs to an engine of this run."""
+    """Return whether a model or an optimizer belongs to an engine of this run."""
     return any(of is key for one in current.engines for key in one.keys)
 
 
@@ -139,7 +139,7 @@ def autocast(enabled: bool | None = None) -> torch.autocast:
 
 
 def _is_trained(model: nn.Module) -> bool:
-    """Whether what a model computes now may lead to gradients of it."""
+    """Return whether what a model computes now may lead to gradients of it."""
     learns = any(parameter.requires_grad for parameter in model.parameters())
     return model.training and torch.is_grad_enabled() and learns
 

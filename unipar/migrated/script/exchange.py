@@ -1,4 +1,4 @@
-"""What ranks give each other in scripts of Horovod's style: new tensors, by value.
+"""Exchange between ranks in scripts of Horovod's style: new tensors, by value.
 
 They use the default group of ``torch.distributed``, which ``script.open`` has seen to.
 """

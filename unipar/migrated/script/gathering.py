@@ -24,7 +24,7 @@ from unipar.world import World
 
 
 class _Gathered:
-    """What an engine holds, for state dicts that are whole.
+    """The state of an engine, for state dicts that are whole.
 
     Args:
         engine: what holds it.

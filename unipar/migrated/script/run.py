@@ -27,7 +27,7 @@ class Prepared(NamedTuple):
 
 
 class Run:
-    """What is known of a run, open or not.
+    """The state of a run, open or not.
 
     Attributes:
         session: the open one.
@@ -101,7 +101,7 @@ def close() -> None:
 
 
 def settings() -> ScriptConfig:
-    """What ``unipar.yaml`` and the environment say; defaults where there is no such file.
+    """Read ``unipar.yaml`` and the environment; defaults where there is no such file.
 
     Raises:
         ConfigError: every wrong key and value, with file and line.

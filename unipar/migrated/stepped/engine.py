@@ -143,11 +143,11 @@ class SteppedEngine:
         return self._norm
 
     def fp16_enabled(self) -> bool:
-        """Whether the run computes in float16."""
+        """Return whether the run computes in float16."""
         return script.settings().precision == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        """Whether the run computes in bfloat16, but for the matrix products of ``fp8``."""
+        """Return whether the run computes in bfloat16, but for the matrix products of ``fp8``."""
         return script.settings().precision in ("bf16", "fp8")
 
     def parameters(self) -> Iterator[nn.Parameter]:

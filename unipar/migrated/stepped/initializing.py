@@ -1,4 +1,4 @@
-"""What makes an engine that counts micro-batches, with its loader."""
+"""The making of an engine that counts micro-batches, with its loader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of every strategy: one function for each thing that it owes."""
+"""The cases that every strategy is held to: one function for each thing that it owes."""
 
 from __future__ import annotations
 

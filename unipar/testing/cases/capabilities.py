@@ -1,4 +1,4 @@
-"""Whether a strategy is what it says it is."""
+"""The claims of a strategy, held against what it does."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _train_by_hand(
 
 
 def _or_refusal(strategy: Strategy, world: World, fn: Any, *args: Any) -> Any:
-    """What ``fn`` returns on this rank, or what it refuses with."""
+    """Return what ``fn`` returns on this rank, or what it refuses with."""
     try:
         return fn(strategy, world, *args)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What models may look like."""
+"""Models of many shapes."""
 
 from __future__ import annotations
 

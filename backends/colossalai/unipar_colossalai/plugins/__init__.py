@@ -1,4 +1,4 @@
-"""The plugins of Colossal-AI's Booster, each with all that is to be said about it in one class.
+"""The plugins of Colossal-AI's Booster, each in one class.
 
 Nothing of Colossal-AI is imported before an engine is made.
 """

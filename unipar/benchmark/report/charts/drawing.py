@@ -1,4 +1,4 @@
-"""What the charts share: colors, marks, dashes, and the frame that they are drawn in."""
+"""The common parts of the charts: colors, marks, dashes, and the frame that they are drawn in."""
 
 from __future__ import annotations
 

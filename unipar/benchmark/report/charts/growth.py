@@ -1,4 +1,4 @@
-"""What more devices bring, beside Amdahl's law and a model of the interconnect."""
+"""The gain of more devices, beside Amdahl's law and a model of the interconnect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether all of them train the same."""
+"""The losses of all, which should be the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank holds, by kind, beside what the formulas give."""
+"""The memory of a rank, by kind, beside what the formulas give."""
 
 from __future__ import annotations
 
