@@ -96,6 +96,10 @@ class Recorder:
             return
         try:
             self.settle()
+        except NonFiniteLossError:
+            # It is the one that has failed; after weights alone were loaded, the engine counts its
+            # steps from 0, and the run does not.
+            pass
         except Exception:
             log.exception("recording step %d failed while the run was ending", last.step)
 
