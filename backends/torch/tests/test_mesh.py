@@ -243,8 +243,8 @@ class ZeroNetwork(ScaledNetwork):
 
     def __init__(self) -> None:
         super().__init__()
-        for block in self.blocks:
-            nn.init.zeros_(block.down.weight)  # pyright: ignore[reportArgumentType]
+        for number in range(2):
+            nn.init.zeros_(self.get_parameter(f"blocks.{number}.down.weight"))
 
 
 class Given(nn.Module):

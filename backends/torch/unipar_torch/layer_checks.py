@@ -310,7 +310,8 @@ def _replaced(
                     continue
                 kept.append((part, key, parameter))
                 if id(parameter) not in copies:
-                    value: Any = _seen(parameter.detach().float().full_tensor(), len(copies))
+                    own: Any = parameter.detach().float()
+                    value: Any = _seen(own.full_tensor(), len(copies))
                     if not whole:
                         value = distribute_tensor(
                             value, parameter.device_mesh, parameter.placements, src_data_rank=None
