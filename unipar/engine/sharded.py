@@ -6,12 +6,15 @@ tensors are errors of torch's; those that are none leave gradients that FSDP doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from unipar.errors import ConfigError
@@ -88,6 +91,33 @@ def total_norm_of_shards(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """2-norm of the whole gradient whose shards, DTensors, these are. Collective."""
     norm = nn.utils.get_total_norm(gradients)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+class MeshScaler(GradScaler):
+    """Lets all ranks of a mesh know of an overflow that one of them has seen.
+
+    Torch's does so over the ranks among which the first gradient is divided, and others may be
+    divided among more (torch 2.13, distributed/tensor/_dispatch.py, found_inf_reduce_handler).
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh.device_type)
+        self._groups = mesh.get_all_groups()
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        for found in self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            for group in self._groups:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group)
+
+
+def scaler_of(parameters: Iterable[torch.Tensor]) -> GradScaler | None:
+    """What scales losses in fp16 for parameters that are not all divided alike, else ``None``."""
+    sharded = [p for p in parameters if isinstance(p, DTensor)]
+    kinds = {(p.device_mesh, tuple(one.is_replicate() for one in p.placements)) for p in sharded}
+    if len(kinds) < 2:
+        return None
+    return MeshScaler(max((p.device_mesh for p in sharded), key=lambda mesh: mesh.ndim))
 
 
 def _refuse(name: str, strategy: str, gradient: Any) -> NoReturn:

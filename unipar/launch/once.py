@@ -76,6 +76,7 @@ def ensure(
     devices = min(placement.local_size, torch.cuda.device_count() if kind == "cuda" else 1 << 30)
     key = _key(strategy, name, kind, devices)
     began = time.time()
+    outcome: Outcome | None = None
     try:
         with _locked(_file(key)) as file:
             record = _read(file, key)
@@ -86,12 +87,15 @@ def ensure(
                     "(self_test=False leaves it out)",
                     *(name, devices, kind),
                 )
-                record = Record(key=key, outcome=test(name, kind, devices), at=time.time())
-                _write(file, record)
+                outcome = test(name, kind, devices)
+                _write(file, Record(key=key, outcome=outcome, at=time.time()))
+            else:
+                outcome = record.outcome
     except (OSError, ConfigError) as error:
         log.warning("no self-test of '%s': its outcome cannot be kept (%s)", name, error)
-        return
-    _judge(record.outcome)
+    # It counts where it could not be kept, too.
+    if outcome is not None:
+        _judge(outcome)
 
 
 def keep(strategy: Strategy, outcome: Outcome) -> None:

@@ -14,7 +14,11 @@ def cache_directory() -> Path:
     Raises:
         ConfigError: it cannot be written.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        # Containers run under users that the system does not know.
+        raise ConfigError(f"{error} Set HOME, or XDG_CACHE_HOME to a directory.") from error
     directory = Path(base, "unipar")
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,8 @@ def kit_of(world_pool: WorldPools, **options: Any) -> Kit:
 
 
 def logits_of(model: Any) -> Callable[..., torch.Tensor]:
-    return lambda tokens: model(input_ids=tokens, use_cache=False).logits
+    # With a cache, as models of transformers have it unless they are told otherwise.
+    return lambda tokens: model(input_ids=tokens).logits
 
 
 def predict(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
@@ -132,7 +133,7 @@ class _Bert(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+    def forward(self, input_ids: torch.Tensor) -> Any:
         return self.model(input_ids=input_ids)
 
 
@@ -220,6 +221,57 @@ class ScaledNetwork(nn.Module):
         return self.head(x)
 
 
+class Held(nn.Module):
+    """A block that holds another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scaled()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class HeldNetwork(ScaledNetwork):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Held() for _ in range(2))
+
+
+class ZeroNetwork(ScaledNetwork):
+    """Blocks begin as nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(2):
+            nn.init.zeros_(self.get_parameter(f"blocks.{number}.down.weight"))
+
+
+class Given(nn.Module):
+    """Between divided layers there is a factor that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)) * factor)
+
+
+class GivingNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([1.5]))
+        self.blocks = nn.ModuleList(Given() for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self.factor * 2
+        for block in self.blocks:
+            x = block(x, factor)
+        return self.head(x)
+
+
 SCALED = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 WRONG = {
     "a layer left out": (
@@ -237,6 +289,16 @@ WRONG = {
         SCALED,
         r"dividing 'blocks\.0'.* the gradient of factor is \d.*replicated_with_grad_allreduce",
     ),
+    "a gradient in parts, behind zeros": (
+        replace(PLAIN, model=ZeroNetwork),
+        SCALED,
+        r"dividing 'blocks\.0'.* the gradient of factor is \d",
+    ),
+    "a gradient in parts, of what a block is given": (
+        replace(PLAIN, model=GivingNetwork),
+        SCALED,
+        r"dividing 'blocks\.0'.* the gradient of what else it is given \(tensor 1\) is \d",
+    ),
 }
 
 
@@ -247,6 +309,19 @@ def test_a_plan_that_changes_the_model_is_refused_in_the_first_pass(
     scenario, plan, said = WRONG[name]
     with pytest.raises(ConfigError, match=said):
         kit_of(world_pool, plan=plan).train(replace(scenario, num_steps=1))
+
+
+def test_parts_of_blocks_that_are_gathered_by_themselves_are_checked(
+    world_pool: WorldPools,
+) -> None:
+    scenario = replace(PLAIN, model=HeldNetwork, num_steps=5)
+    plan = {name.replace("*.", "*.inner."): style for name, style in SCALED.items()}
+    with pytest.raises(ConfigError, match=r"the gradient of inner\.factor is \d"):
+        kit_of(world_pool, plan=plan, wrap=["Scaled"]).train(scenario)
+    summed = {**plan, "blocks.*.inner": "replicated_with_grad_allreduce"}
+    kit = kit_of(world_pool, plan=summed, wrap=["Scaled"])
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
 
 
 def test_a_gradient_in_parts_is_summed_where_the_plan_says_so(world_pool: WorldPools) -> None:
@@ -340,3 +415,100 @@ def test_divided_sequences_are_scattered_and_gathered_in_place_of_sums(
     *_, counts = world_pool(2).run(step_of, models.Decoder(), options)[0]
     pairs = 2 * len(models.Decoder().blocks)
     assert counts["reduce_scatter_tensor"] == 2 * pairs
+
+
+# -- what one rank alone sees, and torch's shortcuts -----------------------------------------------
+
+
+class _Overflow(torch.autograd.Function):
+    """Has gradients overflow on the second rank, once it is told to."""
+
+    wanted = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        here = _Overflow.wanted and torch.distributed.get_rank() == 1
+        return gradients[0] * (float("inf") if here else 1.0)
+
+
+class Overflowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(_Overflow.apply(self.up(x))))
+
+
+class OverflowingNetwork(nn.Module):
+    """Its first parameter is whole on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.blocks = nn.ModuleList([Overflowing()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](x))
+
+
+def overflows(placement: Placement, plan: dict[str, str]) -> list[bool]:
+    """Whether steps are skipped whose gradients overflow on the second rank."""
+    with unipar.Session(
+        {"name": "mesh", "tp": 2, "plan": plan},
+        device="cpu",
+        placement=placement,
+        precision="fp16",
+    ) as session:
+        engine = session.prepare(
+            OverflowingNetwork(),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        )
+        batch = Batch((MicroBatch((torch.ones(2, 6), torch.tensor([0, 1])), 2),), 2)
+
+        def loss(model: Any, batch: Any) -> torch.Tensor:
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        skipped = []
+        for _Overflow.wanted in (False, True):
+            skipped.append(engine.train_step(batch, loss).skipped)
+        _Overflow.wanted = False
+        return skipped
+
+
+def test_all_ranks_skip_a_step_in_fp16_that_overflows_on_one(world_pool: WorldPools) -> None:
+    assert world_pool(2).run(overflows, SCALED) == [[False, True]] * 2
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def without_gradients(placement: Placement, model: nn.Module) -> float:
+    """How far the outputs are apart with gradients, without, and in inference mode."""
+    strategy = {"name": "mesh", "tp": 2, "wrap": "none"}
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        module = session.prepare(model).module.eval()
+        x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+        expected = module(x).detach()
+        with torch.no_grad():
+            apart = (module(x) - expected).abs().max()
+        with torch.inference_mode():
+            return max(apart.item(), (module(x) - expected).abs().max().item())
+
+
+def test_divided_layers_compute_the_same_without_gradients(world_pool: WorldPools) -> None:
+    assert world_pool(2).run(without_gradients, Encoder()) == pytest.approx([0.0, 0.0], abs=1e-5)

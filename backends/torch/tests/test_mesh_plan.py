@@ -99,6 +99,42 @@ def test_layers_that_do_not_bear_it_are_left_whole_and_said_to_be() -> None:
     assert "qkv and out are left whole" in note
 
 
+class Masked(nn.Module):
+    """Attention behind a mask, told either way."""
+
+    def __init__(self, allowed: bool) -> None:
+        super().__init__()
+        self.allowed, self.heads = allowed, 4
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        mask = torch.ones(8, 8, dtype=torch.bool)
+        self.register_buffer("mask", mask.tril() if allowed else mask.triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        shape = (rows, length, self.heads, -1)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        hidden: Any = self.mask[:length, :length]  # pyright: ignore[reportIndexIssue]
+        scores = q @ k.mT
+        scores = scores.masked_fill(~hidden if self.allowed else hidden, float("-inf"))
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_masks_need_no_values(allowed: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Masked(allowed) for _ in range(2)))
+    plan = make_plan(model, 2)
+    assert plan.styles["0.q"] == "colwise"
+    assert plan.styles["1.out"] == "rowwise"
+    assert plan.counts["0"] == ("heads",)
+
+
+def test_looking_for_a_plan_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.manual_seed`` seeds GPUs, and ``fork_rng`` of the host leaves them so."""
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeded"))
+    assert make_plan(nn.Sequential(Masked(True), Masked(True)), 2).styles
+
+
 def test_nothing_to_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"up and down are left whole.* plan=\{"):
         make_plan(nn.Sequential(Normed(), Normed()), 2)

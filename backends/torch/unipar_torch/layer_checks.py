@@ -1,7 +1,8 @@
 """A plan held against numbers: in the first pass one block of each kind runs whole and divided.
 
 In fp32, without dropout, on what the block was given, cut to a few samples: its output, and the
-gradients of its input and of each of its parameters. What differs is refused by name.
+gradients of its inputs and of each of its parameters. What differs is refused by name. Parameters
+that begin at nothing have other values meanwhile, for behind them nothing is seen.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unipar.errors import ConfigError, first_few
@@ -27,6 +28,9 @@ TOLERANCE = 1e-3
 """The largest difference that is rounding in fp32, relative to the largest element of a tensor.
 What plans get wrong is off by a factor."""
 _SAMPLES = 2
+_NOTHING = 1e-2
+"""Below this, what comes before a parameter is lost beside what passes it by: biases, gates and
+last layers of branches that begin at zero, factors of 1e-6."""
 
 
 def check_in_first_pass(
@@ -54,7 +58,8 @@ def check_in_first_pass(
     for name, block in blocks.items():
         own = [layer for layer in opened if f"{layer}.".startswith(f"{name}.")]
         opened = [layer for layer in opened if layer not in set(own)]
-        kind = type(block), tuple((layer[len(name) :], plan.styles[layer]) for layer in own)
+        styles = tuple((layer[len(name) :], plan.styles[layer]) for layer in own)
+        kind = type(block), styles, _settings(block)
         if own:
             checked.setdefault(kind, (name, block))
     if opened:
@@ -84,8 +89,21 @@ def _around(model: nn.Module, layers: list[str]) -> tuple[str, nn.Module]:
     return name, model.get_submodule(name)
 
 
+def _settings(block: nn.Module) -> tuple[Any, ...]:
+    """What blocks of one class may differ in, but for their places among others."""
+    shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    plain = tuple(
+        (key, value)
+        for module in block.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | float | str | None)
+        or (isinstance(value, int) and not any(word in key for word in ("idx", "index", "number")))
+    )
+    return shapes, plain
+
+
 class _Check:
-    """Compares one block with itself, once."""
+    """Compares one block with itself, once; and again once gradients are asked for."""
 
     def __init__(
         self, name: str, block: nn.Module, plan: TensorPlan, activations: Activations, world: World
@@ -94,7 +112,8 @@ class _Check:
         # FSDP gives it another.
         self._kind = type(block).__name__
         self._activations, self._world = activations, world
-        self._done = False
+        # With gradients, and without.
+        self._done: set[bool] = set()
 
     def install(self) -> Undo:
         block = self._block
@@ -102,8 +121,9 @@ class _Check:
         compare: Any = torch.compiler.disable(self._compare)
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if not self._done:
-                self._done = True
+            wanted = torch.is_grad_enabled()
+            if wanted not in self._done and True not in self._done:
+                self._done.add(wanted)
                 compare(args, kwargs)
             return self._forward(*args, **kwargs)
 
@@ -127,7 +147,7 @@ class _Check:
             )
 
     def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        with _apart(self._block, self._world.device):
+        with _apart(self._block, self._world.device), _gathered(self._block):
             try:
                 divided = self._run(args, kwargs, whole=False)
             except ConfigError:
@@ -162,8 +182,11 @@ class _Check:
             wanted = {name: p for name, p in held.items() if p.requires_grad}
             if takes:
                 wanted["its input"] = hidden
-            if nested(self._block) or not wanted:
-                # What is gathered within would reduce these gradients as a step's.
+            others = [t for t in tree_leaves((args, kwargs)) if t is not hidden and _is_float(t)]
+            for number, one in enumerate(others, 1):
+                if one.requires_grad:
+                    wanted[f"what else it is given (tensor {number})"] = one
+            if not wanted:
                 return seen
             total = sum((t * _factors(t)).sum() for t in given)
             if not isinstance(total, torch.Tensor) or not total.requires_grad:
@@ -182,9 +205,31 @@ class _Check:
         return seen
 
 
-def nested(block: nn.Module) -> bool:
-    """Whether parts of a block are gathered by themselves."""
-    return any(isinstance(m, FSDPModule) for m in block.modules() if m is not block)
+@contextlib.contextmanager
+def _gathered(block: nn.Module) -> Iterator[None]:
+    """Gather the parts of a block that FSDP gathers by themselves, and let it do nothing in them.
+
+    It would put its own parameters in the place of copies, and reduce these gradients as a step's.
+    """
+    hooks: list[tuple[Any, dict[Any, Any]]] = []
+    parts = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]
+    try:
+        for part in parts:
+            part.unshard()
+            state: Any = part._get_fsdp_state()
+            for of_module, handle in (
+                (part._forward_pre_hooks, state._pre_forward_hook_handle),
+                (part._forward_hooks, state._post_forward_hook_handle),
+            ):
+                hooks.append((of_module, dict(of_module)))
+                of_module.pop(handle.id, None)
+        yield
+    finally:
+        for of_module, before in hooks:
+            of_module.clear()
+            of_module.update(before)
+        for part in parts:
+            part.reshard()
 
 
 def _rows(hidden: Any) -> int | None:
@@ -205,12 +250,15 @@ def _in_fp32(args: Any, kwargs: Any, rows: int | None) -> tuple[Any, Any]:
     )
 
     def own(value: Any) -> Any:
+        if hasattr(value, "get_seq_length"):
+            # A cache of transformers', which would keep what these runs put into it.
+            return None
         if not isinstance(value, torch.Tensor):
             return value
-        value = value.detach()
+        learned, value = value.requires_grad, value.detach()
         if few and value.ndim and value.shape[0] == rows:
             value = value[:_SAMPLES]
-        return value.float() if value.is_floating_point() else value
+        return value.float().requires_grad_(learned) if value.is_floating_point() else value
 
     return tree_map(own, (args, kwargs))
 
@@ -262,9 +310,13 @@ def _replaced(
                     continue
                 kept.append((part, key, parameter))
                 if id(parameter) not in copies:
-                    value: Any = parameter.detach().float()
-                    value = (value.full_tensor() if whole else value).detach()
-                    copies[id(parameter)] = value.requires_grad_(parameter.requires_grad)
+                    own: Any = parameter.detach().float()
+                    value: Any = _seen(own.full_tensor(), len(copies))
+                    if not whole:
+                        value = distribute_tensor(
+                            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+                        )
+                    copies[id(parameter)] = value.detach().requires_grad_(parameter.requires_grad)
                     named[f"{part_name}.{key}".lstrip(".")] = copies[id(parameter)]
                 part._parameters[key] = copies[id(parameter)]
         for holder, keys in plan.counts.items():
@@ -279,6 +331,15 @@ def _replaced(
             part._parameters[key] = parameter
         for module, key, value in counts:
             setattr(module, key, value)
+
+
+def _seen(value: torch.Tensor, number: int) -> torch.Tensor:
+    """Values for a parameter that has none to speak of, the same on every rank."""
+    if not value.numel() or value.abs().max() >= _NOTHING:
+        return value
+    spread = value.shape[-1] ** -0.5 if value.ndim > 1 else 0.1
+    generator = torch.Generator().manual_seed(number)
+    return (spread * torch.randn(value.shape, generator=generator)).to(value)
 
 
 def _difference(found: torch.Tensor | None, expected: torch.Tensor, floor: float) -> str:

@@ -51,7 +51,8 @@ class Activations:
         """Whole, for a layer of which each rank has some columns."""
         if self.entered:
             return x
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or x.is_inference():
+            # Tensors of inference mode do not count what is done to them.
             return self._enter(x)
         # Queries, keys and values have one input, and its gradients are summed over ranks once.
         pass_of = x._version, torch.is_grad_enabled()

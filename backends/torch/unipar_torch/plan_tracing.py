@@ -270,28 +270,43 @@ def _hold(
 
 def _try(block: nn.Module, pair: Pair, plan: TensorPlan, tp: int, shape: tuple[int, ...]) -> str:
     """Run each rank's part of a pair in turn; why the sum is not the whole, or an empty string."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        tried = _filled(block)
-        x = torch.randn(shape, device="cpu")
-    with torch.no_grad():
-        try:
-            whole = _given_by(tried, pair.rows, x)
-            parts = [_part(tried, pair, plan, tp, rank, x) for rank in range(tp)]
-        except Exception as error:
-            return f"a part of them raises {type(error).__name__} ({str(error)[:120]})"
+    # Masks on the meta device have no values, and may be told either way: with one of them nothing
+    # is left to attend to.
+    for below in (1, 0):
+        # Of its own: torch.manual_seed would seed GPUs, too.
+        generator = torch.Generator().manual_seed(0)
+        tried = _filled(block, generator, below)
+        x = torch.randn(shape, device="cpu", generator=generator)
+        with torch.no_grad():
+            try:
+                whole = _given_by(tried, pair.rows, x)
+                if not whole.isfinite().all():
+                    continue
+                parts = [_part(tried, pair, plan, tp, rank, x) for rank in range(tp)]
+            except Exception as error:
+                return f"a part of them raises {type(error).__name__} ({str(error)[:120]})"
+        return _apart(whole, parts, tried.get_submodule(pair.rows).bias)
+    return "what it gives for random weights is no number"
+
+
+def _apart(whole: torch.Tensor, parts: list[torch.Tensor], bias: Any) -> str:
     if any(part.shape != whole.shape for part in parts):
         return "a part of them gives another shape"
-    bias = tried.get_submodule(pair.rows).bias
     total = torch.stack(parts).sum(0)
     if isinstance(bias, torch.Tensor):
-        total = total - (tp - 1) * bias
+        total = total - (len(parts) - 1) * bias
     apart = ((total - whole).abs().max() / whole.abs().max()).item()
     return "" if apart <= TOLERANCE else f"the sum of parts is {apart:.0%} off from the whole"
 
 
-def _filled(block: nn.Module) -> nn.Module:
-    """A copy on the host in fp32 and evaluation mode, with weights that hide nothing."""
+def _filled(block: nn.Module, generator: torch.Generator, below: int) -> nn.Module:
+    """A copy on the host in fp32 and evaluation mode, with weights that hide nothing.
+
+    Args:
+        block: the original.
+        generator: of its values.
+        below: of masks without values, the value on and below the diagonal; above it, the other.
+    """
     filled = copy.deepcopy(block).to("meta").to(torch.float32).to_empty(device="cpu").eval()
     own = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     for name, tensor in {
@@ -301,10 +316,13 @@ def _filled(block: nn.Module) -> nn.Module:
         with torch.no_grad():
             if not own[name].is_meta and isinstance(tensor, nn.Parameter) is False:
                 tensor.copy_(own[name])
+            elif tensor.ndim > 1 and not tensor.is_floating_point():
+                lower = torch.ones(tensor.shape, device="cpu").tril()
+                tensor.copy_(lower if below else 1 - lower)
             elif tensor.ndim > 1:
-                tensor.normal_(std=tensor.shape[-1] ** -0.5)
+                tensor.normal_(std=tensor.shape[-1] ** -0.5, generator=generator)
             elif tensor.is_floating_point():
-                tensor.normal_(mean=1.0, std=0.2)
+                tensor.normal_(mean=1.0, std=0.2, generator=generator)
             else:
                 tensor.zero_()
     return filled

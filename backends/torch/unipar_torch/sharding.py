@@ -40,7 +40,12 @@ from unipar.engine import (
     sum_shards,
     with_divisible_optimizer,
 )
-from unipar.engine.sharded import discard_gradients, refuse_gradients_outside, total_norm_of_shards
+from unipar.engine.sharded import (
+    discard_gradients,
+    refuse_gradients_outside,
+    scaler_of,
+    total_norm_of_shards,
+)
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar.utils.torch_versions import recovering
@@ -107,7 +112,8 @@ def prepare(
     optimizer = build_optimizer(spec, module, may_fuse=True)
     # FSDP casts what goes into its units itself, unless asked to leave parameters as they are.
     autocast = options.param_dtype == "fp32"
-    precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast)
+    scaler = scaler_of(module.parameters()) if spec.precision == "fp16" else None
+    precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast, scaler=scaler)
     stepper = None
     if optimizer is not None:
         parameters = module.parameters()

@@ -57,6 +57,9 @@ def divide_layers(
         elif any(True for _ in part.named_parameters(recurse=False)):
             summed = style is not None or in_sequence
             undo.append(show_whole_parameters(part, mesh, summed=summed))
+        elif isinstance(part, nn.TransformerEncoderLayer):
+            # Without gradients it calls none of its layers, but for hooks (torch 2.13).
+            undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
     undo += [
         _divide_count(module.get_submodule(holder), key, mesh.size())
         for holder, keys in plan.counts.items()

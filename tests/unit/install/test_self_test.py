@@ -220,6 +220,30 @@ def test_where_nothing_can_be_kept_it_is_left_out_and_said_to_be(
     assert "XDG_CACHE_HOME" in caplog.text
 
 
+def test_what_cannot_be_written_down_counts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(once, "_write", full)
+    with pytest.raises(ConfigError, match="does not train on this machine as a plain loop does"):
+        once.ensure(DDP, Placement(), True, test=Counting(BAD))
+    assert "no space left on device" in caplog.text
+
+
+def test_a_user_without_a_home_trains_without_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def homeless() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    once.ensure(DDP, Placement(), True, test=Counting(GOOD))
+    assert "Could not determine home directory. Set HOME" in caplog.text
+
+
 def test_what_doctor_has_seen_runs_need_not_try() -> None:
     test = Counting(BAD)
     once.keep(DDP, GOOD)
