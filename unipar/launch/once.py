@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -58,7 +59,7 @@ def ensure(
 ) -> None:
     """Refuse a strategy that does not train here as a plain loop does.
 
-    Where that was seen before to agree, this reads a file and no more.
+    Where that was seen before to agree, this asks for the driver, reads a file, and no more.
 
     Args:
         strategy: with its options.
@@ -143,6 +144,7 @@ def _key(strategy: Strategy, name: str, kind: str, devices: int) -> dict[str, An
     }
 
 
+@functools.cache
 def hardware() -> list[str]:
     """Name and driver of each GPU of the machine, as ``nvidia-smi`` gives them.
 

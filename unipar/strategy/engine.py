@@ -84,7 +84,9 @@ def seeded_model(spec: EngineSpec) -> nn.Module:
     """The model itself, or what its function builds on the host under ``spec.seed``."""
     if isinstance(spec.model, nn.Module):
         return spec.model
-    with torch.random.fork_rng(devices=[]):
+    # Seeding is of GPUs, too, and some strategies build the values on rank 0 alone.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
         torch.manual_seed(spec.seed)
         return spec.model()
 
