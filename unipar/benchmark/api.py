@@ -37,6 +37,7 @@ from unipar.data import batch_size_of, num_samples_of
 from unipar.errors import ConfigError, did_you_mean
 from unipar.optimizers.groups import holds_functions
 from unipar.strategy import ModelFactory, Precision
+from unipar.train import directories
 from unipar.train.fit import fit
 
 Show = Callable[[Cell, str], None]
@@ -193,7 +194,7 @@ def _links(answers: Mapping[str, Any]) -> list[Interconnect]:
 
 def new_directory() -> Path:
     """Where a benchmark goes that nobody has named a place for."""
-    return Path("runs", time.strftime("bench-%Y%m%d-%H%M%S"))
+    return directories.unused(Path("runs", time.strftime("bench-%Y%m%d-%H%M%S")))
 
 
 @contextlib.contextmanager

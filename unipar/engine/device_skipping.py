@@ -35,10 +35,11 @@ class DeviceSkipping:
         Not the first: it makes the optimizer's state, which is to be as it was.
         """
         first, self._first = self._first, False
-        takers = [self._optimizer, *self._optimizers]
+        if first or not all(map(_takes_flag, self._optimizers)):
+            return False
         # What comes after a step would be done after one that changed nothing, too.
-        followed = any(one._optimizer_step_post_hooks for one in takers)
-        return not first and not followed and all(map(_takes_flag, self._optimizers))
+        takers = [self._optimizer, *self._optimizers]
+        return not any(getattr(one, "_optimizer_step_post_hooks", None) for one in takers)
 
     @contextlib.contextmanager
     def unless_finite(self, norm: torch.Tensor) -> Iterator[None]:

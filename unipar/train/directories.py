@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,12 @@ import yaml
 from unipar.errors import ConfigError
 from unipar.train import lock
 from unipar.train.job import Job
+
+
+def unused(directory: Path) -> Path:
+    """Return a directory that does not exist, for runs of one name may begin in the same second."""
+    names = (directory.with_name(f"{directory.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([directory], names) if not one.exists())
 
 
 def check(job: Job) -> None:

@@ -296,7 +296,7 @@ class _Launch:
                 "directory of its own: set output_dir='…' (or checkpoint='…'), the same each time."
             )
         stamp = time.strftime("%Y%m%d-%H%M%S")
-        return Path("runs", f"{stamp}-{strategy.name}").absolute()
+        return directories.unused(Path("runs", f"{stamp}-{strategy.name}").absolute())
 
     def _configured_directory(self) -> Path | None:
         settings = self.config.checkpoint

@@ -210,6 +210,8 @@ def _gathered(block: nn.Module) -> Iterator[None]:
     """Gather the parts of a block that FSDP gathers by themselves, and let it do nothing in them.
 
     It would put its own parameters in the place of copies, and reduce these gradients as a step's.
+    Its hooks are known by their handles (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py,
+    ``init``, and nn/modules/module.py).
     """
     hooks: list[tuple[Any, dict[Any, Any]]] = []
     parts = [m for m in block.modules() if isinstance(m, FSDPModule) and m is not block]

@@ -105,6 +105,15 @@ def test_resuming_a_finished_run_changes_nothing(run: Run, save_final: bool):
     torch.testing.assert_close(model.state_dict(), reference()[1].state_dict())
 
 
+def test_runs_of_the_same_second_have_a_directory_each(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda *args: "now")
+    runs = [run(steps=1, checkpoint={}, output_dir=None) for _ in range(3)]
+    assert [one.output_dir.name for one in runs] == ["now-single", "now-single-2", "now-single-3"]
+
+
 def test_a_used_directory_is_refused(run: Run):
     run(steps=1, checkpoint={})
     with pytest.raises(ConfigError, match=r"holds checkpoints of an earlier run .*step-00000001"):

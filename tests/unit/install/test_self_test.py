@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Let ``nvidia-smi`` say what it is given."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -80,8 +80,10 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
         program = programs / "nvidia-smi"
         program.write_text(f"#!/bin/sh\necho '{text}'\n")
         program.chmod(0o755)
+        once.hardware.cache_clear()
 
-    return say
+    yield say
+    once.hardware.cache_clear()
 
 
 def test_the_step_that_is_told_is_the_first_that_differs_or_the_farthest() -> None:
@@ -268,7 +270,7 @@ def test_a_session_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nvidia_smi_is_asked_for_names_and_driver(gpus: Callable[[str], None]) -> None:
     gpus("NVIDIA A100, 550.1\nNVIDIA A100, 550.1")
-    assert once.hardware.__wrapped__() == ["NVIDIA A100, 550.1", "NVIDIA A100, 550.1"]
+    assert once.hardware() == ["NVIDIA A100, 550.1", "NVIDIA A100, 550.1"]
 
 
 def test_without_nvidia_smi_torch_is_asked(
@@ -276,7 +278,7 @@ def test_without_nvidia_smi_torch_is_asked(
 ) -> None:
     gpus("'; exit 9; '")
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: f"GPU {index}")
-    assert once.hardware.__wrapped__() == ["GPU 0"]
+    assert once.hardware() == ["GPU 0"]
 
 
 def test_a_process_that_takes_too_long_is_ended() -> None:
