@@ -7,8 +7,9 @@ import warnings
 
 from unipar.utils.garbage_collection import no_collection
 
-VARIABLE = "UNIPAR_TESTING_PRELOAD"
-"""Names a function, as ``module:function``, that imports what more a suite of tests shares."""
+VARIABLE = "_UNIPAR_TESTING_PRELOAD"
+"""Names a function, as ``module:function``, that imports what more a suite of tests shares.
+No setting of a run, as a name without the underscore would be."""
 
 warnings.simplefilter("ignore")
 with no_collection():

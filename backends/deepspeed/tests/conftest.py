@@ -16,4 +16,4 @@ def _forked(forked_programs: None) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     # Other tests are to have a torch that it has not changed.
     if all(Path(__file__).parent in item.path.parents for item in session.items):
-        os.environ["UNIPAR_TESTING_PRELOAD"] = "unipar_deepspeed.framework:load"
+        os.environ["_UNIPAR_TESTING_PRELOAD"] = "unipar_deepspeed.framework:load"
