@@ -10,6 +10,8 @@ given, or those that calling the model function under the run's seed makes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -44,9 +46,18 @@ def host_model(spec: EngineSpec, world: World, strategy: str) -> tuple[nn.Module
         weights.update(whole.named_buffers(remove_duplicate=False))
     if isinstance(spec.model, nn.Module):
         return spec.model, weights
+    return on_meta(spec.model, strategy), weights
+
+
+def on_meta(build: Callable[[], nn.Module], strategy: str) -> nn.Module:
+    """Build a model whose tensors have shapes and no values.
+
+    Raises:
+        ConfigError: the model function cannot run on the meta device.
+    """
     try:
         with torch.device("meta"):
-            return spec.model(), weights
+            return build()
     except ConfigError:
         raise
     except Exception as error:

@@ -3,10 +3,10 @@ can do."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, model_validator
 from torch import nn
 
@@ -16,6 +16,7 @@ from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec, ModelContext, Strategy, build_model
 from unipar.utils.garbage_collection import no_collection
 from unipar.world import Placement, World
+from unipar_torch.from_host import on_meta
 from unipar_torch.fsdp import ShardingOptions, explain_dtypes
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 
@@ -182,14 +183,5 @@ def _skeleton(spec: EngineSpec, layout: Layout, placement: Placement) -> nn.Modu
     """The model, or what its function builds on the meta device."""
     if isinstance(spec.model, nn.Module):
         return spec.model
-    try:
-        with torch.device("meta"):
-            return build_model(spec.model, ModelContext(layout, 0, placement.device))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"the model function cannot run on the meta device ({type(error).__name__}: {error}), "
-            "as mesh needs to divide a model while it is built. Build the module first and pass it "
-            "instead of the function."
-        ) from error
+    context = ModelContext(layout, 0, placement.device)
+    return on_meta(functools.partial(build_model, spec.model, context), "mesh")
