@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,29 +75,54 @@ class ModuleState:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied weights, by the names that they are stored under."""
+        return named_weights(self.module)[1]
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The names of the parameters of each of the optimizer's groups."""
+        assert self.optimizer is not None
+        return group_names(self.module, self.optimizer)
+
+    @property
+    def trained(self) -> Collection[str]:
+        """The names of the parameters that the optimizers of all ranks may update."""
+        return {name for name, _ in self.module.named_parameters()}
+
+    @property
+    def partial(self) -> bool:
+        """Whether ranks hold the optimizer's state of different parameters."""
+        return self.optimizer is not None and _is_partial(self.optimizer)
+
+    def weights(self) -> list[LocalState]:
+        """Describe weights and buffers, all of them on each rank."""
+        weights, _ = named_weights(self.module)
+        return [LocalState.of(name, tensor) for name, tensor in weights.items()]
+
     def export_state(self) -> EngineState:
-        weights, aliases = named_weights(self.module)
-        state = EngineState(
-            [LocalState.of(name, tensor) for name, tensor in weights.items()], aliases=aliases
-        )
+        state = EngineState(self.weights(), aliases=self.aliases)
         optimizer = self.optimizer
         if optimizer is not None:
             moments, scalars = _moments(self.module, optimizer)
-            partial = _is_partial(optimizer)
-            state.optimizer = _on_every_rank(moments, self.world) if partial else moments
-            state.groups = group_states(group_names(self.module, optimizer), optimizer)
+            if self.partial:
+                moments = _on_every_rank(moments, self.world)
+                scalars = {k: v for some in self.world.gather(scalars) for k, v in some.items()}
+            state.optimizer = moments
+            state.groups = group_states(self.groups, optimizer)
             state.extra["scalars"] = scalars
         return state
 
     def import_weights(self, source: StateSource) -> None:
-        weights, _ = named_weights(self.module)
-        source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
+        source.fill_weights(self.weights())
 
     def import_optimizer(self, source: StateSource) -> None:
         optimizer = self.optimizer
         if optimizer is not None:
-            source.fill_optimizer(_allocate_moments(source, self.module, optimizer))
-            restore_groups(source.groups, group_names(self.module, optimizer), optimizer)
+            states = _allocate_moments(source, self.module, optimizer, self.trained)
+            source.fill_optimizer(states)
+            restore_groups(source.groups, self.groups, optimizer)
 
 
 def group_names(module: nn.Module, optimizer: Optimizer) -> list[tuple[str, ...]]:
@@ -211,12 +236,11 @@ def _on_every_rank(moments: list[LocalState], world: World) -> list[LocalState]:
 
 
 def _allocate_moments(
-    source: StateSource, module: nn.Module, optimizer: Optimizer
+    source: StateSource, module: nn.Module, optimizer: Optimizer, known: Collection[str]
 ) -> list[LocalState]:
     """Give each of this rank's parameters the state that is stored for it, yet to be filled."""
     scalars = source.extra.get("scalars", {})
-    known = {name for name, _ in module.named_parameters()}
-    strangers = sorted(set(source.optimizer) - known)
+    strangers = sorted(set(source.optimizer) - set(known))
     if strangers:
         raise CheckpointError(
             f"the checkpoint holds optimizer state of {len(strangers)} parameters that this model "

@@ -19,8 +19,9 @@ from unipar.world import Placement, World
 from unipar_torch.from_host import on_meta
 from unipar_torch.fsdp import ShardingOptions, explain_dtypes
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
+from unipar_torch.stage_orders import SPLITTING, STYLES, ScheduleName, num_virtual
 
-_NOT_BUILT = {"pp": "pipeline", "cp": "context", "ep": "expert"}
+_NOT_BUILT = {"cp": "context", "ep": "expert"}
 
 
 class MeshOptions(ShardingOptions):
@@ -51,6 +52,28 @@ class MeshOptions(ShardingOptions):
         "'embedding_rowwise', 'embedding_colwise' or 'replicated_with_grad_allreduce'. Default: "
         "the model's own plan, or one found by tracing its blocks.",
     )
+    pp: int = Field(
+        default=1, ge=1, description="Ranks that have some of the layers each, as stages."
+    )
+    schedule: ScheduleName = Field(
+        default="1f1b",
+        description="In which order stages run their micro-batches: all forward passes first "
+        "('gpipe'), a forward and a backward pass in turn ('1f1b'), the same with several stages "
+        "on each rank ('interleaved'), or with two, and gradients of weights computed later than "
+        "those of inputs ('zero-bubble', 'dualpipev').",
+    )
+    virtual_stages: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stages on each rank of 'pp'. Default: 2 where the schedule is 'interleaved'; "
+        "other schedules have a number of their own.",
+    )
+    stages: tuple[tuple[str, ...], ...] | None = Field(
+        default=None,
+        description="Names of the modules of each stage, all blocks in their order; what two "
+        "stages need is named in both. Default: as the model says, or by the order of its "
+        "modules, such that the largest stage has the fewest parameters.",
+    )
     sharding: Literal["full", "grad_op"] = Field(
         default="full",
         description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
@@ -61,13 +84,18 @@ class MeshOptions(ShardingOptions):
     def keeps_gathered(self) -> bool:
         return self.sharding == "grad_op"
 
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model is cut into."""
+        return self.pp * num_virtual(self.schedule, self.virtual_stages)
+
     @model_validator(mode="before")
     @classmethod
     def _only_what_is_built(cls, values: Any) -> Any:
         for axis in _NOT_BUILT.keys() & values.keys() if isinstance(values, Mapping) else ():
             raise ValueError(
                 f"{axis} ({_NOT_BUILT[axis]} parallelism) is not built yet. Allowed axes: "
-                "dp_replicate, dp_shard, tp. Leave it out"
+                "dp_replicate, dp_shard, tp, pp. Leave it out"
             )
         return values
 
@@ -85,6 +113,23 @@ class MeshOptions(ShardingOptions):
             )
         return self
 
+    @model_validator(mode="after")
+    def _layers_are_staged(self) -> MeshOptions:
+        if self.pp == 1:
+            for name in ("schedule", "virtual_stages", "stages"):
+                if name in self.model_fields_set and getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} is about the stages that the ranks of pp have, and pp is 1. Set "
+                        f"pp=2 or more, or leave {name} out"
+                    )
+            return self
+        num_virtual(self.schedule, self.virtual_stages)
+        if self.cpu_offload:
+            raise ValueError("cpu_offload with pp is not built. Leave one of them out")
+        if self.sequence_parallel:
+            raise ValueError("sequence_parallel with pp is not built. Leave one of them out")
+        return self
+
 
 class MeshStrategy(Strategy):
     """Tensor parallelism by DTensor, and FSDP2 over the other ranks."""
@@ -97,40 +142,59 @@ class MeshStrategy(Strategy):
     """Whether an engine's units compute in half precision without autocast."""
 
     def capabilities(self) -> Capabilities:
+        staged = self.options.pp > 1
         return Capabilities(
             PRECISIONS - {"fp8"},
             DEVICE_TYPES,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
-            offload=frozenset({"parameters", "optimizer"}),
-            parallelize=True,
+            offload=frozenset() if staged else frozenset({"parameters", "optimizer"}),
+            custom_loop=not staged,
+            several_engines=not staged,
+            activation_checkpointing=self.options.schedule not in SPLITTING,
+            compile=not staged,
+            parallelize=not staged,
+            pipeline=staged,
             splits_tensors=True,
             sparse_gradients=False,
         )
 
     def layout(self, placement: Placement) -> Layout:
         options = self.options
-        others = options.dp_replicate * options.tp
+        others = options.dp_replicate * options.tp * options.pp
         shard = options.dp_shard
         if shard is None:
             shard, left = divmod(placement.size, others)
             if left or not shard:
+                said = f"dp_replicate={options.dp_replicate} * tp={options.tp}"
+                said += f" * pp={options.pp}" if options.pp > 1 else ""
                 raise ConfigError(
-                    f"mesh: dp_replicate={options.dp_replicate} * tp={options.tp} does not divide "
-                    f"the {placement.size} processes that there are. Start a multiple of {others} "
-                    "processes, or set tp or dp_replicate to a divisor of their number."
+                    f"mesh: {said} does not divide the {placement.size} processes that there are. "
+                    f"Start a multiple of {others} processes, or set tp or dp_replicate to a "
+                    "divisor of their number."
                 )
-        layout = Layout(dp_replicate=options.dp_replicate, dp_shard=shard, tp=options.tp)
+        layout = Layout(
+            dp_replicate=options.dp_replicate, dp_shard=shard, tp=options.tp, pp=options.pp
+        )
         layout.check(placement.size)
         return layout
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         layout = self.layout(placement)
-        if layout.tp == 1:
+        if layout.pp > 1 and layout.size > layout.pp:
+            raise ConfigError(
+                f"mesh: pp={layout.pp} with other axes (tp={layout.tp}, dp_shard="
+                f"{layout.dp_shard}, dp_replicate={layout.dp_replicate}) is not built. Start "
+                f"{layout.pp} processes, or leave pp out."
+            )
+        if layout.tp == 1 and layout.pp == 1:
             return
         model = _skeleton(spec, layout, placement)
         # A session asks before it knows of any.
         if any(True for _ in model.parameters()):
-            self._plan(model, layout)
+            if layout.pp > 1:
+                self._stages(model)
+            if layout.tp > 1:
+                self._plan(model, layout)
 
     def placements(self, spec: EngineSpec, placement: Placement) -> list[tuple[str, str]]:
         """Say which layers are divided and where each parameter goes, for a dry run.
@@ -144,6 +208,11 @@ class MeshStrategy(Strategy):
         model = _skeleton(spec, layout, placement)
         plan = self._plan(model, layout) if layout.tp > 1 else None
         said = [] if plan is None else list(remarks(plan))
+        if layout.pp > 1:
+            from unipar_torch.stage_plan import describe
+
+            style = STYLES.get(self.options.schedule, "loop")
+            said += describe(model, self._stages(model), layout.pp, style)
         return [*said, *placements(model, layout, plan).items()]
 
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
@@ -154,6 +223,11 @@ class MeshStrategy(Strategy):
             from unipar_torch.tensor_parallel import divide_layers
 
         options = self.options
+        if options.pp > 1:
+            from unipar_torch import pipeline
+
+            model = _skeleton(spec, world.layout, world.placement)
+            return pipeline.prepare(spec, world, options, self._stages(model))
         if options.tp == 1:
             return prepare(spec, world, options)
 
@@ -170,6 +244,12 @@ class MeshStrategy(Strategy):
         from unipar_torch.tensor_plan import make_plan
 
         return make_plan(model, layout.tp, self.options.plan)
+
+    def _stages(self, model: nn.Module) -> Any:
+        from unipar_torch.stage_plan import plan_stages
+
+        options = self.options
+        return plan_stages(model, options.num_stages, options.stages, options.pp)
 
     def explain(self, error: BaseException) -> str:
         from unipar.engine.sharded import explain_mixed
