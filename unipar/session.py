@@ -223,7 +223,8 @@ class Session:
         optimizer: OptimizerFactory | str | Mapping[str, Any] | None = None,
         lr_scheduler: SchedulerFactory | str | Mapping[str, Any] | None = None,
         max_grad_norm: float | None = None,
-        activation_checkpointing: Literal["off", "full"] | Iterable[str] = "off",
+        activation_checkpointing: Literal["off", "full", "selective"] | Iterable[str] = "off",
+        activation_offload: bool = False,
         compile: bool | dict[str, Any] = False,
         parallelize: Parallelize | None = None,
         global_batch_size: int | None = None,
@@ -245,7 +246,10 @@ class Session:
                 ``engine.lr_scheduler.step(metric)`` with what :meth:`evaluate` gives, on every
                 rank.
             max_grad_norm: the 2-norm that gradients are clipped to; ``math.inf`` only measures.
-            activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
+            activation_checkpointing: ``"off"``, ``"full"``, ``"selective"``, or names of module
+                classes.
+            activation_offload: whether what is saved for the backward pass waits for it in host
+                memory.
             compile: ``True``, or keyword arguments of :meth:`torch.nn.Module.compile`.
             parallelize: divides parts of the model your own way, before the strategy divides the
                 rest: ``parallelize(module, world)``, by ``fully_shard`` over ``world.mesh(…)``.
@@ -283,6 +287,7 @@ class Session:
             lr_scheduler=CheckedScheduler(schedule) if schedule is not None else None,
             max_grad_norm=max_grad_norm,
             activation_checkpointing=policy if isinstance(policy, str) else tuple(policy),
+            activation_offload=activation_offload,
             compile=compile,
             parallelize=parallelize,
             global_batch_size=global_batch_size,

@@ -57,12 +57,13 @@ class Meter(Callback):
         self._ready = self._first = 0.0
         self._resident = 0
         self._held: Held | None = None
-        self._copies = False
+        self._copies = self._selective = False
 
     def on_run_start(self, run: RunInfo) -> None:
         assert run.engine is not None
         self._strategy = registry.strategy_class(run.strategy)
         self._engine, self._cleanup = run.engine, contextlib.ExitStack()
+        self._selective = run.engine.spec.activation_checkpointing == "selective"
         self._collectives, self._saved, self._profile = Collectives(), [0], Profile(run.device)
         if self.trace:
             self._profile.keep(self.directory / f"trace-rank{run.rank}.json.gz")
@@ -124,7 +125,7 @@ class Meter(Callback):
         if self._held is not None:
             memory = Memory(
                 **self._held._asdict(),
-                activations=self._saved[0],
+                activations=None if self._selective else self._saved[0],
                 peak=self._peak,
                 resident=self._resident,
             )

@@ -44,6 +44,7 @@ def answer(job: BenchJob, directory: Path, request: dict[str, Any]) -> Model:
         1,
         global_batch_size=samples,
         activation_checkpointing="off",
+        activation_offload=False,
         compile=False,
         output_dir=directory / "run",
         callbacks=[look := _Look()],

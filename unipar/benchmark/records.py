@@ -36,7 +36,8 @@ class Memory(Stored):
         parameters: the module's, as this rank holds them.
         gradients: when all of a step are there, before the update.
         optimizer: moments, and fp32 copies that the optimizer updates.
-        activations: the most that autograd has kept for a backward pass at once.
+        activations: the most that autograd has kept for a backward pass at once; ``None`` where
+            activations are recomputed selectively, and kept where autograd does not see them.
         other: other tensors that outlive a step: a framework's buckets and buffers.
         peak: the most that the rank has held: of the device's allocator, or resident on a CPU.
         resident: on a CPU, what was resident before the model was built; part of ``peak``.
@@ -45,15 +46,16 @@ class Memory(Stored):
     parameters: int
     gradients: int
     optimizer: int
-    activations: int
+    activations: int | None
     other: int
     peak: int
     resident: int = 0
 
     @property
     def tensors(self) -> int:
-        """All kinds together."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.other
+        """All kinds together, as far as they are known."""
+        known = self.activations or 0
+        return self.parameters + self.gradients + self.optimizer + known + self.other
 
 
 class Overlap(Stored):

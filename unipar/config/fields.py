@@ -37,7 +37,13 @@ from unipar.config.optimizers import (
     form,
 )
 from unipar.errors import ConfigError
-from unipar.strategy import OnNaN, Precision, SelfTest, StrategyOptions
+from unipar.strategy import (
+    ActivationCheckpointing,
+    OnNaN,
+    Precision,
+    SelfTest,
+    StrategyOptions,
+)
 from unipar.strategy.registry import as_mapping
 from unipar.utils.documents import Document, KeyPath, read_document
 from unipar.utils.matmul_precision import MatmulPrecision
@@ -47,6 +53,9 @@ from unipar.utils.validation import check_plain, config_error
 IMPORT_KEYS = ("model", "data", "eval_data", "loss", "metrics", "predict", "callbacks")
 """What a run file names by import path, and a call of ``fit`` gives as arguments."""
 
+
+CHECKPOINTING = ("off", "full", "selective")
+"""The words for ``activation_checkpointing``; any other is the name of a class."""
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = 4000
@@ -145,8 +154,11 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     or three products in bf16), medium (bf16); left out: as torch is set, highest by default."""
     max_grad_norm: PositiveFloat | None = None
     """The 2-norm that the whole gradient is clipped to."""
-    activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"
-    """Recompute activations: off, full (each repeated block), or names of module classes."""
+    activation_checkpointing: ActivationCheckpointing = "off"
+    """Recompute activations in the backward pass: off; full (each repeated block); selective
+    (likewise, but for what takes long to compute); or names of module classes."""
+    activation_offload: bool = False
+    """Whether what repeated blocks save for the backward pass waits for it in host memory."""
     compile: bool | dict[str, Any] = False
     """Whether to use torch.compile, or its keyword arguments."""
     seed: NonNegativeInt = 0
@@ -222,7 +234,7 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def _class_names(cls, given: Any) -> Any:
         if isinstance(given, bool):
             return "full" if given else "off"
-        if inspect.isclass(given) or (isinstance(given, str) and given not in ("off", "full")):
+        if inspect.isclass(given) or (isinstance(given, str) and given not in CHECKPOINTING):
             given = (given,)
         if isinstance(given, (list, tuple, set, frozenset)):
             return tuple(one.__name__ if inspect.isclass(one) else one for one in given)

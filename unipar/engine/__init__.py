@@ -20,8 +20,10 @@ from unipar.engine.divisions import (
 from unipar.engine.flat import flat_state
 from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
+from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
+from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import Schedule, StageCall
 from unipar.engine.stages import Stages
@@ -37,7 +39,6 @@ from unipar.engine.stepper import OptimizerStepper, Stepper, Update, scale_gradi
 from unipar.engine.summing import sum_shards
 from unipar.engine.transforms import (
     Undo,
-    checkpoint_activations,
     compile_modules,
     has_forward,
     modules_of_classes,
@@ -85,6 +86,7 @@ __all__ = [
     "group_states",
     "has_forward",
     "modules_of_classes",
+    "offload_activations",
     "parallelize",
     "refuse_changed_weights",
     "refuse_copies",

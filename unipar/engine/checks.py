@@ -24,6 +24,8 @@ from unipar.strategy import (
 )
 from unipar.world import Placement
 
+_OFFLOAD = "activation_offload=True"
+
 
 def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placement) -> None:
     """Raise :class:`ConfigError` for the first thing asked for that the strategy cannot do here.
@@ -50,6 +52,14 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
             "activation_checkpointing",
             "'off'",
         ),
+        _needs(
+            able.selective_checkpointing,
+            spec.activation_checkpointing == "selective",
+            "activation_checkpointing='selective'",
+            "'full' (which keeps nothing of a block)" if able.activation_checkpointing else "'off'",
+        ),
+        _needs("activations" in able.offload, spec.activation_offload, _OFFLOAD, "False"),
+        _offloads(spec),
         _needs(able.compile, spec.compile is not False, "compile", "False"),
         _needs(able.parallelize, spec.parallelize is not None, "parallelize", "None"),
         _compiles(spec.compile),
@@ -204,6 +214,25 @@ def _needs(able: bool, asked: bool, what: str, instead: str) -> str:
     if able or not asked:
         return ""
     return f"{what} is not supported. Use {instead}, or another strategy."
+
+
+def _offloads(spec: EngineSpec) -> str:
+    """Why what is asked for leaves activations on the device, or moves them in vain."""
+    if not spec.activation_offload:
+        return ""
+    if spec.compile is not False:
+        return (
+            f"{_OFFLOAD} moves what each operation saves, and torch.compile (compile="
+            f"{spec.compile!r}) makes operations of its own, which decide for themselves what they "
+            "save. Use one of the two."
+        )
+    if spec.activation_checkpointing == "selective":
+        return (
+            f"{_OFFLOAD} moves what autograd saves, and activation_checkpointing='selective' keeps "
+            "outputs where it does not see them: they would stay on the device. Use 'full', whose "
+            "kept inputs are moved, or 'off'."
+        )
+    return ""
 
 
 def _compiles(setting: bool | dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Transforms of a module before it is wrapped: recomputed activations, compilation."""
+"""Transforms of a module before it is wrapped: parts of it, compilation, refusals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from unipar.errors import ConfigError, did_you_mean, first_few
 from unipar.strategy import Parallelize
@@ -99,36 +98,6 @@ def modules_of_classes(model: nn.Module, names: Iterable[str], option: str) -> l
             )
     wanted = set(names)
     return [m for m in model.modules() if type(m).__name__ in wanted]
-
-
-def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> Undo:
-    """Recompute the activations of each repeated block, or of named classes, in the backward pass.
-
-    ``forward`` is replaced on the instances, so that no parameter changes its name.
-
-    Raises:
-        ConfigError: no module fits the policy.
-    """
-    if policy == "off":
-        return lambda: None
-    if policy == "full":
-        targets = repeated_blocks(model)
-        if not targets:
-            raise ConfigError(
-                "activation_checkpointing='full' recomputes repeated blocks, and this model has no "
-                "nn.ModuleList or nn.Sequential of modules of one class. Name the module classes: "
-                "activation_checkpointing=('MyBlock',)."
-            )
-    else:
-        targets = modules_of_classes(model, policy, "activation_checkpointing")
-    for module in targets:
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
-
-    def undo() -> None:
-        for module in targets:
-            module.__dict__.pop("forward", None)
-
-    return undo
 
 
 def compile_modules(modules: Iterable[nn.Module], setting: bool | dict[str, Any]) -> Undo:

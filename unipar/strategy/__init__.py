@@ -11,6 +11,7 @@ from unipar.strategy.base import (
     StrategyOptions,
 )
 from unipar.strategy.engine import (
+    ActivationCheckpointing,
     Engine,
     EngineSpec,
     OnNaN,
@@ -27,6 +28,7 @@ from unipar.strategy.model_function import (
 from unipar.strategy.step_result import StepResult
 
 __all__ = [
+    "ActivationCheckpointing",
     "Availability",
     "Capabilities",
     "Engine",

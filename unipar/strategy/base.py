@@ -30,12 +30,13 @@ class Capabilities:
         device_types: where it runs.
         max_devices: the most processes it takes, or ``None`` for any number.
         sharded: what is divided among ranks: ``parameters``, ``gradients``, ``optimizer``.
-        offload: what can live in host memory: ``parameters``, ``optimizer``.
+        offload: what can live in host memory: ``parameters``, ``optimizer``, ``activations``.
         custom_loop: whether :meth:`Engine.backward` and :meth:`Engine.step` exist.
         accumulation: whether a step may have several micro-batches.
         several_engines: whether one session may prepare several models.
         clipping: whether ``max_grad_norm`` is honored.
         activation_checkpointing: whether activations can be recomputed.
+        selective_checkpointing: whether outputs of some operations can be kept meanwhile.
         compile: whether ``torch.compile`` is honored.
         parallelize: whether a user may divide parts of the model himself.
         pipeline: whether a step is a pipeline schedule, which takes losses in parts only
@@ -60,6 +61,7 @@ class Capabilities:
     several_engines: bool = True
     clipping: bool = True
     activation_checkpointing: bool = True
+    selective_checkpointing: bool = False
     compile: bool = True
     parallelize: bool = False
     pipeline: bool = False

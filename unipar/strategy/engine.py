@@ -25,6 +25,7 @@ from unipar.world import World
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 OnNaN = Literal["raise", "skip", "ignore"]
+ActivationCheckpointing = Literal["off", "full", "selective"] | tuple[str, ...]
 Parallelize = Callable[[nn.Module, World], None]
 
 
@@ -39,8 +40,11 @@ class EngineSpec:
         lr_scheduler: factory called with the optimizer.
         precision: the compute dtype; ``"fp8"`` is bf16 with linear layers in float8.
         max_grad_norm: the 2-norm that gradients are clipped to; ``inf`` measures without clipping.
-        activation_checkpointing: ``"off"``, ``"full"`` (each repeated block), or names of module
-            classes whose activations are recomputed.
+        activation_checkpointing: ``"off"``; ``"full"`` or ``"selective"`` (each repeated block; the
+            second keeps what takes long to compute); or names of module classes whose activations
+            are recomputed.
+        activation_offload: whether what repeated blocks save for the backward pass waits for it in
+            host memory.
         compile: ``False``, ``True``, or keyword arguments for :meth:`torch.nn.Module.compile`.
         parallelize: the user's own way of dividing parts of the model, called with the module and
             the world before the strategy divides the rest.
@@ -57,7 +61,8 @@ class EngineSpec:
     lr_scheduler: SchedulerFactory | None = None
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
-    activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"
+    activation_checkpointing: ActivationCheckpointing = "off"
+    activation_offload: bool = False
     compile: bool | dict[str, Any] = False
     parallelize: Parallelize | None = None
     on_nan: OnNaN = "raise"

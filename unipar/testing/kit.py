@@ -237,6 +237,9 @@ def denials(capabilities: Capabilities, spec: EngineSpec, placement: Placement) 
         "clipping": spec.max_grad_norm is not None and not capabilities.clipping,
         "activation checkpointing": spec.activation_checkpointing != "off"
         and not capabilities.activation_checkpointing,
+        "selective checkpointing": spec.activation_checkpointing == "selective"
+        and not capabilities.selective_checkpointing,
+        "activation offload": spec.activation_offload and "activations" not in capabilities.offload,
         "compile": bool(spec.compile) and not capabilities.compile,
         "parallelize": spec.parallelize is not None and not capabilities.parallelize,
         "skipping": spec.on_nan == "skip" and not capabilities.skip_nan,

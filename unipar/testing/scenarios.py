@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from unipar.data import Loader
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.objective import Objective
-from unipar.strategy import EngineSpec, OnNaN, Precision
+from unipar.strategy import ActivationCheckpointing, EngineSpec, OnNaN, Precision
 from unipar.testing import models, reference
 from unipar.testing.models import Samples
 from unipar.testing.reference import MakeSeveral, Terms, Trace
@@ -135,7 +135,8 @@ class Scenario:
     precision: Precision = "fp32"
     max_grad_norm: float | None = math.inf
     on_nan: OnNaN = "raise"
-    activation_checkpointing: Literal["off", "full"] | tuple[str, ...] = "off"
+    activation_checkpointing: ActivationCheckpointing = "off"
+    activation_offload: bool = False
     compile_backend: str | None = None
     factory: bool = False
     by_hand: MakeSeveral | None = None
@@ -156,6 +157,7 @@ class Scenario:
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,
             activation_checkpointing=self.activation_checkpointing,
+            activation_offload=self.activation_offload,
             compile={"backend": self.compile_backend} if self.compile_backend else False,
             on_nan=self.on_nan,
             seed=self.seed,
@@ -216,6 +218,7 @@ def reference_trace(scenario: Scenario, *, parts: int = 1, half_weights: bool = 
             objective=None,
             factory=False,
             activation_checkpointing="off",
+            activation_offload=False,
             compile_backend=None,
             on_nan="raise",
         ),

@@ -42,7 +42,8 @@ def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: 
             raise ConfigError(
                 "micro_batch_size='auto': not even one sample a forward pass fits in memory. "
                 "Shard the model (strategy='fsdp'), recompute activations "
-                "(activation_checkpointing='full'), or use precision='bf16'."
+                "(activation_checkpointing='full'), keep them on the host "
+                "(activation_offload=True), or use precision='bf16'."
             )
         size //= 2
 

@@ -67,6 +67,7 @@ def fit(
     float32_matmul_precision: MatmulPrecision | Unset | None = UNSET,
     max_grad_norm: float | Unset | None = UNSET,
     activation_checkpointing: str | Sequence[str] | Unset = UNSET,
+    activation_offload: bool | Unset = UNSET,
     compile: bool | Mapping[str, Any] | Unset = UNSET,
     seed: int | Unset = UNSET,
     shuffle: bool | Unset | None = UNSET,
@@ -126,7 +127,9 @@ def fit(
         float32_matmul_precision: how exactly matrix products of fp32 tensors are computed, as
             :func:`torch.set_float32_matmul_precision` takes it; default: as torch is set.
         max_grad_norm: 2-norm to clip the whole gradient to; ``math.inf`` only measures it.
-        activation_checkpointing: ``"off"``, ``"full"``, or names of module classes.
+        activation_checkpointing: ``"off"``, ``"full"``, ``"selective"``, or names of module
+            classes.
+        activation_offload: whether what is saved for the backward pass waits for it in host memory.
         compile: whether to use ``torch.compile``, or its keyword arguments.
         seed: of the data order, of a model function's weights, and of dropout.
         shuffle: whether each epoch has an order of its own.

@@ -124,6 +124,7 @@ class TrainingRun:
             lr_scheduler=self.job.lr_scheduler,
             max_grad_norm=self.config.max_grad_norm,
             activation_checkpointing=self.config.activation_checkpointing,
+            activation_offload=self.config.activation_offload,
             compile=self.config.compile,
             global_batch_size=self.loader.global_batch_size,
             micro_batch_size=None if auto else self.loader.micro_batch_size,

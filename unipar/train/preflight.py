@@ -86,6 +86,7 @@ def check(
         precision=config.precision,
         max_grad_norm=config.max_grad_norm,
         activation_checkpointing=config.activation_checkpointing,
+        activation_offload=config.activation_offload,
         compile=config.compile,
         on_nan=config.on_nan,
         seed=config.seed,

@@ -6,7 +6,12 @@ import functools
 import os
 from typing import TYPE_CHECKING
 
-from unipar.engine import broadcast_tensors, checkpoint_activations, compile_modules
+from unipar.engine import (
+    broadcast_tensors,
+    checkpoint_activations,
+    compile_modules,
+    offload_activations,
+)
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.strategy import (
@@ -51,7 +56,12 @@ class AccelerateStrategy(Strategy):
             return self._deepspeed.capabilities()
         precisions: frozenset[Precision] = frozenset({"fp32", "bf16", "fp16"})
         if self.options.plugin == "ddp":
-            return Capabilities(precisions, frozenset({"cpu", "cuda"}))
+            return Capabilities(
+                precisions,
+                frozenset({"cpu", "cuda"}),
+                offload=frozenset({"activations"}),
+                selective_checkpointing=True,
+            )
         return Capabilities(
             precisions,
             frozenset({"cuda"}),
@@ -103,6 +113,7 @@ class AccelerateStrategy(Strategy):
 
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+        undo.append(offload_activations(module, spec.activation_offload))
         undo.append(compile_modules([module], spec.compile))
         accelerator = make_accelerator(self._framework, self.options, spec, module, world)
         if self.options.plugin == "ddp":

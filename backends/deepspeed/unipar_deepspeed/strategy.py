@@ -19,6 +19,7 @@ from unipar.engine import (
     checkpoint_activations,
     compile_modules,
     group_names,
+    offload_activations,
     refuse_changed_weights,
     refuse_inner_gradients,
     with_divisible_optimizer,
@@ -93,7 +94,9 @@ class DeepSpeedStrategy(Strategy):
             device_types=frozenset({"cpu", "cuda"}),
             sharded=frozenset(_SHARDED[:stage]),
             offload=frozenset({"optimizer"} if stage > 0 else ())
-            | frozenset({"parameters"} if stage == 3 else ()),
+            | frozenset({"parameters"} if stage == 3 else {"activations"}),
+            # Stage 3 gathers weights inside of what is recomputed, in another order each time.
+            selective_checkpointing=stage < 3,
             several_engines=False,
             compile=stage < 3,
             splits_tensors=stage > 0,
@@ -134,6 +137,7 @@ class DeepSpeedStrategy(Strategy):
         _check_parameters(module, self.name)
         undo = [
             checkpoint_activations(module, spec.activation_checkpointing),
+            offload_activations(module, spec.activation_offload),
             compile_modules([module], spec.compile),
         ]
         if options.stage > 0:

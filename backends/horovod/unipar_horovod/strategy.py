@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from torch import nn
 
-from unipar.engine import checkpoint_activations, compile_modules
+from unipar.engine import checkpoint_activations, compile_modules, offload_activations
 from unipar.errors import ConfigError
 from unipar.strategy import (
     Availability,
@@ -150,7 +150,12 @@ class HorovodStrategy(Strategy):
     def capabilities(self) -> Capabilities:
         # Half precision is autocast's: parameters and reductions stay fp32, and Horovod's
         # collectives never see bfloat16, which they do not know.
-        return Capabilities(frozenset({"fp32", "bf16", "fp16"}), frozenset({"cpu"}))
+        return Capabilities(
+            frozenset({"fp32", "bf16", "fp16"}),
+            frozenset({"cpu"}),
+            offload=frozenset({"activations"}),
+            selective_checkpointing=True,
+        )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         from unipar_horovod.engine import check_dtypes
@@ -186,6 +191,7 @@ class HorovodStrategy(Strategy):
 
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
+        undo.append(offload_activations(module, spec.activation_offload))
         undo.append(compile_modules([module], spec.compile))
         return make_engine(spec, world, module, undo, self.options)
 

@@ -16,6 +16,7 @@ from unipar.engine import (
     build_optimizer,
     checkpoint_activations,
     compile_modules,
+    offload_activations,
 )
 from unipar.strategy import EngineSpec, seeded_model
 from unipar.utils.host_copy import to_device
@@ -30,6 +31,7 @@ def make_engine(spec: EngineSpec, world: World, options: TemplateOptions) -> Ste
     module = seeded_model(spec).to(world.device)
     undo = [
         checkpoint_activations(module, spec.activation_checkpointing),
+        offload_activations(module, spec.activation_offload),
         compile_modules([module], spec.compile),
     ]
     reducer = AllReducer(module, world, bucket_bytes=round(options.bucket_mb * 2**20))

@@ -50,6 +50,8 @@ class TemplateStrategy(Strategy):
         return Capabilities(
             precisions=frozenset({"fp32", "bf16", "fp16"}),
             device_types=frozenset({"cpu", "cuda"}),
+            offload=frozenset({"activations"}),
+            selective_checkpointing=True,
             sparse_gradients=False,
         )
 

@@ -19,6 +19,7 @@ from unipar.engine import (
     compile_modules,
     compute_in_float8,
     constructor_arguments,
+    offload_activations,
     with_divisible_optimizer,
 )
 from unipar.errors import ConfigError
@@ -94,7 +95,13 @@ class DDPStrategy(Strategy):
 
     def capabilities(self) -> Capabilities:
         sharded = frozenset({"optimizer"}) if self.options.shard_optimizer else frozenset()
-        return Capabilities(PRECISIONS, DEVICE_TYPES, sharded=sharded)
+        return Capabilities(
+            PRECISIONS,
+            DEVICE_TYPES,
+            sharded=sharded,
+            offload=frozenset({"activations"}),
+            selective_checkpointing=True,
+        )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         if self.options.sync_batchnorm and placement.device_type == "cpu":
@@ -109,6 +116,7 @@ class DDPStrategy(Strategy):
         undo = [
             compute_in_float8(module, spec.precision),
             checkpoint_activations(module, spec.activation_checkpointing),
+            offload_activations(module, spec.activation_offload),
         ]
         if options.sync_batchnorm:
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unipar.errors import ConfigError, first_few
@@ -124,7 +125,10 @@ class _Check:
             wanted = torch.is_grad_enabled()
             if wanted not in self._done and True not in self._done:
                 self._done.add(wanted)
-                compare(args, kwargs)
+                # Selective recomputation counts operations, and repeats none of these
+                # (torch 2.13, utils/_python_dispatch.py and utils/checkpoint.py).
+                with _disable_current_modes():
+                    compare(args, kwargs)
             return self._forward(*args, **kwargs)
 
         block.forward = checked

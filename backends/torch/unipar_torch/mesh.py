@@ -147,10 +147,13 @@ class MeshStrategy(Strategy):
             PRECISIONS - {"fp8"},
             DEVICE_TYPES,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
-            offload=frozenset() if staged else frozenset({"parameters", "optimizer"}),
+            offload=frozenset()
+            if staged
+            else frozenset({"parameters", "optimizer", "activations"}),
             custom_loop=not staged,
             several_engines=not staged,
             activation_checkpointing=self.options.schedule not in SPLITTING,
+            selective_checkpointing=not staged,
             compile=not staged,
             parallelize=not staged,
             pipeline=staged,

@@ -32,6 +32,7 @@ from unipar.engine import (
     compute_in_float8,
     has_forward,
     modules_of_classes,
+    offload_activations,
     parallelize,
     refuse_changed_weights,
     refuse_inner_gradients,
@@ -85,6 +86,7 @@ def prepare(
         parallelize(module, spec.parallelize, world)
     undo += [
         checkpoint_activations(module, spec.activation_checkpointing),
+        offload_activations(module, spec.activation_offload),
         # The second backward pass needs weights that the first one lets go of.
         refuse_inner_gradients(module, name, only_graphs=True),
     ]

@@ -10,6 +10,7 @@ from unipar.engine import (
     checkpoint_activations,
     compile_modules,
     compute_in_float8,
+    offload_activations,
 )
 from unipar.errors import ConfigError
 from unipar.strategy import (
@@ -46,7 +47,13 @@ class SingleStrategy(Strategy):
         return 2.0 if needs.devices == 1 else 0.0
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(PRECISIONS, DEVICE_TYPES, max_devices=1)
+        return Capabilities(
+            PRECISIONS,
+            DEVICE_TYPES,
+            max_devices=1,
+            offload=frozenset({"activations"}),
+            selective_checkpointing=True,
+        )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         if placement.size > 1:
@@ -63,6 +70,7 @@ class SingleStrategy(Strategy):
         undo = [
             compute_in_float8(module, spec.precision),
             checkpoint_activations(module, spec.activation_checkpointing),
+            offload_activations(module, spec.activation_offload),
             compile_modules([module], spec.compile),
         ]
         return StepEngine(

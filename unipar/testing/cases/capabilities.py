@@ -43,6 +43,8 @@ def refuses_what_it_denies(kit: Kit) -> None:
         replace(spec, accumulation=4),
         replace(spec, max_grad_norm=1.0),
         replace(spec, activation_checkpointing="full"),
+        replace(spec, activation_checkpointing="selective"),
+        replace(spec, activation_offload=True),
         replace(spec, compile=True),
         replace(spec, parallelize=lambda module, world: None),
         replace(spec, on_nan="skip"),

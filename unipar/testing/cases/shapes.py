@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
+
+import torch
 
 from unipar.engine.checks import check_gradients
+from unipar.engine.offload import Offloaded
 from unipar.errors import ConfigError
+from unipar.loss import LossSum
+from unipar.objective import Objective
 from unipar.testing import models
 from unipar.testing.cases.case import Case, case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, TOKENS
@@ -23,6 +30,7 @@ from unipar.testing.scenarios import (
     pass_keywords,
     pass_tuple,
     plain_sgd,
+    predict_tokens,
     sgd,
     warmup_and_decay,
 )
@@ -42,6 +50,21 @@ DECODER = replace(
     model=models.Decoder,
     data=partial(models.sentences, NUM_SAMPLES, models.EVEN_LENGTH),
     num_steps=7,
+)
+
+
+def _loss_with_activations_on_host(logits: torch.Tensor, batch: Any) -> LossSum:
+    if torch.is_grad_enabled() and not any(type(one) is Offloaded for one in gc.get_objects()):
+        raise AssertionError("activation_offload=True, and nothing that was saved is on the host")
+    return LossSum(*predict_tokens(lambda _: logits, batch))
+
+
+OFFLOADED = replace(
+    DECODER,
+    activation_offload=True,
+    # The last batch has a row for each rank, which is below what is moved.
+    num_steps=4,
+    objective=Objective(lambda batch: batch["tokens"], _loss_with_activations_on_host),
 )
 BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
@@ -201,6 +224,22 @@ def recomputes_activations(kit: Kit) -> None:
     scenarios = [
         replace(PLAIN, activation_checkpointing="full", num_steps=5),
         replace(PLAIN, activation_checkpointing=("Block",), accumulation=4, num_steps=5),
+        replace(DECODER, activation_checkpointing="selective", accumulation=4, num_steps=5),
+    ]
+    scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
+    for run, scenario in zip(kit.train(*scenarios) if scenarios else [], scenarios, strict=True):
+        kit.check(run, scenario)
+
+
+@case
+def offloads_activations(kit: Kit) -> None:
+    """What blocks save is on the host when the loss is computed, and no number changes.
+
+    Also with recomputed blocks, whose inputs are then there.
+    """
+    scenarios = [
+        OFFLOADED,
+        replace(OFFLOADED, activation_checkpointing="full", accumulation=2),
     ]
     scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
     for run, scenario in zip(kit.train(*scenarios) if scenarios else [], scenarios, strict=True):

@@ -33,6 +33,8 @@ def by_kind(result: BenchResult) -> Chart | Missing:
     told = f"{drawing.name(most.cell)} holds most, {text.size(held.tensors)} in tensors"
     if little.tensors < held.tensors:
         told += f"; {drawing.name(least.cell)} least, {text.size(little.tensors)}"
+    if any(memory.activations is None for _, memory in fullest):
+        told += "; activations that are recomputed selectively are not counted"
     return _draw(
         lines,
         f"Bytes of the fullest rank by kind, and below each what the formulas give. {told}. "
@@ -72,7 +74,7 @@ def _draw(lines: Sequence[tuple[str, Memory, bool]], alt: str) -> Chart:
             name=_NAMES.get(kind, kind),
             orientation="h",
             y=list(range(len(lines))),
-            x=[getattr(memory, kind) / unit.size for _, memory, _ in lines],
+            x=[(getattr(memory, kind) or 0) / unit.size for _, memory, _ in lines],
             marker={
                 **drawing.fill(look),
                 "opacity": [1.0 if measured else 0.55 for _, _, measured in lines],

@@ -1,0 +1,321 @@
+"""What is kept of a forward pass, where, and that gradients are those of keeping all of it here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from unipar.engine import checkpoint_activations, offload_activations
+from unipar.engine.checks import check_capabilities
+from unipar.engine.offload import Offloaded
+from unipar.errors import ConfigError
+from unipar.strategy import EngineSpec
+from unipar.strategy.registry import resolve
+from unipar.world import Placement
+
+WIDTH, HEADS, LENGTH = 32, 4, 16
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm_attention, self.norm_feed = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = self.out(attended.transpose(1, 2).flatten(2))
+        x = x + functional.dropout(attended, self.dropout, self.training)
+        return x + self.down(functional.gelu(self.up(self.norm_feed(x))))
+
+
+class Model(nn.Module):
+    """Blocks; ``same`` makes all of them one."""
+
+    def __init__(self, dropout: float = 0.0, same: bool = False) -> None:
+        super().__init__()
+        first = Block(dropout)
+        self.blocks = nn.ModuleList([first, first if same else Block(dropout), Block(dropout)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def build(**options: Any) -> Model:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        return Model(**options)
+
+
+def gradients(
+    model: nn.Module, x: torch.Tensor, *, autocast: bool = False
+) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(x)
+    output.float().square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def recomputing(policy: str) -> Callable[[nn.Module], Any]:
+    return lambda model: checkpoint_activations(model, policy)
+
+
+def offloading(model: nn.Module) -> None:
+    offload_activations(model, True)
+
+
+def recomputing_and_offloading(model: nn.Module) -> None:
+    checkpoint_activations(model, "full")
+    offload_activations(model, True)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.5}, {"same": True}], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [recomputing("full"), recomputing("selective"), offloading, recomputing_and_offloading],
+    ids=["full", "selective", "offload", "full and offload"],
+)
+def test_gradients_stay_the_same(
+    x: torch.Tensor, change: Callable[[nn.Module], Any], autocast: bool, options: dict[str, Any]
+) -> None:
+    expected = gradients(build(**options), x, autocast=autocast)
+    model = build(**options)
+    change(model)
+    found = gradients(model, x, autocast=autocast)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        # A weight with two uses: autocast sums in bf16 what comes back to one cast of it, and
+        # selective checkpointing has it cast twice.
+        bound = 2**-7 if autocast and "same" in options else 0.0
+        assert (gradient - expected[name]).abs().max() <= bound * expected[name].abs().max(), name
+
+
+def counted(model: nn.Module, x: torch.Tensor) -> dict[str, int]:
+    """How often operations run in a forward and a backward pass, of which products count double."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: dict[str, int] = {}
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.seen[func.name()] = self.seen.get(func.name(), 0) + 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as counting:
+        gradients(model, x)
+    return counting.seen
+
+
+def test_selective_repeats_what_is_cheap_and_nothing_else(x: torch.Tensor) -> None:
+    seen = {}
+    for policy in ("off", "full", "selective"):
+        model = build()
+        checkpoint_activations(model, policy)
+        seen[policy] = counted(model, x)
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    for costly in ("aten::addmm", attention):
+        assert seen["selective"][costly] == seen["off"][costly] < seen["full"][costly]
+    for cheap in ("aten::native_layer_norm", "aten::gelu"):
+        assert seen["off"][cheap] < seen["selective"][cheap] == seen["full"][cheap]
+
+
+def test_an_output_that_is_changed_in_place_is_no_wrong_gradient(x: torch.Tensor) -> None:
+    class InPlace(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(functional.relu(self.up(x), inplace=True))
+
+    model = nn.Sequential(nn.Sequential(*(InPlace(0.0) for _ in range(2))))
+    checkpoint_activations(model, "selective")
+    with pytest.raises(RuntimeError, match="selective activation checkpoint has been mutated"):
+        gradients(model, x)
+
+
+# -- on the host -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_host() -> Iterator[Callable[[], list[Offloaded]]]:
+    gc.collect()
+    assert not live()
+    yield live
+    gc.collect()
+    assert not live()
+
+
+def live() -> list[Offloaded]:
+    return [one for one in gc.get_objects() if type(one) is Offloaded]
+
+
+def test_each_storage_goes_once_and_small_ones_and_weights_stay(
+    x: torch.Tensor, on_host: Callable[[], list[Offloaded]]
+) -> None:
+    model = build()
+    offload_activations(model, True)
+    output = model(x)
+    rows = x.numel() // WIDTH
+    sizes = sorted(one.nbytes // (4 * rows) for one in on_host())
+    # Of each block: its input and the second norm's; both norms' outputs; queries, keys and values
+    # as one; attention's output, twice for it is copied into rows; before and after gelu.
+    widths = sorted(3 * [WIDTH, WIDTH, WIDTH, WIDTH, 3 * WIDTH, WIDTH, 4 * WIDTH, 4 * WIDTH])
+    assert [size for size in sizes if size >= WIDTH] == widths
+    places = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: list[torch.Tensor] = []
+    saved_by(output, kept)
+    weights = [one for one in kept if one.untyped_storage().data_ptr() in places]
+    assert len(weights) >= 3 * 4
+    output.square().mean().backward()
+    del output
+
+
+def saved_by(output: torch.Tensor, found: list[torch.Tensor]) -> None:
+    """The saved tensors of a graph."""
+    seen, left = set(), [output.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found += [
+            value
+            for name in dir(node)
+            if name.startswith("_saved_") and isinstance(value := getattr(node, name), torch.Tensor)
+        ]
+        left += [before for before, _ in node.next_functions]
+
+
+def test_views_come_back_as_views_of_one_storage(on_host: Callable[[], list[Offloaded]]) -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            left, right = x.chunk(2, dim=-1)
+            return left.t() @ right
+
+    model = Halves()
+    offload_activations(model, True)
+    given = torch.randn(64, 64, requires_grad=True)
+    output = model(given * 1.0)
+    assert len(on_host()) == 1
+    kept: list[torch.Tensor] = []
+    saved_by(output, kept)
+    mine = [one for one in kept if one.shape == (64, 32) or one.shape == (32, 64)]
+    assert len({one.untyped_storage().data_ptr() for one in mine}) == 1
+    assert {one.stride() for one in mine} <= {(64, 1), (1, 64)}
+    output.sum().backward()
+    assert given.grad is not None
+    rows = given.detach()[:, 32:].sum(1, keepdim=True)
+    torch.testing.assert_close(given.grad[:, :32], rows.expand(64, 32))
+    del output, kept, mine
+
+
+def test_what_is_changed_in_place_afterwards_is_saved_as_it_was(
+    on_host: Callable[[], list[Offloaded]],
+) -> None:
+    class Changing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = x * x
+            y = first * 1.0
+            squared = y * y.detach()
+            with torch.no_grad():
+                y.add_(1.0)
+            return squared + y * y.detach()
+
+    model = Changing()
+    offload_activations(model, True)
+    given = torch.full((512,), 3.0, requires_grad=True)
+    output = model(given)
+    output.sum().backward()
+    # d/dx of x² · 9 + x² · 10: each product goes with what the other factor was when it was saved.
+    assert given.grad is not None
+    assert torch.equal(given.grad, torch.full((512,), 2 * 3.0 * (9.0 + 10.0)))
+    del output
+
+
+def test_a_graph_that_is_kept_can_be_gone_through_again(
+    x: torch.Tensor, on_host: Callable[[], list[Offloaded]]
+) -> None:
+    model = build()
+    offload_activations(model, True)
+    output = model(x).square().mean()
+    output.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert on_host()
+    output.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
+    del output
+
+
+def test_nothing_is_moved_without_gradients(
+    x: torch.Tensor, on_host: Callable[[], list[Offloaded]]
+) -> None:
+    model = build()
+    offload_activations(model, True)
+    with torch.no_grad():
+        output = model(x)
+    assert not on_host()
+    del output
+
+
+def test_what_was_done_is_undone(x: torch.Tensor) -> None:
+    model = build()
+    undo = [checkpoint_activations(model, "selective"), offload_activations(build(), True)]
+    assert "forward" in vars(model.blocks[0])
+    for one in reversed(undo):
+        one()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+# -- asked for -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"activation_checkpointing": "selective"}, "not supported. Use 'full'"),
+        ({"activation_offload": True}, "not supported. Use False"),
+    ],
+)
+def test_a_strategy_that_cannot_says_so(asked: dict[str, Any], says: str) -> None:
+    spec = EngineSpec(nn.Linear(1, 1), **asked)
+    with pytest.raises(ConfigError, match=rf"'zero3': activation.* is {says}"):
+        check_capabilities(resolve("zero3"), spec, Placement())
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"compile": True}, "torch.compile .* Use one of the two"),
+        ({"activation_checkpointing": "selective"}, "would stay on the device. Use 'full'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(asked: dict[str, Any], says: str) -> None:
+    spec = EngineSpec(nn.Linear(1, 1), activation_offload=True, **asked)
+    with pytest.raises(ConfigError, match=rf"activation_offload=True .*{says}"):
+        check_capabilities(resolve("single"), spec, Placement())
+
+
+def test_a_word_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'Block' is no word .*'selective'.*\('Block',\)"):
+        checkpoint_activations(build(), "Block")
+    with pytest.raises(ConfigError, match="='selective' recomputes repeated blocks"):
+        checkpoint_activations(nn.Linear(1, 1), "selective")

@@ -1,0 +1,259 @@
+"""Activations in host memory: what a forward pass saves for the backward pass waits there for it.
+
+Whole storages are moved, each once however many tensors of it are saved, so that views stay views.
+On a GPU the copies go through pinned memory on streams of their own: out beside the forward pass;
+back beside the backward pass, one storage ahead of its use.
+
+On a CPU the host's memory is the device's. The copies are made all the same, so that a run can be
+tried there, and save nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unipar.engine.transforms import Undo, repeated_blocks
+
+SMALLEST = 1024
+"""Bytes of a storage from which on it is moved; smaller are seeds, counts and the like."""
+_LEAVING = 4
+"""Storages whose memory waits for their copies, so that the forward pass need not."""
+
+
+def offload_activations(model: nn.Module, asked: bool) -> Undo:
+    """Move what repeated blocks save to host memory until the backward pass takes it.
+
+    Of a model without repeated blocks, what the whole model saves. What stays on the device:
+    parameters, storages below :data:`SMALLEST`, and what the model's output and the loss save.
+
+    ``forward`` is replaced on the instances, so that no parameter changes its name. Call it after
+    :func:`~unipar.engine.checkpoint_activations`, whose regions then save their inputs on the host.
+
+    Args:
+        model: the whole model.
+        asked: whether to do so at all.
+    """
+    if not asked:
+        return lambda: None
+    regions = repeated_blocks(model) or [model]
+    offload = _Offload()
+    for region in regions:
+        region.forward = offload.around(region, region.forward)
+
+    def undo() -> None:
+        for region in regions:
+            region.__dict__.pop("forward", None)
+
+    return undo
+
+
+class _Offload:
+    """The storages of a model that are on the host, in the order in which they went there."""
+
+    def __init__(self) -> None:
+        self._known: Any = WeakIdKeyDictionary()
+        self._last: weakref.ref[Offloaded] | None = None
+        self._copies: dict[torch.device, Copies] = {}
+
+    def around(self, region: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            # Now, for a strategy that shards parameters has gathered them for this pass.
+            parameters = list(region.parameters())
+            weights = {_local(p).untyped_storage().data_ptr() for p in parameters}
+            device = parameters[0].device if parameters else None
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+                if not _can_move(tensor, device):
+                    return tensor
+                storage = tensor.untyped_storage()
+                if storage.nbytes() < SMALLEST or storage.data_ptr() in weights:
+                    return tensor
+                held = self._held(storage, tensor)
+                return _Saved(
+                    held, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+                )
+
+            with saved_tensors_hooks(pack, _unpack):
+                return forward(*args, **kwargs)
+
+        return offloaded
+
+    def _held(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Offloaded:
+        version, known = self._known.get(storage, (None, None))
+        found = None if known is None else known()
+        # What was changed in place since is another thing.
+        if found is None or version != tensor._version:
+            before = None if self._last is None else self._last()
+            if tensor.device not in self._copies:
+                self._copies[tensor.device] = Copies(tensor.device)
+            found = Offloaded(storage, self._copies[tensor.device], before)
+            self._last = weakref.ref(found)
+            self._known[storage] = tensor._version, self._last
+        return found
+
+
+class _Saved(NamedTuple):
+    """A saved tensor: where its storage is, and which part of that it was."""
+
+    held: Offloaded
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+    if isinstance(saved, torch.Tensor):
+        return saved
+    storage = saved.held.fetch()
+    tensor = torch.empty(0, dtype=saved.dtype, device=storage.device)
+    return tensor.set_(storage, saved.offset, saved.shape, saved.stride)
+
+
+class Offloaded:
+    """A storage as it was when a tensor of it was saved, on the host.
+
+    Args:
+        storage: on the device.
+        copies: make them.
+        before: what was saved before it, and will be wanted after it.
+    """
+
+    def __init__(
+        self, storage: torch.UntypedStorage, copies: Copies, before: Offloaded | None
+    ) -> None:
+        with torch.no_grad():
+            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            self._host, self._left = copies.out(flat)
+        self._copies = copies
+        self._before = None if before is None else weakref.ref(before)
+        self._ahead: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._back: weakref.ref[torch.UntypedStorage] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._host.nbytes
+
+    def fetch(self) -> torch.UntypedStorage:
+        """The storage, on the device again; the same one as long as a tensor of it is there."""
+        found = None if self._back is None else self._back()
+        if found is None:
+            self._begin()
+            assert self._ahead is not None
+            flat, arrived = self._ahead
+            self._ahead = None
+            self._copies.wait(arrived)
+            found = flat.untyped_storage()
+            self._back = weakref.ref(found)
+        before = None if self._before is None else self._before()
+        if before is not None and (before._back is None or before._back() is None):
+            before._begin()
+        return found
+
+    def _begin(self) -> None:
+        if self._ahead is None:
+            self._ahead = self._copies.back(self._host, self._left)
+
+    def __del__(self) -> None:
+        # Nobody wanted it, and its memory must not be used again while it is being filled.
+        if self.__dict__.get("_ahead") is not None:
+            self._copies.wait(self._ahead[1])
+
+
+class Copies:
+    """Copies between a device and the host.
+
+    On a GPU each direction has a stream, and events order it with the one that computes: no block
+    of the device's memory is given back before that stream waits for the copy, so PyTorch's
+    allocator may hand it out at once.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._leaving: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
+        self._streams = None
+        if device.type == "cuda":
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def out(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Copy to the host.
+
+        Args:
+            flat: a whole storage, uint8 of shape (bytes,).
+
+        Returns:
+            The copy, and what tells that it is made.
+        """
+        if self._streams is None:
+            return flat.clone(), None
+        stream, _ = self._streams
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            host.copy_(flat, non_blocking=True)
+        left = stream.record_event()
+        self._leaving.append((left, flat))
+        self._let_go(_LEAVING)
+        return host, left
+
+    def back(
+        self, host: torch.Tensor, left: torch.cuda.Event | None
+    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Begin to copy to the device.
+
+        Args:
+            host: what :meth:`out` has given.
+            left: likewise.
+
+        Returns:
+            The copy, and what has to be waited for before it is used, or given back.
+        """
+        if self._streams is None:
+            return host.clone(), None
+        self._let_go(0)
+        _, stream = self._streams
+        flat = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        # Until now that memory may have been something else.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        assert left is not None
+        stream.wait_event(left)
+        with torch.cuda.stream(stream):
+            flat.copy_(host, non_blocking=True)
+        return flat, stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Let the stream that computes wait; the host goes on."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _let_go(self, most: int) -> None:
+        while len(self._leaving) > most:
+            self.wait(self._leaving.popleft()[0])
+
+
+def _can_move(tensor: torch.Tensor, device: torch.device | None) -> bool:
+    if type(tensor) is not torch.Tensor or isinstance(tensor._base, nn.Parameter):
+        return False
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    return device is None or tensor.device == device
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """What is here of a parameter that may be divided (a ``DTensor``)."""
+    held: Any = parameter.detach()
+    return held.to_local() if hasattr(held, "to_local") else held
