@@ -20,8 +20,6 @@ from measure.speed.timing import in_turns  # noqa: E402
 from unipar.benchmark.statistics import Estimate  # noqa: E402
 
 
-# What it measures is what a user's own processes take.
-@pytest.mark.usefixtures("new_interpreters")
 @pytest.mark.parametrize(
     "parts",
     [
