@@ -11,17 +11,27 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from typing import IO
+
+import psutil
 
 GRACE = 30.0
 """Seconds that an interrupted command has to clean up."""
+LEFT = 3.0
+"""Seconds that what it has left running has to end by itself."""
 POLL = 0.1
+# Linux, include/uapi/linux/prctl.h.
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Suite:
@@ -30,7 +40,7 @@ class Suite:
     Attributes:
         status: its exit code, once it has ended.
         took: seconds from its start to its end.
-        cpu: seconds of processor time of it and of all that it has waited for.
+        cpu: seconds of processor time of it and of all that came of it.
     """
 
     def __init__(self, command: str) -> None:
@@ -40,32 +50,30 @@ class Suite:
         self.took = self.cpu = 0.0
         print(f"==> started: {self.command}", flush=True)
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed in show()
-        self._process = subprocess.Popen(
-            # Replaced by the command, so that a signal for it does not end at the shell.
-            ["sh", "-c", f"exec {self.command}"],
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            # Ctrl-C is for this program, which then interrupts each command once.
-            start_new_session=True,
-        )
         self._began = time.monotonic()
+        self._pid = os.fork()
+        if self._pid == 0:
+            status = 1
+            try:
+                status = run_and_reap(self.command, self._output)
+            finally:
+                os._exit(status)
 
     def ended(self) -> bool:
-        # Not by Popen, which asks for no processor time.
         if self.status is None:
-            pid, status, used = os.wait4(self._process.pid, os.WNOHANG)
+            pid, status, used = os.wait4(self._pid, os.WNOHANG)
             if pid:
-                self.status = self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.status = os.waitstatus_to_exitcode(status)
                 self.took = time.monotonic() - self._began
                 self.cpu = used.ru_utime + used.ru_stime
         return self.status is not None
 
     def interrupt(self) -> None:
-        self._process.send_signal(signal.SIGINT)
+        if self.status is None:
+            os.kill(self._pid, signal.SIGINT)
 
     def kill(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
+        os.killpg(self._pid, signal.SIGKILL)
         while not self.ended():
             time.sleep(POLL)
 
@@ -76,6 +84,49 @@ class Suite:
             while chunk := output.read(1 << 16):
                 sys.stdout.buffer.write(chunk)
         sys.stdout.flush()
+
+
+def run_and_reap(command: str, output: IO[bytes]) -> int:
+    """Run a command in a session of its own; its exit code, once nothing is left of it.
+
+    What it has started and not waited for (the process that the ranks of a pool are forked from)
+    comes to this process, which waits for it: only then is its processor time known.
+    """
+    # Ctrl-C is for this program, which then interrupts each command once.
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # Replaced by the command, so that a signal for it does not end at the shell.
+    process = subprocess.Popen(
+        ["sh", "-c", f"exec {command}"],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+    )
+    status, deadline = 1, math.inf
+    while True:
+        try:
+            pid, how = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if pid == process.pid:
+            # As a shell tells of a signal.
+            code = process.returncode = os.waitstatus_to_exitcode(how)
+            status, deadline = code if code >= 0 else 128 - code, time.monotonic() + LEFT
+        elif pid == 0:
+            if _interrupts and process.returncode is None:
+                os.kill(process.pid, _interrupts.pop())
+            if time.monotonic() > deadline:
+                _end_what_is_left(output)
+            time.sleep(POLL)
+
+
+def _end_what_is_left(output: IO[bytes]) -> None:
+    for left in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            output.write(f"==> left running, and ended: {shlex.join(left.cmdline())}\n".encode())
+            left.kill()
+    output.flush()
 
 
 def _parse(command: str) -> tuple[str, str]:

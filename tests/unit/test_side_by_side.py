@@ -44,13 +44,28 @@ def test_outputs_are_whole_and_not_mixed() -> None:
 def test_a_table_says_what_each_has_taken(tmp_path: Path) -> None:
     busy = tmp_path / "busy.py"
     busy.write_text("import time\nwhile time.process_time() < 0.8:\n    pass\n")
-    # Of what a command has started, too.
-    run = start("idle=sleep 0.5", f"busy=sh -c '{sys.executable} {busy}; true'")
+    # Of what a command has started, too, and of what it has not waited for.
+    run = start(
+        "idle=sleep 0.5",
+        f"busy=sh -c '{sys.executable} {busy}; true'",
+        f"orphan=sh -c 'setsid {sys.executable} {busy} & true'",
+    )
     out, _ = run.communicate(timeout=60)
     assert run.returncode == 0, out
     rows = re.findall(r"^==> +(?:\d+ +)?(\d+)  (.+)$", out, re.MULTILINE)
-    assert [name for _, name in rows] == ["idle", "busy", "in all"], out
-    assert [int(seconds) for seconds, _ in rows] == [0, 1, 1]
+    assert [name for _, name in rows] == ["idle", "busy", "orphan", "in all"], out
+    assert [int(seconds) for seconds, _ in rows] == [0, 1, 1, 2]
+
+
+def test_what_a_command_leaves_running_is_named_and_ended(
+    tmp_path: Path, still_running: Callable[[Iterable[int]], list[int]]
+) -> None:
+    mark = tmp_path / "pid"
+    run = start(f"sh -c 'setsid sleep 300 & echo $! > {mark}'")
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 0, out
+    assert "==> left running, and ended: sleep 300" in out
+    assert still_running([int(mark.read_text())]) == []
 
 
 def test_two_run_at_once(tmp_path: Path) -> None:

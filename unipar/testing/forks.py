@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import io
@@ -25,6 +26,7 @@ from unipar.testing.programs import Server, replace
 from unipar.utils.garbage_collection import no_collection
 
 _MESSAGE = 1 << 17
+_DESCRIPTORS = 64
 _POLL = 0.001
 _IGNORE_ALL = ("ignore", None, Warning, None, 0)
 _SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP)
@@ -55,7 +57,7 @@ def serve(descriptor: int) -> None:
 def _serve(requests: socket.socket, path: list[str]) -> None:
     """Fork a program for each request; returns when there are no more."""
     while True:
-        message, streams, _, _ = socket.recv_fds(requests, _MESSAGE, 3)
+        message, streams, _, _ = socket.recv_fds(requests, _MESSAGE, _DESCRIPTORS)
         if not message:
             return
         between = os.fork()
@@ -102,10 +104,8 @@ def _become(request: Mapping[str, Any], streams: Sequence[int], path: list[str])
     _code = 0
     if request["new_session"]:
         os.setsid()
-    for place, stream in enumerate(streams):
-        os.dup2(stream, place)
-        os.close(stream)
-    _fork_on(path)
+    _place(streams, [0, 1, 2, *request["pass_fds"]])
+    _fork_on(path, request["pass_fds"])
     os.chdir(request["cwd"])
     # Where its own processes look for a main module that is named by a relative path.
     multiprocess.ORIGINAL_DIR = request["cwd"]  # pyright: ignore[reportAttributeAccessIssue]
@@ -154,8 +154,25 @@ def _code_of(end: SystemExit) -> int:
     return 1
 
 
-def _fork_on(path: list[str]) -> None:
-    """Have a process of this one's own, as it is now, from which its programs are forked."""
+def _place(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give descriptors these numbers, whatever numbers they have."""
+    above = max(*descriptors, *numbers) + 1
+    # First out of the way of one another.
+    moved = [fcntl.fcntl(one, fcntl.F_DUPFD, above) for one in descriptors]
+    for one in descriptors:
+        os.close(one)
+    for one, number in zip(moved, numbers, strict=True):
+        os.dup2(one, number)
+        os.close(one)
+
+
+def _fork_on(path: list[str], held: Sequence[int]) -> None:
+    """Have a process of this one's own, as it is now, from which its programs are forked.
+
+    Args:
+        path: where it looks for modules.
+        held: descriptors of this process that it is not to hold open.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
@@ -165,6 +182,8 @@ def _fork_on(path: list[str]) -> None:
         with open(os.devnull, "r+") as nothing:
             for place in (0, 1, 2):
                 os.dup2(nothing.fileno(), place)
+        for descriptor in held:
+            os.close(descriptor)
         with theirs:
             _serve(theirs, path)
         os._exit(0)

@@ -63,6 +63,21 @@ def faces(num_samples: int) -> Samples:
     return Samples(real=real, noise=torch.randn(num_samples, 4, generator=generator))
 
 
+def with_infinite_gradient(loss: torch.Tensor) -> torch.Tensor:
+    """``loss`` as it is, and so finite, with a gradient that is not."""
+    return _InfiniteGradient.apply(loss)  # pyright: ignore[reportReturnType]
+
+
+class _InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * math.inf
+
+
 class Block(nn.Module):
     """A residual block, so that there is something to wrap."""
 

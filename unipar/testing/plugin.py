@@ -12,6 +12,7 @@ where the number of ranks matters to a case.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from unipar.testing.pool import WorldPools
 
 _ADDED = "_unipar_options_added"
+PRELOAD = "_UNIPAR_TESTING_PRELOAD"
+"""Names a function, as ``module:function``, that imports what more a suite of tests shares.
+No setting of a run, as a name without the underscore would be."""
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -85,6 +89,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for proof in proofs(metafunc.config, metafunc.module)
     ]
     metafunc.parametrize("conformance_proof", parameters)
+
+
+def preload(session: pytest.Session, tests: Path, function: str) -> None:
+    """Have the ranks of pools begin with a framework imported, where all of them run its tests.
+
+    Other tests are to have a torch that it has not changed. Those that ask for no ranks have it
+    whatever the ranks begin with.
+
+    Args:
+        session: whose tests have been collected.
+        tests: the folder of the framework's own.
+        function: imports it, as ``module:function``.
+    """
+    others = [item for item in session.items if tests not in item.path.parents]
+    if not any("world_pool" in getattr(item, "fixturenames", ()) for item in others):
+        os.environ[PRELOAD] = function
 
 
 @pytest.fixture(scope="session")

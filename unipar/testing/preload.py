@@ -5,11 +5,8 @@ import importlib
 import os
 import warnings
 
+from unipar.testing.plugin import PRELOAD
 from unipar.utils.garbage_collection import no_collection
-
-VARIABLE = "_UNIPAR_TESTING_PRELOAD"
-"""Names a function, as ``module:function``, that imports what more a suite of tests shares.
-No setting of a run, as a name without the underscore would be."""
 
 warnings.simplefilter("ignore")
 with no_collection():
@@ -19,8 +16,8 @@ with no_collection():
     import unipar.testing.harness
     import unipar.testing.worker  # noqa: F401
 
-    if VARIABLE in os.environ:
-        module, _, function = os.environ[VARIABLE].partition(":")
+    if PRELOAD in os.environ:
+        module, _, function = os.environ[PRELOAD].partition(":")
         getattr(importlib.import_module(module), function)()
     # A collection in a worker would copy the pages that it shares with the others.
     gc.freeze()

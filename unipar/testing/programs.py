@@ -3,8 +3,8 @@
 To start Python, import torch and end again takes two seconds of a processor, and a run under a
 launcher does so on each rank. Within :func:`forked_programs` whatever this process starts by
 ``subprocess`` with its own interpreter is forked from one that has imported torch, and has done
-nothing else; what that program starts is forked likewise. Its number, its parent, its streams, its
-signals and its end are what they would be. What is not the same is what a new interpreter would
+nothing else; what that program starts is forked likewise. Its number, its parent, its streams and
+other descriptors, its signals and its end are what they would be. What is not the same is what a new interpreter would
 find out (how modules are searched for, and which are imported) and what the system hands down
 besides: limits on resources, as set by the process that starts it. A test of these takes
 :func:`new_interpreters`; what asks for more than :func:`_request` reads gets one by itself.
@@ -111,8 +111,7 @@ class Server:
         if cls._own is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             code = f"{_CODE}; serve({theirs.fileno()})"
-            with theirs:
-                # Descriptors are passed on to new interpreters only.
+            with theirs, new_interpreters():
                 process = subprocess.Popen(
                     [sys.executable, "-c", code, *_PRELOAD],
                     stdin=subprocess.DEVNULL,
@@ -158,7 +157,7 @@ def replace(server: Callable[[], Server]) -> None:
     ) -> None:
         _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more = rest
         request = None
-        if not (executable or preexec_fn or shell or pass_fds):
+        if not (executable or preexec_fn or shell):
             request = _request(args, cwd, env, new_session=bool(more[5]))
         if request is None:
             given = (args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
@@ -166,7 +165,8 @@ def replace(server: Callable[[], Server]) -> None:
             return
         ends = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         places = zip((p2cread, c2pwrite, errwrite), (0, 1, 2), strict=True)
-        self.pid = server().fork(request, [own if end == -1 else end for end, own in places])
+        streams = [own if end == -1 else end for end, own in places]
+        self.pid = server().fork({**request, "pass_fds": pass_fds}, [*streams, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(*ends)
 

@@ -51,11 +51,12 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
     proved whole.
 
     Raises:
-        pytest.UsageError: no strategy is named, or none of that name is installed.
+        pytest.Collector.CollectError: no strategy is named, or none of that name is installed.
     """
-    strategies = config.getoption("unipar_strategies", None) or getattr(module, "STRATEGIES", ())
+    named = config.getoption("unipar_strategies", None)
+    strategies = named or getattr(module, "STRATEGIES", ())
     if not strategies:
-        raise pytest.UsageError(
+        raise pytest.Collector.CollectError(
             "the conformance kit needs to know what to prove: "
             "pytest --pyargs unipar.testing --strategy NAME[:option=value,…]. "
             f"Installed: {', '.join(registry.names())}."
@@ -63,20 +64,22 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
     given = config.getoption("unipar_world_sizes", None)
     sizes = _parse_sizes(given) if given else getattr(module, "WORLD_SIZES", WORLD_SIZES)
     brief = getattr(module, "BRIEF", ())
+    source = "--strategy" if named else "STRATEGIES"
     return [
         proof
         for name in strategies
         for size in sizes
-        for proof in _proofs_of(_target(name), size, None if name in brief else MAIN_SIZE)
+        for proof in _proofs_of(_target(name, source), size, None if name in brief else MAIN_SIZE)
     ]
 
 
-def _target(name: str) -> Target:
+def _target(name: str, source: str) -> Target:
     target = Target.named(name)
     try:
         target.make()
     except Exception as error:
-        raise pytest.UsageError(f"--strategy {name}: {error}") from error
+        # Shown without a traceback, where others are errors of the tests.
+        raise pytest.Collector.CollectError(f"{source} {name}: {error}") from error
     return target
 
 
@@ -107,5 +110,7 @@ def _parse_sizes(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = (0,)
     if min(sizes) < 1:
-        raise pytest.UsageError(f"--world-sizes {text}: give whole numbers from 1, like 1,2,4")
+        raise pytest.Collector.CollectError(
+            f"--world-sizes {text}: give whole numbers from 1, like 1,2,4"
+        )
     return sizes

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
+
+from unipar.testing.plugin import preload
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -14,6 +15,4 @@ def _forked(forked_programs: None) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # Other tests are to have a torch that it has not changed.
-    if all(Path(__file__).parent in item.path.parents for item in session.items):
-        os.environ["_UNIPAR_TESTING_PRELOAD"] = "unipar_accelerate.framework:load"
+    preload(session, Path(__file__).parent, "unipar_accelerate.framework:load")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from unipar.testing.plugin import preload
 
 HERE = find_spec("colossalai") is not None and find_spec("unipar_colossalai") is not None
 
@@ -25,6 +26,4 @@ def _forked(forked_programs: None) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # Other tests are to have a torch that it has not changed.
-    if all(Path(__file__).parent in item.path.parents for item in session.items):
-        os.environ["_UNIPAR_TESTING_PRELOAD"] = "unipar_colossalai.framework:load"
+    preload(session, Path(__file__).parent, "unipar_colossalai.framework:load")

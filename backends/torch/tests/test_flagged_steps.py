@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,25 +12,14 @@ from torch.distributed.tensor import DTensor
 import unipar
 from unipar import ConfigError, NonFiniteLossError
 from unipar.data.batch import Batch, MicroBatch
+from unipar.testing.models import with_infinite_gradient
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 
 
-class Sudden(torch.autograd.Function):
-    """A loss that is finite, with a gradient that is not."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * math.inf
-
-
 def loss_fn(model: Any, data: tuple[torch.Tensor, bool]) -> torch.Tensor:
     loss = model(data[0]).square().mean()
-    return Sudden.apply(loss) if data[1] else loss  # pyright: ignore[reportReturnType]
+    return with_infinite_gradient(loss) if data[1] else loss
 
 
 def train(placement: Placement, strategy: str, steps: list[bool], alone: bool) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,6 @@ from measure.speed.timing import in_turns  # noqa: E402
 from unipar.benchmark.statistics import Estimate  # noqa: E402
 
 
-# What it measures is what a user's own processes take.
-@pytest.mark.usefixtures("new_interpreters")
 @pytest.mark.parametrize(
     "parts",
     [
@@ -31,7 +30,9 @@ from unipar.benchmark.statistics import Estimate  # noqa: E402
     ids=" ".join,
 )
 def test_every_part_measures_what_it_names(parts: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("lightning_fabric")
+    # To import it takes seconds, and is not for this process to do.
+    if find_spec("lightning_fabric") is None:
+        pytest.skip("it measures beside Lightning Fabric, which is not installed")
     figures = tmp_path / "figures.json"
     command = [
         sys.executable,

@@ -91,8 +91,9 @@ def test_one_repeat_gives_a_table_and_two_files(directory: Path) -> None:
 
 @contextlib.contextmanager
 def busy() -> Iterator[None]:
-    """Every core has something else to do."""
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores())]
+    """Other processes have more of the cores than a measurement bears, and no more than that."""
+    number = int(cores() * BUSY) + 1
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
     try:
         yield
     finally:

@@ -91,3 +91,6 @@ def test_wrong_request_says_what_is_right(
     done = run_pytest(tmp_path, "--pyargs", "unipar.testing", *args)
     assert done.returncode != 0
     assert message in done.stdout + done.stderr
+    # What is wrong with a request is no error of ours, to be looked for in a traceback.
+    assert "Traceback" not in done.stdout
+    assert "selection.py" not in done.stdout

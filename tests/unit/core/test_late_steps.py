@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,27 +15,16 @@ from torch.optim import lr_scheduler
 import unipar
 from unipar import Callback, NonFiniteLossError, Session, StepRecord
 from unipar.data.batch import Batch, MicroBatch
+from unipar.testing.models import with_infinite_gradient
 from unipar.utils.host_copy import HostCopy
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
 
-class Sudden(torch.autograd.Function):
-    """A loss that is finite, with a gradient that is not."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0] * math.inf
-
-
 def squares(model: Any, data: tuple[torch.Tensor, bool]) -> torch.Tensor:
     x, sudden = data
     loss = model(x).square().mean()
-    return Sudden.apply(loss) if sudden else loss  # pyright: ignore[reportReturnType]
+    return with_infinite_gradient(loss) if sudden else loss
 
 
 def batch(sudden: bool = False) -> Batch:
