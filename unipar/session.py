@@ -127,7 +127,7 @@ class Session:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the strategy can do with its options."""
+        """Capabilities of the strategy with its options."""
         return self.strategy.capabilities()
 
     def __enter__(self) -> Session:

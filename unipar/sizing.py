@@ -13,6 +13,7 @@ from unipar.engine.checks import CheckedModel, check_model
 from unipar.errors import ConfigError
 from unipar.strategy import ModelFactory, Strategy, StrategyOptions, registry
 from unipar.utils.devices import device_memory
+from unipar.utils.torch_versions import meta_device
 from unipar.world import Placement
 
 _log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ def _num_parameters(model: nn.Module | ModelFactory) -> int:
 
 def _without_storage(function: ModelFactory) -> nn.Module:
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with torch.random.fork_rng(devices=[]), meta_device():
             return CheckedModel(function)()
     except ConfigError:
         raise

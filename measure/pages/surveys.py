@@ -32,7 +32,7 @@ SUITES = {
     "checkpoints": ["integration/checkpoint"],
     "bench": ["integration/bench"],
     "torch backend": ["backends/torch"],
-    **{f"kit: `{strategy}`": [strategy] for strategy in ("single", "ddp", "fsdp")},
+    **{f"kit: `{strategy}`": [strategy] for strategy in ("single", "ddp", "fsdp", "mesh:tp=2")},
 }
 """The columns of the table of torches, and the suites that each is of."""
 

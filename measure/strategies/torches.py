@@ -37,7 +37,7 @@ FOLDERS = ("unit", *(f"integration/{name}" for name in INTEGRATION))
 SUITES = {
     **{name: [f"tests/{name}"] for name in FOLDERS},
     "backends/torch": ["backends/torch"],
-    **{strategy: [*KIT, strategy] for strategy in ("single", "ddp", "fsdp")},
+    **{strategy: [*KIT, strategy] for strategy in ("single", "ddp", "fsdp", "mesh:tp=2")},
 }
 
 

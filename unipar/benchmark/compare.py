@@ -62,7 +62,7 @@ class Change(BaseModel, frozen=True):
 
     @property
     def regressions(self) -> list[str]:
-        """What became worse, in words."""
+        """All that became worse, in words."""
         return [one.words for one in self.worse]
 
     @property
@@ -93,7 +93,7 @@ class Comparison(BaseModel, frozen=True):
 
     @property
     def regressions(self) -> list[str]:
-        """What became worse, in words; loops written by hand are not unipar's doing."""
+        """All that became worse, in words, but for loops written by hand: they are not unipar's."""
         return [
             f"{name(change.after)}: {one}" for change in self._own for one in change.regressions
         ]

@@ -80,7 +80,7 @@ def held(module: nn.Module, data: Any) -> Held:
 
 
 def updates_copies(module: nn.Module) -> bool:
-    """Whether optimizers update tensors of their own, and these are then copied to the module."""
+    """Return whether optimizers update copies of their own, which then go to the module."""
     updated = [p for one in _live(Optimizer) for group in one.param_groups for p in group["params"]]
     own = set(_without_gradients(module.parameters()))
     return any(place not in own for place in _without_gradients(updated))

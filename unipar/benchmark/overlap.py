@@ -63,7 +63,7 @@ class Profile:
 
 
 def on_cpu(events: Iterable[Any]) -> tuple[list[Span], list[Span]]:
-    """What communicates and what computes among a profile's events, where gloo communicates."""
+    """Find what communicates and what computes among a profile's events, under gloo."""
     events = list(events)
     theirs = [event for event in events if event.name.startswith("gloo:")]
     threads = {event.thread for event in theirs}
@@ -101,7 +101,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def without(spans: Iterable[Span], others: Iterable[Span]) -> Iterator[Span]:
-    """What is left of the moments of :func:`union`'s spans when those of others are taken out."""
+    """Take the moments of others out of those of :func:`union`'s spans."""
     others = list(others)
     for begin, end in spans:
         for other_begin, other_end in others:

@@ -284,7 +284,7 @@ class BenchResult(Stored):
 
     @property
     def item(self) -> str:
-        """What the loss is a mean over: ``"token"`` where a sample has several, or ``"item"``."""
+        """Unit of the loss's mean: ``"token"`` where a sample has several, or ``"item"``."""
         return "token" if self.job.items > 1.5 * self.job.global_batch_size else "item"
 
     def flops_per_second(self, result: CellResult) -> float | None:

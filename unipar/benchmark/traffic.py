@@ -83,7 +83,7 @@ class Collectives(TorchDispatchMode):
 
     @property
     def traffic(self) -> list[Traffic]:
-        """What was counted, by kind."""
+        """Traffic that was counted, by kind."""
         return [
             Traffic(kind=kind, count=len(sizes), bytes=sum(sizes))
             for kind, sizes in sorted(self._seen.items())

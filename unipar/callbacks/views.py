@@ -26,7 +26,7 @@ def open_view(console: Console | None, run: RunInfo) -> View:
 
 
 class View(ABC):
-    """What both ways of showing share: the numbers since the last showing, and their wording."""
+    """Base of both displays: the numbers since the last one was shown, and their wording."""
 
     def __init__(self, console: Console, run: RunInfo) -> None:
         self.console, self.run = console, run

@@ -100,7 +100,7 @@ def part(tensor: torch.Tensor, origin: Sequence[int], box: Box) -> torch.Tensor:
 
 
 def is_run(sizes: Sequence[int], within: Sequence[int]) -> bool:
-    """Whether a part of these ``sizes`` lies unbroken in a contiguous array of ``within``."""
+    """Return whether a part of ``sizes`` is unbroken in a contiguous array of ``within``."""
     dims = len(sizes)
     first = next((dim for dim in range(dims) if sizes[dim] != 1), dims)
     return all(sizes[dim] == within[dim] for dim in range(first + 1, dims))

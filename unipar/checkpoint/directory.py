@@ -31,7 +31,7 @@ def newest(directory: str | Path) -> Path | None:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether ``path`` is a checkpoint itself, complete or not, rather than a directory of them."""
+    """Return whether ``path`` is a checkpoint itself, complete or not, and no directory of them."""
     path = Path(path)
     return (path / MANIFEST).exists() or (path.is_dir() and named_step(path.name) is not None)
 

@@ -16,6 +16,7 @@ from unipar.checkpoint.manifest import EngineIndex, Manifest
 from unipar.errors import CheckpointError, did_you_mean
 from unipar.state import LocalState, named_weights
 from unipar.strategy import ModelFactory, build_model
+from unipar.utils.torch_versions import meta_device
 from unipar.world import Placement, World
 
 
@@ -89,7 +90,7 @@ def pick_engine(manifest: Manifest, engine: str | None) -> EngineIndex:
 
 
 def _build(factory: ModelFactory) -> nn.Module:
-    with torch.device("meta"):
+    with meta_device():
         module = build_model(factory)
     if _holds_more_than_weights(module):
         return build_model(factory)

@@ -107,7 +107,7 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
     def chunks_of(self, file: str) -> Sequence[tuple[str, TensorIndex, Chunk]]:
-        """What is stored in a file: each part, with its tensor and that tensor's name."""
+        """Return the parts stored in a file, each with its tensor and that tensor's name."""
         return self._by_file.get(file, ())
 
     @functools.cached_property

@@ -82,7 +82,7 @@ def other_training(manifest: Manifest, engines: Mapping[str, Engine]) -> list[st
 
 
 def training_values(engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """What optimizers and schedulers were built with, without what training itself moves."""
+    """Return what optimizers and schedulers were built with, but for what training moves."""
     values: dict[str, Any] = {}
     for name, engine in engines.items():
         prefix = "" if len(engines) == 1 else f"{name}: "

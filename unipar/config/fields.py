@@ -355,7 +355,7 @@ def validate(
 
 
 def holds(values: Any, key: KeyPath) -> bool:
-    """Whether nested mappings hold ``key``."""
+    """Return whether nested mappings hold ``key``."""
     for part in key:
         if not isinstance(values, Mapping) or part not in values:
             return False

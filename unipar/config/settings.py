@@ -32,7 +32,7 @@ class Layer:
     origins: Mapping[KeyPath, str]
 
     def where(self, key: KeyPath) -> str | None:
-        """What set ``key`` here; ``None`` where this source does not set it."""
+        """Return what set ``key`` here; ``None`` where this source does not set it."""
         if not holds(self.values, key):
             return None
         for end in range(len(key), 0, -1):
@@ -57,7 +57,7 @@ class Settings:
     layers: tuple[Layer, ...]
 
     def where(self, key: KeyPath) -> str:
-        """What set ``key``: a flag, a variable, or a file and line."""
+        """Return what set ``key``: a flag, a variable, or a file and line."""
         return _where(key, self.document, self.layers)
 
 

@@ -85,7 +85,7 @@ def saved_position(state: Mapping[str, Any]) -> Position:
 def order_differences(
     stored: Mapping[str, Any], own: Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """What would make the order of data another: (name, as it was stored, as it is now).
+    """Return what would change the order of data: (name, as it was stored, as it is now).
 
     Args:
         stored: as :attr:`unipar.data.Loader.order` was; what it lacks, or does not know (the length

@@ -120,7 +120,7 @@ class Loader:
 
     @property
     def order(self) -> dict[str, Any]:
-        """What decides which samples a step sees, in JSON types; the same on every rank."""
+        """All that decides which samples a step sees, in JSON types; the same on every rank."""
         return {
             "num_samples": self.num_samples,
             "global_batch_size": self.global_batch_size,

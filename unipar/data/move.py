@@ -58,9 +58,9 @@ def pinned(data: Any) -> Any:
 
 
 def can_be_recorded(data: Any, device: torch.device) -> bool:
-    """Whether all memory of ``data`` that :func:`move_to` makes is known to :func:`record_stream`.
+    """Return whether :func:`record_stream` covers all memory that :func:`move_to` makes.
 
-    And whether it comes from the host, where nothing but the caller's stream has to be waited for.
+    And whether ``data`` comes from the host: then only the caller's stream has to be waited for.
     """
 
     def known(part: Any) -> bool:

@@ -112,7 +112,7 @@ class MeshScaler(GradScaler):
 
 
 def scaler_of(parameters: Iterable[torch.Tensor]) -> GradScaler | None:
-    """What scales losses in fp16 for parameters that are not all divided alike, else ``None``."""
+    """Return the loss scaler for fp16 where parameters are not all divided alike, else ``None``."""
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     kinds = {(p.device_mesh, tuple(one.is_replicate() for one in p.placements)) for p in sharded}
     if len(kinds) < 2:

@@ -33,7 +33,7 @@ class Call:
         return cls(args, kwargs, output, _versions(output))
 
     def gives(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call with these arguments would be the same one, its output as it was."""
+        """Return whether these arguments would make the same call, with its output as it was."""
         return (
             len(args) == len(self.args)
             and kwargs.keys() == self.kwargs.keys()

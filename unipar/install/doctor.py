@@ -79,7 +79,7 @@ class Host:
 
 @dataclass(frozen=True)
 class StrategyReport:
-    """Whether an installed strategy runs on this machine, and what fixes it if not."""
+    """An installed strategy: whether it runs on this machine, and what fixes it if not."""
 
     name: str
     distribution: str

@@ -39,7 +39,7 @@ class Attempt:
         return self.directory / f"rank-{rank}.stack"
 
     def log(self, rank: int) -> Path:
-        """What the rank printed; rank 0 prints to the terminal instead."""
+        """Return the path of what the rank printed; rank 0 prints to the terminal instead."""
         return self.directory / f"rank-{rank}.log"
 
 
@@ -51,7 +51,7 @@ class RunDir:
 
     @property
     def start(self) -> Path:
-        """What a worker needs before its first import (JSON)."""
+        """Path of what a worker needs before its first import (JSON)."""
         return self.root / "start.json"
 
     @property

@@ -137,7 +137,7 @@ class Expressions:
         return NOTHING
 
     def is_module(self, origin: Origin) -> bool:
-        """Whether a call may build a torch module: unless it is a class that is seen to be none."""
+        """Return whether a call may build a torch module: unless its class is seen to be none."""
         made = self._env.get(("class of", origin), NOTHING)
         return not made or any(self._derived(id(one.node), set()) for one in made)
 

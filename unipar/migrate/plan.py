@@ -34,7 +34,7 @@ class Clip(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What the rewritten loop calls, for frameworks whose loops follow rules of their own.
+    """Names that the rewritten loop calls, for frameworks whose loops follow rules of their own.
 
     Attributes:
         backward: the function of a loss and an optimizer.

@@ -91,7 +91,7 @@ class Scope:
 def scoped_children(
     node: cst.CSTNode, scope: Scope | None
 ) -> list[tuple[cst.CSTNode, Scope | None]]:
-    """What a node consists of, each with the scope that it is in; binds the names that it binds.
+    """List a node's children, each with the scope that it is in; bind the names that it binds.
 
     Names of attributes and keywords are in none, for they are looked up elsewhere.
     """

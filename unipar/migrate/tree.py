@@ -30,7 +30,7 @@ _ORDER: dict[type[cst.CSTNode], tuple[str, ...]] = {
 
 
 def children(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """What a node consists of, in the order of the code, without white space and punctuation."""
+    """List a node's children in the order of the code, without white space and punctuation."""
     found: list[cst.CSTNode] = []
     for name in _fields(type(node)):
         value = getattr(node, name)

@@ -62,7 +62,7 @@ class CheckedOptimizer:
 
     @property
     def __wrapped__(self) -> OptimizerFactory:
-        """What it is around; see :attr:`unipar.strategy.EngineSpec.named_optimizer`."""
+        """The factory inside; see :attr:`unipar.strategy.EngineSpec.named_optimizer`."""
         return self.build
 
     def __call__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:

@@ -47,7 +47,7 @@ SCHEDULERS: Mapping[str, type] = _classes(lr_scheduler, lr_scheduler.LRScheduler
 
 
 def takes_metric(scheduler: lr_scheduler.LRScheduler | None) -> bool:
-    """Whether a scheduler is stepped with an evaluation's metric, not after each optimizer step."""
+    """Return whether a scheduler is stepped with an evaluation's metric, not after each step."""
     return isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
 
 

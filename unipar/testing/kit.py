@@ -201,7 +201,7 @@ class Kit:
                 )
 
     def refuses(self, *scenarios: Scenario) -> bool:
-        """Whether the capabilities deny one of the scenarios; if so, it has to be refused."""
+        """Return whether the capabilities deny one of the scenarios; it must then be refused."""
         denied = [s for s in scenarios if self.refuses_spec(self.fit(s).spec(self.size))]
         return bool(denied)
 

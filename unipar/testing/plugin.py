@@ -145,7 +145,7 @@ def saved_checkpoints(world_pool: WorldPools, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def conformance_measurements(request: pytest.FixtureRequest) -> Iterator[Measurements]:
-    """What the kit measures in this session; written at its end where ``--parity-json`` asks."""
+    """Measurements of the kit in this session; ``--parity-json`` writes them at its end."""
     from unipar.testing.kit import Measurements
 
     measurements = Measurements()

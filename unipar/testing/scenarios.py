@@ -87,7 +87,7 @@ def predict_tokens(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
 
 
 def mean_over_tokens(logits: torch.Tensor, batch: Any) -> torch.Tensor:
-    """What :func:`predict_tokens` is the sum of; not a number where there is none."""
+    """Return the mean over tokens of what :func:`predict_tokens` sums; NaN where there are none."""
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
@@ -183,7 +183,7 @@ class Scenario:
 
     @property
     def loss(self) -> LossFn:
-        """What a strategy is given."""
+        """The loss that a strategy is given."""
         return self.objective or self._loss
 
     def _loss(self, model: Any, batch: Any) -> Loss:

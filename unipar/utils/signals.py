@@ -43,7 +43,7 @@ class Request:
 
 
 def takes_over(number: signal.Signals) -> bool:
-    """Whether a signal that stops runs is ours to handle, and not the caller's or ignored."""
+    """Return whether a signal that stops runs is ours to handle: not the caller's, nor ignored."""
     handler = signal.getsignal(number)
     if number == signal.SIGINT:
         return handler not in (signal.SIG_IGN, None)
@@ -70,7 +70,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def caught_outside_python(number: signal.Signals) -> bool:
-    """Whether a handler is installed that ``signal.getsignal`` does not show; seen on Linux."""
+    """Return whether there is a handler that ``signal.getsignal`` does not show; seen on Linux."""
     status = Path("/proc/self/status")
     if signal.getsignal(number) is not signal.SIG_DFL or not status.exists():
         return False

@@ -162,7 +162,7 @@ class World:
         self._flags[flag] = 1.0
 
     def take_flag(self, flag: Flag) -> bool:
-        """Whether any rank had raised ``flag`` by the last :meth:`reduce_loss`; clears it."""
+        """Return whether a rank had raised ``flag`` by the last :meth:`reduce_loss`; clear it."""
         agreed = self._agreed if self.size > 1 else self._flags
         raised = agreed[flag] > 0
         if raised:

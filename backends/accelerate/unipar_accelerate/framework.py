@@ -154,7 +154,7 @@ class Framework:
 
 
 def native_precision(precision: str) -> str:
-    """What Accelerate calls a precision."""
+    """Return Accelerate's name of a precision."""
     return "no" if precision == "fp32" else precision
 
 

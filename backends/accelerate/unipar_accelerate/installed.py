@@ -13,7 +13,7 @@ _REMEDY = "unipar install accelerate"
 
 
 def availability() -> Availability:
-    """Whether Accelerate is here, in a version that was tested."""
+    """Return whether Accelerate is installed, in a version that was tested."""
     if importlib.util.find_spec("accelerate") is None:
         return Availability(False, "Accelerate is not installed.", _REMEDY)
     found, wanted = metadata.version("accelerate"), VERSION.rpartition(".")[0]

@@ -16,7 +16,7 @@ from colossalai.accelerator.cpu_accelerator import (  # pyright: ignore[reportMi
 
 
 class Host(CpuAccelerator):
-    """What the host does, it does in order: there is one stream, and nothing to wait for."""
+    """The host as an accelerator: one stream, in order, so there is nothing to wait for."""
 
     def device_count(self) -> int:
         # Gemini's loss scaler asks, and does nothing with the answer.

@@ -22,7 +22,7 @@ Groups = list[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Part:
-    """What this rank has of one parameter: consecutive elements, or none.
+    """This rank's part of one parameter: consecutive elements, or none.
 
     Attributes:
         name: the parameter's.
@@ -43,7 +43,7 @@ class Part:
         return flat_state(name, self.shape, self.start, own)
 
     def has_scalar(self, key: str, shape: tuple[int, ...]) -> bool:
-        """Whether optimizer state of that shape is one number for the whole parameter."""
+        """Return whether optimizer state of that shape is one number for the whole parameter."""
         return shape == () and (key == "step" or bool(self.shape))
 
 
@@ -87,7 +87,7 @@ class PartsState(ABC):
 
     @abstractmethod
     def parts(self) -> Parts:
-        """What this rank's optimizer holds."""
+        """Return the parts that this rank's optimizer holds."""
 
     def follow_weights(self) -> None:  # noqa: B027
         """Make what computes of the parts, which have been filled."""

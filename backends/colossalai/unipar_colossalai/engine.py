@@ -26,7 +26,7 @@ from unipar_colossalai.framework import quiet
 
 @dataclass(frozen=True)
 class Start:
-    """What an engine is made from.
+    """Everything that an engine is made from.
 
     Attributes:
         spec: what the run asks for.
@@ -50,7 +50,7 @@ class Start:
         broadcast_tensors([*self.module.parameters(), *self.module.buffers()], self.world)
 
     def boost(self, optimizer: Optimizer | None) -> tuple[Any, Any]:
-        """What Colossal-AI makes of the module and of an optimizer; ``None`` of none."""
+        """Let Colossal-AI wrap the module and an optimizer; ``None`` stays ``None``."""
         with quiet():
             wrapper, boosted, *_ = self.booster.boost(self.module, optimizer)
         return wrapper, boosted

@@ -133,7 +133,7 @@ def prepare(start: Start) -> BoosterEngine:
 
 
 class Whole:
-    """What the user's model was before its weights were divided.
+    """The user's model as it was before its weights were divided.
 
     Args:
         module: still whole.

@@ -27,7 +27,7 @@ def floating(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True)
 class ChunkPart(Part):
-    """What this rank has of one parameter.
+    """This rank's part of one parameter.
 
     Attributes:
         chunk: the chunk of half-precision weights that it lives in.

@@ -22,7 +22,7 @@ from unipar.world import Placement
 
 @dataclass(frozen=True)
 class Proved:
-    """What a class of transformers has to be like.
+    """Requirements that a class of transformers has to meet.
 
     Attributes:
         divided: what of its configuration ``tp_size`` has to divide.

@@ -78,7 +78,7 @@ class Logical:
         self.groups = [] if optimizer is None else group_names(module, optimizer)
 
     def held(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """What this rank holds of the divided module, by its first name in the whole one."""
+        """Return what this rank holds of the divided module, by its first name in the whole one."""
         found: dict[str, torch.Tensor] = {}
         for named in (module.named_parameters, module.named_buffers):
             for name, tensor in named(remove_duplicate=False):
@@ -107,14 +107,14 @@ class Logical:
         return Shard(name, shape, start, held, dim, (run,) if run.length > 0 else ())
 
     def parts(self, module: nn.Module, tp_rank: int) -> Iterator[tuple[torch.Tensor, Shard]]:
-        """What this rank's optimizer holds, and which part of the user's model each of it is."""
+        """Return what this rank's optimizer holds, and which part of the model each of it is."""
         for name, held in self.held(module).items():
             if isinstance(held, nn.Parameter):
                 yield held, self.shard(name, held, tp_rank)
 
 
 def is_divided(held: torch.Tensor) -> bool:
-    """Whether ranks of tensor parallelism hold different parts of it."""
+    """Return whether ranks of tensor parallelism hold different parts of it."""
     return is_distributed_tensor(held) or is_customized_distributed_tensor(held)
 
 

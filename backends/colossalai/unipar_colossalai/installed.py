@@ -16,7 +16,7 @@ _REMEDY = "unipar install colossalai"
 
 
 def availability() -> Availability:
-    """Whether Colossal-AI is here in the version that was tested, with what it imports."""
+    """Return whether Colossal-AI is installed in the tested version, with what it imports."""
     for distribution, name, wanted in (
         ("colossalai", "Colossal-AI", VERSION),
         ("transformers", "transformers", TRANSFORMERS),

@@ -18,7 +18,7 @@ _NOT_OFFERED = {
 
 
 class ColossalAIOptions(StrategyOptions):
-    """What Colossal-AI's plugins let one tune."""
+    """Options of Colossal-AI's plugins."""
 
     strategy: ClassVar[str] = "colossalai"
 

@@ -66,7 +66,7 @@ def deepspeed_config(
     num_parameters: int,
     files: Files | None = None,
 ) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` is given.
+    """Return the configuration that ``deepspeed.initialize`` is given.
 
     Batch sizes are those that unipar hands out. DeepSpeed only multiplies them, for its own log:
     when a step ends, and what gradients are divided by, is said at each step.

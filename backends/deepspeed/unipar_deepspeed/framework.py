@@ -19,7 +19,7 @@ _TESTED = (0, 19)
 
 
 def availability() -> Availability:
-    """Whether DeepSpeed is installed in a version that is known to work; it is not imported."""
+    """Return whether a DeepSpeed that is known to work is installed; it is not imported."""
     if importlib.util.find_spec("deepspeed") is None:
         return Availability(False, "DeepSpeed is not installed.", "unipar install deepspeed")
     version = metadata.version("deepspeed")

@@ -13,7 +13,7 @@ Stage = Literal[0, 1, 2, 3]
 
 
 class ZeROOptions(StrategyOptions):
-    """What there is to set whatever the stage is."""
+    """Options that every stage has."""
 
     overlap_comm: bool = Field(
         default=False,

@@ -45,7 +45,7 @@ class Swapping:
         return self._deepspeed.zero
 
     def is_away(self, number: int) -> bool:
-        """Whether a flat partition is kept in a file between steps."""
+        """Return whether a flat partition is kept in a file between steps."""
         return is_stage_3(self._zero) and self._zero._swappable_optimizer_subgroup(number)
 
     def bring(self, number: int, *, change: bool) -> torch.Tensor:
@@ -105,7 +105,7 @@ class SwappedState(TensorState):
 
 
 def is_in_file(parameter: Any) -> bool:
-    """Whether this rank's part of a parameter of stage 3 is kept in a file between uses."""
+    """Return whether this rank's part of a stage 3 parameter is in a file between uses."""
     return getattr(parameter.ds_tensor, "final_location", None) == "nvme"
 
 

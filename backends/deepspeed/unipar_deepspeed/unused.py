@@ -62,7 +62,7 @@ class Unused:
 
 
 def refusal(names: list[str], strategy: str) -> ConfigError:
-    """What to tell the user of parameters that nobody has used."""
+    """Return the error about parameters that no rank has used."""
     listed = first_few([f"'{name}'" for name in names])
     return ConfigError(
         f"{strategy}: no rank has used {listed} in this step, and ZeRO would update it even so, "

@@ -18,7 +18,7 @@ _REMEDY = "unipar install horovod"
 
 
 def availability() -> Availability:
-    """Whether Horovod is here, in the tested version, and built for the torch that is here."""
+    """Return whether the tested Horovod is installed, built for the installed torch."""
     try:
         found = metadata.version("horovod")
     except metadata.PackageNotFoundError:
@@ -39,12 +39,12 @@ def availability() -> Availability:
 
 
 def local_version(built_for: str) -> str:
-    """What the recipe adds to Horovod's version, to know its own builds by."""
+    """Return what the recipe adds to Horovod's version, to know its own builds by."""
     return f"torch{built_for.replace('+', '.')}.{_MARK}"
 
 
 def starts_again() -> bool:
-    """Whether one process may start it twice with a fusion threshold or cycle time set.
+    """Return whether a process may start it twice with a fusion threshold or cycle time set.
 
     Upstream it then writes past the end of a vector (horovod/common/parameter_manager.cc,
     ``BayesianParameter::SetValue``); the recipe fixes that.
@@ -54,7 +54,7 @@ def starts_again() -> bool:
 
 @cache
 def has_mpi() -> bool:
-    """Whether the installed Horovod was built with MPI."""
+    """Return whether the installed Horovod was built with MPI."""
     folder = _folder()
     library = None if folder is None else _library(folder)
     return library is not None and b"libmpi" in library.read_bytes()

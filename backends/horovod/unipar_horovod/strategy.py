@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 
 class HorovodOptions(StrategyOptions):
-    """What Horovod lets one tune. What is left out has Horovod's own default."""
+    """Options of Horovod. Those left out have Horovod's own defaults."""
 
     strategy: ClassVar[str] = "horovod"
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(spec: EngineSpec, world: World, options: TemplateOptions) -> StepEngine:
-    """What is done to the model, from top to bottom. Collective."""
+    """Make an engine of a model: all that is done to it, from top to bottom. Collective."""
     module = seeded_model(spec).to(world.device)
     undo = [
         checkpoint_activations(module, spec.activation_checkpointing),

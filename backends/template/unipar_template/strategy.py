@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TemplateOptions(StrategyOptions):
-    """What the framework lets one tune; unknown names and wrong values are refused by pydantic."""
+    """Options of the framework; pydantic refuses unknown names and wrong values."""
 
     strategy: ClassVar[str] = "template"
 

@@ -190,20 +190,22 @@ def test_a_plan_that_divides_what_does_not_bear_it_is_refused() -> None:
 
 
 def test_a_model_of_transformers_says_itself() -> None:
-    plan = make_plan(llama(), 2)
+    model: Any = llama()
+    plan = make_plan(model, 2)
     assert plan.source == "the model's own plan (_tp_plan)"
     assert plan.styles["model.layers.1.self_attn.k_proj"] == "colwise"
-    assert plan.styles["model.embed_tokens"] == "embedding_rowwise"
     assert plan.styles["lm_head"] == "colwise_gather_output"
+    # transformers 5.23 says embedding_rowwise of it, and 5.20 nothing.
+    assert plan.styles.get("model.embed_tokens") == model._tp_plan.get("model.embed_tokens")
 
 
 def test_a_vocabulary_that_does_not_divide_is_left_whole_and_said_to_be() -> None:
-    plan = make_plan(llama(vocab_size=13), 2)
-    assert not {"lm_head", "model.embed_tokens"} & set(plan.styles)
-    assert sorted(plan.notes) == [
-        "lm_head: 13 does not divide by tp=2",
-        "model.embed_tokens: 13 does not divide by tp=2",
-    ]
+    model: Any = llama(vocab_size=13)
+    plan = make_plan(model, 2)
+    named = {"lm_head", "model.embed_tokens"} & set(model._tp_plan)
+    assert named
+    assert not named & set(plan.styles)
+    assert sorted(plan.notes) == [f"{name}: 13 does not divide by tp=2" for name in sorted(named)]
 
 
 # -- arithmetic ------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ _WIRE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class DDPOptions(StrategyOptions):
-    """What DistributedDataParallel lets one tune."""
+    """Options of DistributedDataParallel."""
 
     strategy: ClassVar[str] = "ddp"
 

@@ -20,6 +20,7 @@ from unipar.engine.broadcast import in_pieces
 from unipar.errors import ConfigError, first_few
 from unipar.state import LocalState, is_dtensor
 from unipar.strategy import EngineSpec, seeded_model
+from unipar.utils.torch_versions import meta_device
 from unipar.world import World
 
 Weights = dict[str, torch.Tensor]
@@ -56,7 +57,7 @@ def on_meta(build: Callable[[], nn.Module], strategy: str) -> nn.Module:
         ConfigError: the model function cannot run on the meta device.
     """
     try:
-        with torch.device("meta"):
+        with meta_device():
             return build()
     except ConfigError:
         raise

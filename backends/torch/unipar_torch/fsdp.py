@@ -28,7 +28,7 @@ _DTYPES_DIFFER = re.compile(
 
 
 class ShardingOptions(StrategyOptions):
-    """What ``fully_shard`` lets one tune, however ranks are arranged."""
+    """Options of ``fully_shard`` for any arrangement of ranks."""
 
     wrap: Literal["auto", "none"] | tuple[str, ...] = Field(
         default="auto",
@@ -76,7 +76,7 @@ class ShardingOptions(StrategyOptions):
 
 
 class FSDPOptions(ShardingOptions):
-    """What ``fully_shard`` lets one tune."""
+    """Options of ``fully_shard``."""
 
     strategy: ClassVar[str] = "fsdp"
 
@@ -161,7 +161,7 @@ class FSDPStrategy(Strategy):
 
 
 def explain_dtypes(error: BaseException, strategy: str) -> str:
-    """What an operation's complaint of its dtypes means; empty for any other error."""
+    """Explain an operation's complaint of its dtypes; empty for any other error."""
     if not isinstance(error, RuntimeError) or not _DTYPES_DIFFER.search(str(error)):
         return ""
     return (

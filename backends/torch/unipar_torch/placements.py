@@ -50,7 +50,7 @@ def placements(module: nn.Module, layout: Layout, plan: TensorPlan | None) -> di
 
 
 def remarks(plan: TensorPlan) -> Iterator[tuple[str, str]]:
-    """What else a plan does, and does not."""
+    """Say what else a plan does, and does not."""
     yield "layers divided over tp", plan.source
     for holder, keys in plan.counts.items():
         yield f"{holder or 'the model'}: divided too", ", ".join(keys)

@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the blocks of a model were found to bear.
+    """The divisions that the blocks of a model were found to bear.
 
     Attributes:
         styles: of the layers of each block, by their names in the model.

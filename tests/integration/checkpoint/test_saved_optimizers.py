@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from unipar import checkpoint
-from unipar.strategy import Strategy
+from unipar.strategy import Strategy, registry
 from unipar.testing.cases.shapes import SEVERAL
 from unipar.testing.harness import batches, learning_rates
 from unipar.testing.kit import TOLERANCE, Kit, Target
@@ -40,7 +40,10 @@ def go_on(
 
 def test_they_go_on_under_another_strategy(tmp_path: Path, world_pool: WorldPools) -> None:
     expected = reference_trace(SEVERAL)
-    for number, place in enumerate(PLACES):
+    # Where another torch is tried, frameworks are not there.
+    here = set(registry.names())
+    places = [place for place in PLACES if place.partition(":")[0] in here]
+    for number, place in enumerate(places):
         start = number * STEPS
         (seen, _) = Kit(Target.named(place), 2, world_pool).run(go_on, tmp_path, start)
         losses, rates = zip(*seen, strict=True)

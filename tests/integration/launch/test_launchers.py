@@ -9,6 +9,7 @@ import sys
 import tempfile
 
 import pytest
+from outputs import own
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -46,7 +47,7 @@ def together(per_rank: list[dict[str, str]]) -> list[str]:
     ]
     outputs = [process.communicate(timeout=60) for process in processes]
     assert [error for _, error in outputs] == ["", ""]
-    return [out.strip() for out, _ in outputs]
+    return [own(out).strip() for out, _ in outputs]
 
 
 def test_srun():
@@ -91,5 +92,5 @@ def test_torchrun(tmp_path):
         timeout=60,
         check=False,
     )
-    assert sorted(done.stdout.splitlines()) == ["0 2 0 3.0", "1 2 1 3.0"]
+    assert sorted(own(done.stdout).splitlines()) == ["0 2 0 3.0", "1 2 1 3.0"]
     assert done.returncode == 0

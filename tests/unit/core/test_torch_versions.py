@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -95,6 +98,19 @@ def test_dtensors_keep_arguments_apart() -> None:
                 torch_versions.check_arguments_kept(tensor)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.extra
+@pytest.mark.skipif(HERE >= (2, 9), reason="torch 2.9 and newer need nothing done")
+def test_model_functions_may_import_torchs_compiler_on_the_meta_device() -> None:
+    script = """
+        import sys
+        from unipar.utils.torch_versions import meta_device
+        assert "torch._dynamo" not in sys.modules
+        with meta_device():
+            import torch._dynamo
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=120)
 
 
 def test_no_other_file_compares_versions_of_torch() -> None:

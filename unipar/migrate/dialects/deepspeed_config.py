@@ -75,7 +75,7 @@ def _tables(plan: Plan, node: cst.BaseExpression) -> list[Table]:
 
 
 def default_of(plan: Plan, name: str) -> str | None:
-    """What argparse gives an option that the command line leaves out, if that is a text."""
+    """Return argparse's value of an option that is not on the command line, if it is text."""
     for _, call, _ in plan.methods("add_argument"):
         flags = [constant(one.value) for one in call.args if one.keyword is None]
         if f"--{name}" in flags or f"--{name.replace('_', '-')}" in flags:
@@ -280,7 +280,7 @@ def _is_none(node: cst.CSTNode) -> bool:
 
 
 def same_words(plan: Plan, given: cst.BaseExpression | None, node: cst.Name) -> bool:
-    """Whether a parameter of the function around a dict is called with a variable of its name."""
+    """Return whether a parameter of the function around a dict gets a variable of its name."""
     if not isinstance(given, cst.Call):
         return False
     source = plan.flow.source(node)

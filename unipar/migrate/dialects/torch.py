@@ -131,7 +131,7 @@ def rewrite_training(plan: Plan, *, wrapped: bool) -> None:
 
 
 def check_trains(plan: Plan) -> bool:
-    """Whether there is a backward pass, and an optimizer to step on it; only one is refused."""
+    """Return whether there is a backward pass and an optimizer to step; one alone is refused."""
     backwards = [
         call for _, call, func in plan.methods("backward") if not plan.flow.functions(func)
     ]

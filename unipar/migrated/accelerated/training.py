@@ -29,7 +29,7 @@ def step(optimizer: Optimizer) -> None:
 
 
 def engine(model: nn.Module) -> Callable[..., Any]:
-    """What computes as the strategy has it, and gives fp32 whatever the run's precision."""
+    """Return a model that computes as the strategy does, and gives fp32 in any precision."""
     computes = script.engine(model)
     return computes if script.settings().precision == "fp32" else Widened(computes)
 

@@ -16,7 +16,7 @@ from unipar.migrated.fp32_outputs import Widened
 
 
 def engine(model: nn.Module) -> Callable[..., Any]:
-    """What computes a model: in the run's precision, and given out in fp32."""
+    """Return a model that computes in the run's precision, and gives fp32."""
     computes = script.engine(model)
     return computes if script.settings().precision == "fp32" else Widened(computes)
 

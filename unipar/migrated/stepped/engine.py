@@ -80,7 +80,7 @@ class SteppedEngine:
         self.micro_steps += 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-batch is the last of a step; after ``step()``, the next one."""
+        """Return whether this micro-batch is the last of a step; after ``step()``, the next one."""
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self._accumulation == 0

@@ -117,7 +117,7 @@ class Plugin(ABC):
         return ()
 
     def arguments(self, module: nn.Module, spec: EngineSpec, world: World) -> dict[str, Any]:
-        """What its class is called with, native arguments aside."""
+        """Return the arguments that its class is called with, but for native ones."""
         return {}
 
     @abstractmethod
