@@ -20,7 +20,7 @@ from unipar_torch.from_host import on_meta
 from unipar_torch.fsdp import ShardingOptions, explain_dtypes
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 
-_NOT_BUILT = {"pp": "pipeline", "cp": "context", "ep": "expert"}
+_NOT_BUILT = {"pp": "pipeline", "ep": "expert"}
 
 
 class MeshOptions(ShardingOptions):
@@ -51,6 +51,20 @@ class MeshOptions(ShardingOptions):
         "'embedding_rowwise', 'embedding_colwise' or 'replicated_with_grad_allreduce'. Default: "
         "the model's own plan, or one found by tracing its blocks.",
     )
+    cp: int = Field(
+        default=1, ge=1, description="Ranks that hold a part of each sequence, of the same samples."
+    )
+    cp_kind: Literal["ring", "all_gather", "ulysses"] = Field(
+        default="ring",
+        description="How attention sees all of a sequence: keys and values go round a 'ring', or "
+        "come all at once ('all_gather'); or ranks exchange positions for heads ('ulysses').",
+    )
+    sequence_dims: dict[str, int] | None = Field(
+        default=None,
+        description="Which dimension of which tensor of a batch is the sequence that 'cp' divides: "
+        "keys of the batch, or places ('0') in a tuple. Default: dimension 1 of integer tensors of "
+        "at least two dimensions, and of what has the same size there.",
+    )
     sharding: Literal["full", "grad_op"] = Field(
         default="full",
         description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
@@ -67,7 +81,7 @@ class MeshOptions(ShardingOptions):
         for axis in _NOT_BUILT.keys() & values.keys() if isinstance(values, Mapping) else ():
             raise ValueError(
                 f"{axis} ({_NOT_BUILT[axis]} parallelism) is not built yet. Allowed axes: "
-                "dp_replicate, dp_shard, tp. Leave it out"
+                "dp_replicate, dp_shard, cp, tp. Leave it out"
             )
         return values
 
@@ -83,6 +97,12 @@ class MeshOptions(ShardingOptions):
                 "plan says how layers are divided among the ranks of tp, and tp is 1. Set tp=2 or "
                 "more, or leave plan out"
             )
+        for option in ("cp_kind", "sequence_dims"):
+            if self.cp == 1 and option in self.model_fields_set:
+                raise ValueError(
+                    f"{option} says how sequences are divided among the ranks of cp, and cp is 1. "
+                    f"Set cp=2 or more, or leave {option} out"
+                )
         return self
 
 
@@ -105,26 +125,37 @@ class MeshStrategy(Strategy):
             parallelize=True,
             splits_tensors=True,
             sparse_gradients=False,
+            # Where each rank has a part of each sequence, only a whole step knows of all of it.
+            custom_loop=self.options.cp == 1,
+            several_engines=self.options.cp == 1,
+            compile=self.options.cp == 1,
         )
 
     def layout(self, placement: Placement) -> Layout:
         options = self.options
-        others = options.dp_replicate * options.tp
+        others = options.dp_replicate * options.cp * options.tp
         shard = options.dp_shard
         if shard is None:
             shard, left = divmod(placement.size, others)
             if left or not shard:
                 raise ConfigError(
-                    f"mesh: dp_replicate={options.dp_replicate} * tp={options.tp} does not divide "
-                    f"the {placement.size} processes that there are. Start a multiple of {others} "
-                    "processes, or set tp or dp_replicate to a divisor of their number."
+                    f"mesh: dp_replicate={options.dp_replicate} * cp={options.cp} * "
+                    f"tp={options.tp} does not divide the {placement.size} processes that there "
+                    f"are. Start a multiple of {others} processes, or set tp, cp or dp_replicate "
+                    "to a divisor of their number."
                 )
-        layout = Layout(dp_replicate=options.dp_replicate, dp_shard=shard, tp=options.tp)
+        layout = Layout(
+            dp_replicate=options.dp_replicate, dp_shard=shard, cp=options.cp, tp=options.tp
+        )
         layout.check(placement.size)
         return layout
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         layout = self.layout(placement)
+        if layout.cp > 1 and isinstance(spec.model, nn.Module):
+            from unipar_torch.context_parallel import refuse_other_attention
+
+            refuse_other_attention(spec.model)
         if layout.tp == 1:
             return
         model = _skeleton(spec, layout, placement)
@@ -153,9 +184,13 @@ class MeshStrategy(Strategy):
             from unipar_torch.sharding import prepare
             from unipar_torch.tensor_parallel import divide_layers
 
-        options = self.options
+        options, sequences = self.options, None
+        if options.cp > 1:
+            from unipar_torch.context_parallel import ContextParallel
+
+            sequences = ContextParallel(world, options.cp_kind, options.sequence_dims)
         if options.tp == 1:
-            return prepare(spec, world, options)
+            return prepare(spec, world, options, sequences=sequences)
 
         # While a module has its values. Rounding may differ between machines, and plans must not.
         model = _skeleton(spec, world.layout, world.placement)
@@ -164,7 +199,7 @@ class MeshStrategy(Strategy):
         def divide(module: nn.Module) -> Any:
             return divide_layers(module, plan, world, sequence=options.sequence_parallel)
 
-        return prepare(spec, world, options, divide)
+        return prepare(spec, world, options, divide, sequences)
 
     def _plan(self, model: nn.Module, layout: Layout) -> Any:
         from unipar_torch.tensor_plan import make_plan
