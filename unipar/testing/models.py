@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 FEATURES, CLASSES, VOCABULARY, LENGTH = 6, 3, 11, 7
-EVEN_LENGTH = 8
+EVEN_LENGTH, LONG_LENGTH = 8, 10
 
 
 class Samples(Dataset):
@@ -36,6 +37,20 @@ def points(num_samples: int) -> Samples:
     x = torch.randn(num_samples, FEATURES, generator=generator)
     y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
     return Samples(x=x, y=y)
+
+
+def in_sequences(make: Callable[[], Samples]) -> Samples:
+    """Samples whose points became sequences, each of one point at several distances, alike labeled.
+
+    Args:
+        make: gives samples with points ``x`` and labels ``y``.
+    """
+    data = make()
+    x, y = data.columns["x"], data.columns["y"]
+    distances = torch.linspace(0.6, 1.5, EVEN_LENGTH)
+    data.columns["x"] = x[:, None] * distances[:, None]
+    data.columns["y"] = y[:, None].repeat(1, EVEN_LENGTH)
+    return data
 
 
 def poisoned_points(num_samples: int, poisoned: int) -> Samples:
@@ -142,7 +157,9 @@ class Buffered(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.norm(self.net(x)) * self.scale + self.scratch))
+        x = self.net(x)
+        x = self.norm(x.flatten(0, -2)).view(x.shape)
+        return self.head(torch.tanh(x * self.scale + self.scratch))
 
 
 class Normalized(nn.Module):
@@ -228,8 +245,13 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, VOCABULARY + 1, bias=False)
         self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if position_ids is None:
+            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        else:
+            x = self.tokens(tokens) + self.positions(position_ids)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -195,6 +195,14 @@ class _Check:
                 loss_fn = loss_fn.counted(data)
             with self._precision.forward():
                 loss = loss_fn(self._model, move_to(data, self._world.device))
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise ConfigError(
+                "mesh: cp divides each sequence, and the loss function takes a gradient of its own "
+                "(torch.autograd.grad), which reaches the positions of other ranks. Compute the "
+                "loss without it, or leave cp out."
+            ) from error
         finally:
             functional.scaled_dot_product_attention = attention
             for handle in handles:

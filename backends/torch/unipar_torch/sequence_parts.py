@@ -146,9 +146,9 @@ class BatchParts:
         dims = {name: dim for name, dim in self._dims.items() if name in tensors}
         if not dims:
             raise ConfigError(
-                f"mesh: sequence_dims names {first_few(list(self._dims))}, and the batch has no such "
-                f"tensor: {first_few(list(tensors)) or 'none'}. Name the keys of the batch, or places "
-                "('0', '1') where it is a tuple."
+                f"mesh: sequence_dims names {first_few(list(self._dims))}, and the batch has no "
+                f"such tensor: {first_few(list(tensors)) or 'none'}. Name keys of the batch, or "
+                "places ('0', '1') where it is a tuple."
             )
         lengths = {}
         for name, dim in dims.items():

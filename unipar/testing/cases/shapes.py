@@ -8,6 +8,7 @@ from functools import partial
 
 from unipar.engine.checks import check_gradients
 from unipar.errors import ConfigError
+from unipar.objective import Objective
 from unipar.testing import models
 from unipar.testing.cases.case import Case, case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, TOKENS
@@ -19,10 +20,13 @@ from unipar.testing.scenarios import (
     NUM_SAMPLES,
     Scenario,
     grouped,
+    num_shifted,
+    own_loss_inputs,
     pass_dict,
     pass_keywords,
     pass_tuple,
     plain_sgd,
+    predict_next,
     sgd,
     warmup_and_decay,
 )
@@ -42,6 +46,23 @@ DECODER = replace(
     model=models.Decoder,
     data=partial(models.sentences, NUM_SAMPLES, models.EVEN_LENGTH),
     num_steps=7,
+)
+LONG = replace(
+    TOKENS,
+    model=models.LongDecoder,
+    data=partial(models.sentences, NUM_SAMPLES, models.LONG_LENGTH),
+    num_steps=7,
+)
+OWN_LOSS = replace(
+    LONG,
+    terms=predict_next,
+    objective=Objective(
+        own_loss_inputs, lambda output, batch: output["loss"], num_shifted, shifts_labels=True
+    ),
+    optimizer=sgd,
+    max_grad_norm=0.25,
+    accumulation=4,
+    activation_checkpointing="full",
 )
 BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
@@ -92,6 +113,20 @@ def divides_a_decoder(kit: Kit) -> None:
                     f"{kit.target.name} says that {layout.tp} ranks divide each layer, and rank "
                     f"{rank} holds more than that part of {query.name}"
                 )
+
+
+@case_also_at(4)
+def divides_sequences(kit: Kit) -> None:
+    """Where ranks divide sequences: a causal decoder with rotary positions and grouped queries.
+
+    One run by token weights. One whose model computes its own loss, of each output with the label
+    after it, which another rank may have; clipped, accumulated, and computed twice.
+    """
+    scenarios = [scenario for scenario in (LONG, OWN_LOSS) if not kit.refuses(scenario)]
+    if kit.target.make().layout(kit.placement).cp == 1 or not scenarios:
+        return
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.terms.__name__}")
 
 
 @case
