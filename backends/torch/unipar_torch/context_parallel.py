@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -26,7 +26,7 @@ from unipar.objective import Objective
 from unipar.world import World
 from unipar_torch.divided_attention import ring_attention, to_heads, to_positions
 from unipar_torch.sequence_checks import compare
-from unipar_torch.sequence_parts import BatchParts, Parts, named_tensors
+from unipar_torch.sequence_parts import BatchParts, Parts, is_integer, named_tensors
 
 Undo = Callable[[], None]
 Kind = Literal["ring", "all_gather", "ulysses"]
@@ -165,10 +165,9 @@ class ContextParallel:
         if asked != (own, own):
             self._refuse(
                 f"attention was called with {asked[0]} queries and {asked[1]} keys, and this rank "
-                f"has {own} of the {parts.length} positions of each sequence. The loss function "
-                "must give the model all positions that the batch has, so labels are to be "
-                "shifted in the data set (inputs and labels of one length), and no attention "
-                "may go over anything else (another sequence, a window of it)"
+                f"has {own} of the {parts.length} positions of each sequence. Attention to "
+                "anything else (another sequence, a window of this one) is not divided: leave cp "
+                "out"
             )
         if mask is not None:
             self._refuse(
@@ -203,6 +202,7 @@ class ContextParallel:
         if self._now is None:
             return args, kwargs
         given = self._signature.bind_partial(*args, **kwargs).arguments
+        self._refuse_cut(given.values())
         device = self._world.device
         if POSITIONS in self._signature.parameters and given.get(POSITIONS) is None:
             kwargs = {**kwargs, POSITIONS: self._now.positions(device)[None]}
@@ -220,6 +220,19 @@ class ContextParallel:
                     "leave it out: of padding at the end nothing is seen under a causal mask"
                 )
         return args, kwargs
+
+    def _refuse_cut(self, given: Iterable[Any]) -> None:
+        """Refuse token ids that are not those of this rank's part."""
+        assert self._now is not None
+        own = self._now.own_length
+        ids = [t for t in given if isinstance(t, torch.Tensor) and t.ndim > 1 and is_integer(t)]
+        if ids and not any(own in t.shape for t in ids):
+            self._refuse(
+                f"the model was given inputs of shape {list(ids[0].shape)}, and of the batch this "
+                f"rank has {own} of {self._now.length} positions. The loss function must give the "
+                "model all positions that the batch has: shift labels in the data set, so that "
+                "inputs and labels have one length"
+            )
 
     def _look_at_masks(self, data: Any) -> None:
         """Refuse padding before the end of a sequence, and several sequences in one."""

@@ -143,13 +143,11 @@ class _Check:
         inside = {part for block in blocks for part in block.modules()}
         outer = [m for m in self._model.modules() if m not in inside] + blocks
         whole, divided = self._both(piece, parts, outer)
-        said, block = self._difference(whole, divided, parts)
-        # Other ranks may have seen it in another block, or not at all.
-        blamed = next((name for name in self._world.gather(block) if name is not None), None)
-        if blamed is not None:
-            within = list(self._model.get_submodule(blamed).modules())
-            closer, _ = self._difference(*self._both(piece, parts, within), parts)
-            said = closer or said
+        said = self._difference(whole, divided, parts)
+        if any(self._world.gather(bool(said))):
+            # Of the modules within a block another may be the first.
+            again = self._both(piece, parts, list(self._model.modules()))
+            said = self._difference(*again, parts) or said
         return said or self._loss_difference(whole, divided), whole.count > 0
 
     def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
@@ -211,27 +209,22 @@ class _Check:
         assert isinstance(loss, LossSum)
         return _Run(calls, float(loss.total), float(loss.count))
 
-    def _difference(self, whole: _Run, divided: _Run, parts: Parts) -> tuple[str, str | None]:
-        """What differs first, and the block or other module in which it does."""
+    def _difference(self, whole: _Run, divided: _Run, parts: Parts) -> str:
+        """What differs first."""
         names = [[call[:2] for call in run.calls] for run in (whole, divided)]
         if names[0] != names[1]:
-            return "other modules are called for a part of a sequence than for the whole", None
+            return "other modules are called for a part of a sequence than for the whole"
         attends = 0
         for expected, found in zip(whole.calls, divided.calls, strict=True):
             attends += expected.kind == _ATTENTION
-            apart = max(
-                (
-                    self._apart(a, b, parts)
-                    for a, b in zip(expected.tensors, found.tensors, strict=False)
-                ),
-                default=0.0,
-            )
+            pairs = zip(expected.tensors, found.tensors, strict=False)
+            apart = max((self._apart(a, b, parts) for a, b in pairs), default=0.0)
             if apart <= self._tolerance:
                 continue
             if expected.kind == _ATTENTION:
-                return _said_of_attention(attends, apart), None
-            return _said_of_module(expected, apart), expected.name
-        return "", None
+                return _said_of_attention(attends, apart)
+            return _said_of_module(expected, apart)
+        return ""
 
     def _apart(self, whole: torch.Tensor, divided: torch.Tensor, parts: Parts) -> float:
         """How far a part is from that of the whole; 0 of what has no sequence."""

@@ -126,7 +126,7 @@ class BatchParts:
         return map_named(batch, lambda name, t: parts.own(t, dims[name]) if name in dims else t)
 
     def _by_default(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        ids = {n: t for n, t in tensors.items() if t.ndim > 1 and _is_integer(t)}
+        ids = {n: t for n, t in tensors.items() if t.ndim > 1 and is_integer(t)}
         lengths = {t.shape[1] for t in ids.values()}
         if len(lengths) != 1:
             found = "; ".join(f"'{n}' {list(t.shape)}" for n, t in (ids or tensors).items())
@@ -189,5 +189,6 @@ def _name(path: Sequence[Any]) -> str:
     return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in path)
 
 
-def _is_integer(tensor: torch.Tensor) -> bool:
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are integers, and not truth values."""
     return not tensor.is_floating_point() and tensor.dtype is not torch.bool
