@@ -38,6 +38,9 @@ class Objective:
         num_items: ``num_items(batch)`` gives the number of items that the mean is over, as
             ``engine.backward(loss, num_items=…)`` is given it: a number that is known on the host,
             of this batch on this rank. Left out, or where it gives ``None``: its samples.
+        shifts_labels: whether the model's own loss compares each output with the label after it.
+            Where ranks hold parts of sequences it is then given ``shift_labels`` too, the labels
+            in their places, as models of transformers take them.
 
     Raises:
         ConfigError: one of them is no function of these arguments.
@@ -46,6 +49,7 @@ class Objective:
     inputs: Callable[[Any], Any]
     loss: Callable[[Any, Any], Any]
     num_items: Callable[[Any], float | torch.Tensor | None] | None = None
+    shifts_labels: bool = False
 
     def __post_init__(self) -> None:
         check_function(self.inputs, "inputs", ("batch",))
@@ -70,6 +74,7 @@ class Objective:
             _whole_batch,
             _loss_of_output,
             lambda batch: _num_labels(batch, shifts=shifts) if counts else None,
+            shifts_labels=shifts,
         )
 
     def __call__(self, model: Any, batch: Any) -> Any:
@@ -106,6 +111,18 @@ class Objective:
             "model's keyword arguments by their names, a tuple of its positional arguments, or one "
             "tensor; what is one argument and no tensor goes into a tuple: (x,)."
         )
+
+    def aligned(self, batch: Any) -> Any:
+        """The batch with its labels in the places of the outputs that they are compared with.
+
+        Where the model shifts ``labels``, of shape (…, sequence), it has ``shift_labels`` beside
+        them; so any part of the sequence has the labels of its outputs.
+        """
+        labels = batch.get("labels") if self.shifts_labels and isinstance(batch, Mapping) else None
+        if not isinstance(labels, torch.Tensor) or labels.ndim < 2 or "shift_labels" in batch:
+            return batch
+        shifted = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+        return {**batch, "shift_labels": shifted}
 
     def count(self, batch: Any) -> float | None:
         """The items that the mean is over; ``None``: its samples.

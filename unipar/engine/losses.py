@@ -6,6 +6,7 @@ from torch import nn
 
 from unipar.data.batch import MicroBatch
 from unipar.data.feed import on_device
+from unipar.engine.divider import PartOf
 from unipar.engine.precision import PrecisionPolicy
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
@@ -21,6 +22,7 @@ def compute_loss(
     world: World,
     precision: PrecisionPolicy,
     training: bool,
+    part_of: PartOf,
 ) -> Loss:
     """Run the forward pass of a micro-batch; its loss, in fp32.
 
@@ -31,13 +33,14 @@ def compute_loss(
         world: the joined processes.
         precision: surrounds the forward pass.
         training: whether the loss must have a gradient.
+        part_of: gives this rank's part of the data.
 
     Raises:
         ConfigError: the loss is not one that can be counted.
     """
     if isinstance(loss_fn, Objective):
-        loss_fn = loss_fn.counted(microbatch.data)
-    data = on_device(microbatch, world.device)
+        loss_fn = loss_fn.counted(part_of(microbatch.data))
+    data = part_of(on_device(microbatch, world.device))
     with precision.forward():
         loss = loss_fn(model, data)
     check_loss_of_rank(loss, world, training=training)

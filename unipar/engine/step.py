@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.data.batch import Batch, MicroBatch
 from unipar.engine.average import LossAverage
+from unipar.engine.divider import Divider, PartOf, Whole
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
 from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
@@ -57,6 +58,7 @@ class StepEngine(Engine):
         stepper: divides, clips and steps.
         state: what the model and its optimizer keep in checkpoints.
         schedule: runs a pipeline; a user's own loop is then refused.
+        divider: gives each rank a part of its samples; a user's own loop is then refused.
         undo: called by :meth:`close`, newest first.
 
     Attributes:
@@ -85,6 +87,7 @@ class StepEngine(Engine):
         stepper: Stepper | None = None,
         state: ModelState | None = None,
         schedule: Schedule | None = None,
+        divider: Divider | None = None,
         undo: Iterable[Callable[[], None]] = (),
     ) -> None:
         self.spec, self.world, self.module = spec, world, module
@@ -107,6 +110,8 @@ class StepEngine(Engine):
         self._pipeline = None
         if schedule is not None:
             self._pipeline = Pipeline(schedule, world, precision, self.average)
+        self._whole_steps = schedule is not None or divider is not None
+        self._divider = Whole() if divider is None else divider
         self._guard = GradientGuard(self.reducer)
         self._undo = [self.reducer.close, *undo]
         if optimizer is not None:
@@ -158,8 +163,20 @@ class StepEngine(Engine):
         self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
     ) -> None:
         mark(self.num_steps + 1, "forward")
+        with self._divider.dividing(self.model, microbatch, loss_fn) as part_of:
+            self._pass(microbatch, loss_fn, batch, part_of, last=last)
+
+    def _pass(
+        self,
+        microbatch: MicroBatch,
+        loss_fn: LossFn,
+        batch: Batch,
+        part_of: PartOf,
+        *,
+        last: bool,
+    ) -> None:
         marks = self._guard.mark()
-        loss = self._loss(self.model, microbatch, loss_fn, training=True)
+        loss = self._loss(self.model, microbatch, loss_fn, part_of, training=True)
         self._guard.compare(marks, begun=self.average.begun)
         if not self.average.begun:
             averaged = not isinstance(loss, LossSum)
@@ -302,7 +319,7 @@ class StepEngine(Engine):
     # -- the user's own loop ---------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline is not None:
+        if self._whole_steps:
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
             self._enter_training()
@@ -321,14 +338,14 @@ class StepEngine(Engine):
             return self.loop_model(*args, **kwargs)
 
     def zero_grad(self) -> None:
-        if self._pipeline is not None:
+        if self._whole_steps:
             super().zero_grad()
         if self.average.begun or self._loop.forwards or self._loop.broken:
             self._give_up()
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        if self._pipeline is not None:
+        if self._whole_steps:
             super().microbatch(last=last)
         with self._loop.breaking(), self.reducer.microbatch(last=last):
             self._loop.told, self._loop.last = True, last
@@ -338,7 +355,7 @@ class StepEngine(Engine):
                 self._loop.last = False
 
     def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
-        if self._pipeline is not None:
+        if self._whole_steps:
             super().backward(loss, num_items=num_items)
         self._require_optimizer()
         self._loop.refuse_broken()
@@ -358,7 +375,7 @@ class StepEngine(Engine):
         self._guard.hide()
 
     def step(self) -> StepResult:
-        if self._pipeline is not None:
+        if self._whole_steps:
             return super().step()
         self._loop.refuse_broken()
         if not self.average.begun:
@@ -391,7 +408,9 @@ class StepEngine(Engine):
                 self._pipeline.evaluate(batch, loss_fn, sums)
             else:
                 for microbatch in batch.microbatches:
-                    loss = self._loss(self.eval_model, microbatch, loss_fn, training=False)
+                    model = self.eval_model
+                    with self._divider.dividing(model, microbatch, loss_fn) as part_of:
+                        loss = self._loss(model, microbatch, loss_fn, part_of, training=False)
                     samples = microbatch.num_samples
                     if isinstance(loss, LossSum):
                         total, count = loss.total, loss.count
@@ -411,9 +430,10 @@ class StepEngine(Engine):
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             self.reducer.probing(),
+            self._divider.dividing(self.model, microbatch, loss_fn) as part_of,
         ):
             try:
-                loss = self._loss(self.model, microbatch, loss_fn, training=True)
+                loss = self._loss(self.model, microbatch, loss_fn, part_of, training=True)
                 total = loss.total if isinstance(loss, LossSum) else loss
                 with backward_pass():
                     self.reducer.backward(total, last=False)
@@ -425,11 +445,23 @@ class StepEngine(Engine):
                         buffer.copy_(saved)
 
     def _loss(
-        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn, *, training: bool
+        self,
+        model: nn.Module,
+        microbatch: MicroBatch,
+        loss_fn: LossFn,
+        part_of: PartOf,
+        *,
+        training: bool,
     ) -> Loss:
         world, precision = self.world, self.precision
         return compute_loss(
-            model, microbatch, loss_fn, world=world, precision=precision, training=training
+            model,
+            microbatch,
+            loss_fn,
+            world=world,
+            precision=precision,
+            training=training,
+            part_of=part_of,
         )
 
     def _enter_training(self) -> None:

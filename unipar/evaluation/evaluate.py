@@ -69,6 +69,13 @@ def evaluate(
         ConfigError: a metric is not one number, or nothing says what it compares.
     """
     metrics = dict(metrics or {})
+    if metrics and world.layout.cp > 1:
+        raise ConfigError(
+            f"metrics ({', '.join(metrics)}) compare predictions of whole samples, and each rank "
+            f"holds a part of every sequence (cp={world.layout.cp}). Evaluate by the loss alone, "
+            "or compute metrics of a checkpoint under another strategy: Session.evaluate with "
+            "strategy='fsdp'."
+        )
     sums = {name: Sums() for name in ("loss", *metrics)}
     for metric in metrics.values():
         if isinstance(metric, AccumulatingMetric):

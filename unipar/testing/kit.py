@@ -123,7 +123,8 @@ class Kit:
     def fit(self, scenario: Scenario) -> Scenario:
         """The scenario as it can be asked of the strategy.
 
-        In half precision of one that has no fp32. Without the gradient's norm of one that denies
+        In half precision of one that has no fp32. On sequences of one whose ranks divide these.
+        Without the gradient's norm of one that denies
         clipping: it owes none, for to measure it is a ``max_grad_norm`` too.
         """
         able = self.capabilities
@@ -131,6 +132,8 @@ class Kit:
             scenario = replace(scenario, precision="bf16" if "bf16" in able.precisions else "fp16")
         if scenario.max_grad_norm == math.inf and not able.clipping:
             scenario = replace(scenario, max_grad_norm=None)
+        if self.target.make().layout(self.placement).cp > 1:
+            scenario = scenario.in_sequences()
         return scenario
 
     def train(self, *scenarios: Scenario) -> list[Run]:

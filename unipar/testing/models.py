@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 FEATURES, CLASSES, VOCABULARY, LENGTH = 6, 3, 11, 7
-EVEN_LENGTH = 8
+EVEN_LENGTH, LONG_LENGTH = 8, 10
 
 
 class Samples(Dataset):
@@ -36,6 +37,20 @@ def points(num_samples: int) -> Samples:
     x = torch.randn(num_samples, FEATURES, generator=generator)
     y = (x[:, 0] * x[:, 1] > 0).long() + (x[:, 2] > 0.5).long()
     return Samples(x=x, y=y)
+
+
+def in_sequences(make: Callable[[], Samples]) -> Samples:
+    """Samples whose points became sequences, each of one point at several distances, alike labeled.
+
+    Args:
+        make: gives samples with points ``x`` and labels ``y``.
+    """
+    data = make()
+    x, y = data.columns["x"], data.columns["y"]
+    distances = torch.linspace(0.6, 1.5, EVEN_LENGTH)
+    data.columns["x"] = x[:, None] * distances[:, None]
+    data.columns["y"] = y[:, None].repeat(1, EVEN_LENGTH)
+    return data
 
 
 def poisoned_points(num_samples: int, poisoned: int) -> Samples:
@@ -157,7 +172,9 @@ class Buffered(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.norm(self.net(x)) * self.scale + self.scratch))
+        x = self.net(x)
+        x = self.norm(x.flatten(0, -2)).view(x.shape)
+        return self.head(torch.tanh(x * self.scale + self.scratch))
 
 
 class Normalized(nn.Module):
@@ -243,11 +260,81 @@ class Decoder(nn.Module):
         self.head = nn.Linear(width, VOCABULARY + 1, bias=False)
         self.head.weight = self.tokens.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if position_ids is None:
+            x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        else:
+            x = self.tokens(tokens) + self.positions(position_ids)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class RotaryAttention(Attention):
+    """:class:`Attention` whose queries and keys are turned by their positions."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k = self.k(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        v = self.v(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        q, k = (_turned(t, cos, sin) for t in (q, k))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+class RotaryBlock(DecoderBlock):
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__(width, heads, kv_heads)
+        self.attention = RotaryAttention(width, heads, kv_heads)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        x = x + self.attention(self.norm_attention(x), cos, sin)
+        normed = self.norm_feed(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class LongDecoder(nn.Module):
+    """A decoder of sequences of any length, that may be told where in them its tokens stand.
+
+    It computes its own loss, of each output with the label after it, as models of transformers do.
+    """
+
+    def __init__(self, width: int = 16, heads: int = 4, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY + 1, width)
+        self.blocks = nn.ModuleList(RotaryBlock(width, heads, kv_heads) for _ in range(2))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, VOCABULARY + 1, bias=False)
+        self.frequencies = [0.5 ** (4 * i) for i in range(width // heads // 2)]
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        shift_labels: torch.Tensor | None = None,
+    ) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        frequencies = torch.tensor(self.frequencies, device=tokens.device)
+        angles = position_ids[:, None, :, None] * frequencies
+        x, cos, sin = self.tokens(tokens), angles.cos(), angles.sin()
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), shift_labels.flatten())
+        return {"loss": loss, "logits": logits}
 
 
 class Sparse(nn.Module):

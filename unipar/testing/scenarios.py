@@ -77,7 +77,7 @@ def on_plateau(optimizer: Optimizer) -> LRScheduler:
 
 
 def classify(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-    return functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+    return of_logits(model(batch["x"]), batch)
 
 
 def predict_tokens(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
@@ -86,25 +86,45 @@ def predict_tokens(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
     return total, (labels != -100).sum()
 
 
+def predict_next(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """What :class:`unipar.testing.models.LongDecoder` computes itself."""
+    logits, labels = model(batch["tokens"])[:, :-1], batch["labels"][:, 1:]
+    total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def own_loss_inputs(batch: Any) -> dict[str, Any]:
+    """A batch as it is given to a model that computes its own loss."""
+    return {name: batch[name] for name in ("tokens", "labels", "shift_labels") if name in batch}
+
+
+def num_shifted(batch: Any) -> torch.Tensor:
+    """The labels that such a loss is over."""
+    labels = batch["labels"][:, 1:] if "shift_labels" not in batch else batch["shift_labels"]
+    return (labels != -100).sum()
+
+
 def mean_over_tokens(logits: torch.Tensor, batch: Any) -> torch.Tensor:
     """Return the mean over tokens of what :func:`predict_tokens` sums; NaN where there are none."""
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def pass_dict(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-    return _of_logits(model({"x": batch["x"], "factors": [2.0]}), batch)
+    return of_logits(model({"x": batch["x"], "factors": [2.0]}), batch)
 
 
 def pass_tuple(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-    return _of_logits(model((batch["x"], 2.0)), batch)
+    return of_logits(model((batch["x"], 2.0)), batch)
 
 
 def pass_keywords(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-    return _of_logits(model(x=batch["x"], factor=2.0)["logits"], batch)
+    return of_logits(model(x=batch["x"], factor=2.0)["logits"], batch)
 
 
-def _of_logits(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
-    return functional.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"])
+def of_logits(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
+    """The loss of points, or of sequences of points."""
+    labels = batch["y"].flatten()
+    return functional.cross_entropy(logits.flatten(0, -2), labels, reduction="sum"), len(labels)
 
 
 @dataclass(frozen=True)
@@ -165,6 +185,17 @@ class Scenario:
             micro_batch_size=self.micro_batch_size(data_size),
             accumulation=self.accumulation,
         )
+
+    def in_sequences(self) -> Scenario:
+        """The scenario on sequences, if its samples have none: of points, each counted by itself.
+
+        Its model computes each position alike.
+        """
+        columns = self.data().columns
+        if "x" not in columns or columns["x"].ndim > 2:
+            return self
+        data = functools.partial(models.in_sequences, self.data)
+        return replace(self, data=data, weighted=True)
 
     def micro_batch_size(self, data_size: int) -> int:
         return math.ceil(self.global_batch_size / data_size / self.accumulation)

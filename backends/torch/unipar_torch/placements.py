@@ -37,9 +37,11 @@ def placements(module: nn.Module, layout: Layout, plan: TensorPlan | None) -> di
             said.append(f"dim {dim} over tp={layout.tp}")
         elif layout.tp > 1:
             said.append(f"whole on tp={layout.tp}")
-        if layout.dp_shard > 1 and shape:
-            shape[0] = -(-shape[0] // layout.dp_shard)
-            said.append(f"dim 0 over dp_shard={layout.dp_shard}")
+        if layout.fsdp > 1 and shape:
+            shape[0] = -(-shape[0] // layout.fsdp)
+            over = {"dp_shard": layout.dp_shard, "cp": layout.cp}
+            named_sizes = [f"{axis}={size}" for axis, size in over.items() if size > 1]
+            said.append(f"dim 0 over {' * '.join(named_sizes)}")
         if layout.dp_replicate > 1:
             said.append(f"copied dp_replicate={layout.dp_replicate} times")
         text = f"{', '.join(said)}: {shape} of a rank"

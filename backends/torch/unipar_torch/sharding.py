@@ -54,6 +54,7 @@ from unipar.world import World
 from unipar_torch.from_host import give_values, host_model, take_values, tied_names
 
 if TYPE_CHECKING:
+    from unipar_torch.context_parallel import ContextParallel
     from unipar_torch.fsdp import ShardingOptions
 
 Divide = Callable[[nn.Module], list[Undo]]
@@ -61,7 +62,11 @@ Divide = Callable[[nn.Module], list[Undo]]
 
 
 def prepare(
-    spec: EngineSpec, world: World, options: ShardingOptions, divide: Divide | None = None
+    spec: EngineSpec,
+    world: World,
+    options: ShardingOptions,
+    divide: Divide | None = None,
+    sequences: ContextParallel | None = None,
 ) -> StepEngine:
     """Shard a model, then build its optimizer. Collective.
 
@@ -70,6 +75,7 @@ def prepare(
         world: the joined processes.
         options: of the strategy.
         divide: divides layers before anything else is done to the model.
+        sequences: divides sequences.
     """
     name = options.strategy
     hybrid = world.layout.dp_replicate > 1
@@ -80,6 +86,8 @@ def prepare(
     ties = tied_names(module)
     # While weights are whole: a layer does not tell afterwards who will gather its weight.
     undo = [compute_in_float8(module, spec.precision)]
+    if sequences is not None:
+        undo += sequences.install(module)
     if divide is not None:
         undo += divide(module)
     if spec.parallelize is not None:
@@ -116,6 +124,8 @@ def prepare(
     autocast = options.param_dtype == "fp32"
     scaler = scaler_of(module.parameters()) if spec.precision == "fp16" else None
     precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast, scaler=scaler)
+    if sequences is not None:
+        sequences.compute_by(precision)
     stepper = None
     if optimizer is not None:
         parameters = module.parameters()
@@ -128,6 +138,7 @@ def prepare(
         reducer=ShardReducer(module, world, name, every=options.reduce_scatter_every_microbatch),
         precision=precision,
         stepper=stepper,
+        divider=sequences,
         undo=undo,
     )
 

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from unipar.combined import optimizers_in
-from unipar.data.batch import Batch
+from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import DDPReducer, ModuleState, OptimizerStepper, StepEngine
 from unipar.loss import LossFn, LossSum
 from unipar.state import EngineState
 from unipar.strategy import EngineSpec, StepResult, Strategy
 from unipar.world import World
+from unipar_torch import context_parallel
+from unipar_torch.context_parallel import ContextParallel
 from unipar_torch.ddp import DDPOptions, DDPStrategy
 from unipar_torch.fsdp import FSDPOptions, FSDPStrategy
 from unipar_torch.layer_cuts import Activations
@@ -340,6 +342,39 @@ class GradientSumForgottenStrategy(MeshStrategy):
 def dividing(strategy: type[MeshStrategy]) -> Callable[[], Strategy]:
     """A maker of ``mesh`` whose two ranks divide layers, broken in one way."""
     return lambda: strategy(MeshOptions(tp=2))
+
+
+# -- sequences divided wrongly ---------------------------------------------------------------------
+
+
+class Unshifted(ContextParallel):
+    """Lets a model shift the labels of its part, and does not look at what comes of it."""
+
+    def dividing(self, model: nn.Module, microbatch: MicroBatch, loss_fn: Any) -> Any:
+        self._checked = {True, False}
+        return super().dividing(model, microbatch, replace(loss_fn, shifts_labels=False))
+
+
+class OwnAttentionOnly(ContextParallel):
+    """Lets attention see the part of its own rank, and does not look at what comes of it."""
+
+    def dividing(self, model: nn.Module, microbatch: MicroBatch, loss_fn: Any) -> Any:
+        self._checked = {True, False}
+        return super().dividing(model, microbatch, loss_fn)
+
+    def _attention(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(*args, **kwargs)
+
+
+def dividing_sequences(wrong: type[ContextParallel]) -> Callable[[], Strategy]:
+    """A maker of ``mesh`` whose two ranks divide sequences, broken in one way."""
+
+    class Broken(MeshStrategy):
+        def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+            with unittest.mock.patch.object(context_parallel, "ContextParallel", wrong):
+                return super().prepare(spec, world)
+
+    return lambda: Broken(MeshOptions(cp=2))
 
 
 def early_optimizer() -> Strategy:

@@ -160,6 +160,18 @@ BROKEN = [
         "clips",
         "the gradient norm of step 1 ",
     ),
+    (
+        "labels not shifted before sequences are divided",
+        broken.dividing_sequences(broken.Unshifted),
+        "divides_sequences",
+        "predict_next: the number of items of step 1",
+    ),
+    (
+        "attention to the positions of its own rank",
+        broken.dividing_sequences(broken.OwnAttentionOnly),
+        "divides_sequences",
+        "predict_tokens: the loss of step 1",
+    ),
     ("precision ignored", broken.precision_ignored, "keeps_to_bf16", "changed nothing"),
     (
         "sharding pretended",

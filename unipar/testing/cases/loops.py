@@ -46,7 +46,7 @@ from unipar.testing.kit import (
 )
 from unipar.testing.models import Samples
 from unipar.testing.reference import Trace
-from unipar.testing.scenarios import HALF_DTYPES, NUM_SAMPLES, Scenario, adamw, classify
+from unipar.testing.scenarios import HALF_DTYPES, NUM_SAMPLES, Scenario, adamw, classify, of_logits
 from unipar.world import World
 
 GAN = Scenario(
@@ -223,7 +223,7 @@ def _sometimes_used() -> Samples:
 
 def _classify_by_parts(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
     logits = model(batch["x"], extra=bool(batch["used"][0]))
-    return cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"])
+    return of_logits(logits, batch)
 
 
 @case

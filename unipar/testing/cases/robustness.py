@@ -11,6 +11,7 @@ import torch
 
 from unipar.data.batch import Batch
 from unipar.errors import ConfigError, NonFiniteLossError
+from unipar.loss import Loss, LossSum
 from unipar.strategy import Engine, StepResult, Strategy
 from unipar.testing import models
 from unipar.testing.cases.case import case, case_also_at
@@ -219,10 +220,11 @@ def _overflow(
     stream = batches(scenario, world)
     before, rates = Exported.of(engine), learning_rates(engine)
 
-    def huge(model: Any, batch: Any) -> torch.Tensor:
+    def huge(model: Any, batch: Any) -> Loss:
         loss = scenario.loss(model, batch)
-        assert isinstance(loss, torch.Tensor)
         # Finite in the forward pass; its gradient is infinite in fp16 once the scaler is through.
+        if isinstance(loss, LossSum):
+            return LossSum(loss.total * 1e30, loss.count)
         return loss * 1e30
 
     overflowed = engine.train_step(next(stream), huge)

@@ -26,11 +26,14 @@ from unipar.testing.scenarios import (
     NUM_SAMPLES,
     Scenario,
     grouped,
+    num_shifted,
+    own_loss_inputs,
     pass_dict,
     pass_keywords,
     pass_tuple,
     plain_sgd,
     predict_tokens,
+    predict_next,
     sgd,
     warmup_and_decay,
 )
@@ -65,6 +68,23 @@ OFFLOADED = replace(
     # The last batch has a row for each rank, which is below what is moved.
     num_steps=4,
     objective=Objective(lambda batch: batch["tokens"], _loss_with_activations_on_host),
+)
+LONG = replace(
+    TOKENS,
+    model=models.LongDecoder,
+    data=partial(models.sentences, NUM_SAMPLES, models.LONG_LENGTH),
+    num_steps=7,
+)
+OWN_LOSS = replace(
+    LONG,
+    terms=predict_next,
+    objective=Objective(
+        own_loss_inputs, lambda output, batch: output["loss"], num_shifted, shifts_labels=True
+    ),
+    optimizer=sgd,
+    max_grad_norm=0.25,
+    accumulation=4,
+    activation_checkpointing="full",
 )
 BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
@@ -115,6 +135,20 @@ def divides_a_decoder(kit: Kit) -> None:
                     f"{kit.target.name} says that {layout.tp} ranks divide each layer, and rank "
                     f"{rank} holds more than that part of {query.name}"
                 )
+
+
+@case_also_at(4)
+def divides_sequences(kit: Kit) -> None:
+    """Where ranks divide sequences: a causal decoder with rotary positions and grouped queries.
+
+    One run by token weights. One whose model computes its own loss, of each output with the label
+    after it, which another rank may have; clipped, accumulated, and computed twice.
+    """
+    scenarios = [scenario for scenario in (LONG, OWN_LOSS) if not kit.refuses(scenario)]
+    if kit.target.make().layout(kit.placement).cp == 1 or not scenarios:
+        return
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.terms.__name__}")
 
 
 @case

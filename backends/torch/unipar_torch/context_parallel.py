@@ -1,0 +1,325 @@
+"""Context parallelism: each rank along ``cp`` has a part of each sequence, and attention sees all.
+
+What goes through ``torch.nn.functional.scaled_dot_product_attention`` is computed over all ranks;
+whatever else a model does has to be done by position, which a check in the first pass finds out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from unipar.data.batch import MicroBatch
+from unipar.engine import PrecisionPolicy
+from unipar.engine.divider import PartOf
+from unipar.errors import ConfigError
+from unipar.loss import LossFn
+from unipar.objective import Objective
+from unipar.world import World
+from unipar_torch.divided_attention import ring_attention, to_heads, to_positions
+from unipar_torch.sequence_checks import compare
+from unipar_torch.sequence_parts import BatchParts, Parts, is_integer, named_tensors
+
+Undo = Callable[[], None]
+Kind = Literal["ring", "all_gather", "ulysses"]
+POSITIONS, MASK = "position_ids", "attention_mask"
+"""What models of transformers call the places of tokens, and which of them are no padding."""
+
+
+class ContextParallel:
+    """Divides micro-batches by sequence, and has attention see all of it.
+
+    Args:
+        world: the joined processes.
+        kind: how attention sees what other ranks have.
+        dims: the sequence's dimension of tensors of a batch, or ``None`` to find them.
+    """
+
+    def __init__(self, world: World, kind: Kind, dims: dict[str, int] | None) -> None:
+        mesh = world.mesh("cp")
+        self._world, self._kind, self._group = world, kind, mesh.get_group()
+        rank = mesh.get_local_rank()
+        self._batches = BatchParts(mesh.size(), rank, zigzag=kind != "ulysses", dims=dims)
+        self._precision = PrecisionPolicy("fp32", world.device)
+        self._checked: set[bool] = set()
+        self._now: Parts | None = None
+        self._masks: str | None = None
+
+    def install(self, module: nn.Module) -> list[Undo]:
+        """Have a model given the positions of its part, before anything else is done to it."""
+        refuse_other_attention(module)
+        self._signature = inspect.signature(module.forward)
+        handle = module.register_forward_pre_hook(self._give_positions, with_kwargs=True)
+        return [handle.remove]
+
+    def compute_by(self, precision: PrecisionPolicy) -> None:
+        """Note what surrounds forward passes."""
+        self._precision = precision
+
+    @contextlib.contextmanager
+    def dividing(
+        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn
+    ) -> Iterator[PartOf]:
+        """See :class:`unipar.engine.divider.Divider`."""
+
+        def aligned(data: Any) -> Any:
+            return loss_fn.aligned(data) if isinstance(loss_fn, Objective) else data
+
+        length, dims = self._batches.dims_of(aligned(microbatch.data))
+        self._look_at_masks(microbatch.data)
+        # Recomputation and evaluation may take other ways through a model.
+        if model.training not in self._checked and compare(
+            model,
+            aligned(microbatch.data),
+            loss_fn,
+            self._batches,
+            self.attending,
+            self._precision,
+            self._world,
+            self._group,
+        ):
+            self._checked.add(model.training)
+        with self.attending(length):
+            yield lambda data: self._batches.divided(aligned(data), length, dims)
+
+    @contextlib.contextmanager
+    def attending(self, length: int) -> Iterator[None]:
+        """Have attention see sequences of ``length``, of which the model is given a part."""
+        before, self._now = self._now, self._batches.parts_of(length)
+        original = functional.scaled_dot_product_attention
+        fast = torch.backends.mha.get_fastpath_enabled()
+
+        def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._attention(original, *args, **kwargs)
+
+        functional.scaled_dot_product_attention = attention
+        # Its attention goes past that function.
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with self._masks_of_transformers():
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            functional.scaled_dot_product_attention = original
+            self._now = before
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def _attention(
+        self,
+        original: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        parts = self._now
+        assert parts is not None
+        self._refuse_unknown(parts, query, key, attn_mask, dropout_p)
+        if torch.is_autocast_enabled(query.device.type):
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (t.to(dtype) for t in (query, key, value))
+        shape = query.shape
+        q, k, v = (_four_dimensional(t, shape) for t in (query, key, value))
+        if q.shape[1] % k.shape[1] or (not enable_gqa and k.shape[1] not in (1, q.shape[1])):
+            raise ConfigError(
+                f"attention has {q.shape[1]} heads of queries and {k.shape[1]} of keys. Give as "
+                "many of both, or a divisor and enable_gqa=True."
+            )
+        scale = 1 / math.sqrt(shape[-1]) if scale is None else scale
+        if self._kind != "ulysses":
+            gathers = self._kind == "all_gather"
+            out = ring_attention(
+                q, k, v, parts, self._group, causal=is_causal, scale=scale, gathers=gathers
+            )
+        else:
+            self._refuse_heads(q.shape[1], k.shape[1], parts.size)
+            q, k, v = (to_heads(t, parts, self._group) for t in (q, k, v))
+            out = original(
+                q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=True
+            )
+            out = to_positions(out, parts, self._group)
+        return out.reshape(*shape[:-1], value.shape[-1])
+
+    def _refuse_unknown(
+        self,
+        parts: Parts,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout: float,
+    ) -> None:
+        own, asked = parts.own_length, (query.shape[-2], key.shape[-2])
+        if asked != (own, own):
+            self._refuse(
+                f"attention was called with {asked[0]} queries and {asked[1]} keys, and this rank "
+                f"has {own} of the {parts.length} positions of each sequence. Attention to "
+                "anything else (another sequence, a window of this one) is not divided: leave cp "
+                "out"
+            )
+        if mask is not None:
+            self._refuse(
+                f"attention was called with a mask of shape {list(mask.shape)}, and what it says "
+                "of the positions of other ranks is not known. Use is_causal=True, or no mask; of "
+                "padding at the end nothing is seen under a causal mask, if its labels are left out"
+            )
+        if dropout and self._kind != "ulysses":
+            self._refuse(
+                f"attention drops weights (dropout_p={dropout:g}), which cp_kind='{self._kind}' "
+                "cannot. Set the model's attention dropout to 0, or cp_kind=ulysses"
+            )
+
+    def _refuse_heads(self, heads: int, kv_heads: int, size: int) -> None:
+        if heads % size or kv_heads % size:
+            own = f"{heads} heads of queries and {kv_heads} of keys and values"
+            allowed = [n for n in range(1, heads + 1) if not (heads % n or kv_heads % n)]
+            self._refuse(
+                f"cp_kind='ulysses' gives each rank some of the heads, and a rank has {own}, which "
+                f"{size} does not divide. Set cp to one of {allowed}, or cp_kind=ring"
+            )
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ConfigError(f"mesh: cp={self._batches.size} divides each sequence, and {what}.")
+
+    # -- positions, and masks of transformers ----------------------------------------------------
+
+    def _give_positions(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Give a model that takes positions those of its part, unless it is given some."""
+        if self._now is None:
+            return args, kwargs
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        self._refuse_cut(given.values())
+        device = self._world.device
+        if POSITIONS in self._signature.parameters and given.get(POSITIONS) is None:
+            kwargs = {**kwargs, POSITIONS: self._now.positions(device)[None]}
+        if _of_transformers(module) and MASK in self._signature.parameters:
+            if given.get(MASK) is None:
+                # Without a mask it would take a gap in the positions for the end of a sequence.
+                tensors = [t for t in given.values() if isinstance(t, torch.Tensor) and t.ndim > 1]
+                rows = tensors[0].shape[0] if tensors else 1
+                ones = torch.ones(rows, self._now.own_length, dtype=torch.bool, device=device)
+                kwargs, self._masks = {**kwargs, MASK: ones}, "whole"
+            elif self._masks is None:
+                self._refuse(
+                    f"the model is given an {MASK} that the batch does not have, so what it hides "
+                    f"of other ranks' positions is not known. Put '{MASK}' into the batch, or "
+                    "leave it out: of padding at the end nothing is seen under a causal mask"
+                )
+        return args, kwargs
+
+    def _refuse_cut(self, given: Iterable[Any]) -> None:
+        """Refuse token ids that are not those of this rank's part."""
+        assert self._now is not None
+        own = self._now.own_length
+        ids = [t for t in given if isinstance(t, torch.Tensor) and t.ndim > 1 and is_integer(t)]
+        if ids and not any(own in t.shape for t in ids):
+            self._refuse(
+                f"the model was given inputs of shape {list(ids[0].shape)}, and of the batch this "
+                f"rank has {own} of {self._now.length} positions. The loss function must give the "
+                "model all positions that the batch has: shift labels in the data set, so that "
+                "inputs and labels have one length"
+            )
+
+    def _look_at_masks(self, data: Any) -> None:
+        """Refuse padding before the end of a sequence, and several sequences in one."""
+        self._masks = None
+        for name, tensor in named_tensors(data).items():
+            last = name.rpartition(".")[2]
+            if last == MASK and tensor.ndim == 2:
+                there = tensor != 0
+                if not bool((there[:, 1:] <= there[:, :-1]).all()):
+                    self._refuse(
+                        f"'{name}' hides positions before the end of a sequence. Pad on the right "
+                        "(padding_side='right' of a tokenizer)"
+                    )
+                self._masks = "whole" if bool(there.all()) else "padded"
+            if last == POSITIONS and tensor.ndim == 2:
+                usual = torch.arange(tensor.shape[1], device=tensor.device)
+                if not torch.equal(tensor, usual.expand_as(tensor).to(tensor)):
+                    self._refuse(
+                        f"'{name}' has other positions than 0, 1, 2, … in each row: several "
+                        "sequences packed into one, say, between which attention would not be "
+                        "masked. Give each a row of its own, or leave cp out"
+                    )
+
+    @contextlib.contextmanager
+    def _masks_of_transformers(self) -> Iterator[None]:
+        """Let models of transformers build no masks, where those would be the usual ones.
+
+        ``AttentionMaskInterface`` is theirs to be changed (transformers 5.23, masking_utils.py).
+        """
+        masking = sys.modules.get("transformers.masking_utils")
+        known: Any = getattr(masking, "ALL_MASK_ATTENTION_FUNCTIONS", None)
+        if known is None:
+            yield
+            return
+        assert masking is not None
+        bidirectional = masking.bidirectional_mask_function
+        before = known["sdpa"]
+
+        def mask(*, mask_function: Any, **kwargs: Any) -> None:
+            parts = self._now
+            assert parts is not None
+            window = kwargs.get("local_size")
+            skips = kwargs.get("allow_is_causal_skip", True)
+            usual = mask_function in (masking.causal_mask_function, bidirectional)
+            if not (usual or (window is not None and window >= parts.length)) or not skips:
+                self._refuse(
+                    f"the model's attention has a mask of its own ({mask_function.__qualname__}"
+                    f"{'' if window is None else f', a window of {window}'}), which is not known "
+                    "for the positions of other ranks. Only causal attention, or attention to "
+                    "all, can be divided"
+                )
+            sees_all = "allow_is_bidirectional_skip" in kwargs or mask_function is bidirectional
+            if sees_all and self._masks == "padded":
+                self._refuse(
+                    f"'{MASK}' hides padding in a model whose attention sees all positions. Give "
+                    "batches without padding, or leave cp out"
+                )
+
+        known["sdpa"] = mask
+        try:
+            yield
+        finally:
+            known["sdpa"] = before
+
+
+def refuse_other_attention(module: nn.Module) -> None:
+    """Refuse models of transformers whose attention is none of torch's.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    for name, part in module.named_modules():
+        kind = getattr(getattr(part, "config", None), "_attn_implementation", "sdpa")
+        if isinstance(kind, str) and kind != "sdpa":
+            raise ConfigError(
+                f"mesh: cp divides attention that goes through torch's "
+                f"scaled_dot_product_attention, and '{name or type(part).__name__}' has "
+                f"attn_implementation='{kind}'. Build it with attn_implementation='sdpa'."
+            )
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    return hasattr(getattr(module, "config", None), "_attn_implementation")
+
+
+def _four_dimensional(tensor: torch.Tensor, like: torch.Size) -> torch.Tensor:
+    """(batch, heads, positions, width) of what has one dimension for both, or several for one."""
+    if tensor.ndim == 3:
+        return tensor.expand(like[0], -1, -1)[:, None]
+    return tensor.expand(*like[:-3], *tensor.shape[-3:]).flatten(0, -4)

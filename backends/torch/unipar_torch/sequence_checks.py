@@ -1,0 +1,327 @@
+"""A model held against itself before it trains: whole sequences, and their parts on several ranks.
+
+On a few samples and positions, without dropout and gradients: what attention gives, the outputs of
+the model's blocks and of what stands beside them, and the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+
+from unipar.data import move_to
+from unipar.engine import PrecisionPolicy, repeated_blocks
+from unipar.engine.losses import check_loss_of_rank
+from unipar.errors import ConfigError
+from unipar.loss import LossFn, LossSum
+from unipar.objective import Objective
+from unipar.world import World
+from unipar_torch.sequence_parts import BatchParts, Parts, map_named, named_tensors
+
+_SAMPLES, _POSITIONS, _MOST_POSITIONS = 2, 8, 2048
+"""How many samples are compared; positions for each rank, and in all where the first have no
+label."""
+_TOLERANCES = {True: (1e-4, 1e-5), False: (3e-2, 2e-3)}
+"""The largest differences that are rounding in fp32, and in less: of a tensor, relative to its
+largest element, and of the loss of an item, relative to it or to 1."""
+_ATTENTION = "scaled_dot_product_attention"
+
+Attending = Callable[[int], AbstractContextManager[None]]
+
+
+class _Seen(NamedTuple):
+    """The tensors of one call."""
+
+    name: str
+    kind: str
+    tensors: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Run:
+    calls: list[_Seen]
+    total: float
+    count: float
+
+
+def compare(
+    model: nn.Module,
+    data: Any,
+    loss_fn: LossFn,
+    batches: BatchParts,
+    attending: Attending,
+    precision: PrecisionPolicy,
+    world: World,
+    group: dist.ProcessGroup,
+) -> bool:
+    """Compare a model on a piece of a micro-batch with its parts on ``cp`` ranks. Collective.
+
+    Args:
+        model: as a loss function is given it, in the mode in which it is to run.
+        data: the micro-batch's, whole.
+        loss_fn: the user's.
+        batches: divides it.
+        attending: has attention see all ranks.
+        precision: surrounds forward passes.
+        world: the joined processes.
+        group: the ranks along ``cp``.
+
+    Returns:
+        Whether something was counted by the loss of any rank; otherwise it is to be asked again.
+
+    Raises:
+        ConfigError: they differ, on any rank.
+    """
+    check = _Check(model, loss_fn, batches, attending, precision, world, group)
+    length, dims = batches.dims_of(data)
+    longest = world.gather(length)
+    for most in (_POSITIONS * group.size(), min(max(longest), _MOST_POSITIONS)):
+        piece = _piece(data, min(length, most), dims)
+        problem, counted = check.run(piece)
+        found = world.gather((problem, counted))
+        if said := next((said for said, _ in found if said), ""):
+            raise ConfigError(
+                f"mesh: cp={group.size()} divides each sequence among {group.size()} ranks, and "
+                f"that changes what the model computes: {said}. Tried on {_SAMPLES} samples of at "
+                f"most {most} positions."
+            )
+        if any(counted for _, counted in found):
+            return True
+    return False
+
+
+def _piece(data: Any, length: int, dims: dict[str, int]) -> Any:
+    """The first samples, and their first positions."""
+    tensors = named_tensors(data)
+    rows = {tensors[name].shape[0] for name, dim in dims.items() if dim % tensors[name].ndim}
+
+    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in dims:
+            tensor = tensor.narrow(dims[name], 0, length)
+        of_samples = name not in dims or dims[name] % tensor.ndim
+        if len(rows) == 1 and tensor.ndim and tensor.shape[0] in rows and of_samples:
+            tensor = tensor[:_SAMPLES]
+        return tensor
+
+    return map_named(data, cut)
+
+
+class _Check:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batches: BatchParts,
+        attending: Attending,
+        precision: PrecisionPolicy,
+        world: World,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._model, self._loss_fn, self._batches = model, loss_fn, batches
+        self._attending, self._precision = attending, precision
+        self._world, self._group = world, group
+        self._names = {module: name for name, module in model.named_modules()}
+        exact = precision.dtype is torch.float32
+        self._tolerance, self._loss_tolerance = _TOLERANCES[exact]
+
+    def run(self, piece: Any) -> tuple[str, bool]:
+        """What differs, and whether the loss counted anything."""
+        length, _ = self._batches.dims_of(piece)
+        parts = self._batches.parts_of(length)
+        blocks = repeated_blocks(self._model)
+        inside = {part for block in blocks for part in block.modules()}
+        outer = [m for m in self._model.modules() if m not in inside] + blocks
+        whole, divided = self._both(piece, parts, outer)
+        said = self._difference(whole, divided, parts)
+        if any(self._world.gather(bool(said))):
+            # Of the modules within a block another may be the first.
+            again = self._both(piece, parts, list(self._model.modules()))
+            said = self._difference(*again, parts) or said
+        return said or self._loss_difference(whole, divided), whole.count > 0
+
+    def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
+        length, dims = self._batches.dims_of(piece)
+        part = self._batches.divided(piece, length, dims)
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        device = self._world.device
+        try:
+            with torch.no_grad(), _without_dropout():
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                    whole = self._seen(piece, watched)
+                with (
+                    torch.random.fork_rng([device] if device.type == "cuda" else []),
+                    self._attending(length),
+                ):
+                    divided = self._seen(part, watched)
+        finally:
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+        return whole, divided
+
+    def _seen(self, data: Any, watched: list[nn.Module]) -> _Run:
+        """Run the model, and keep what modules and attention give."""
+        calls: list[_Seen] = []
+
+        def note(module: nn.Module, _: Any, output: Any) -> None:
+            name, kind = self._names[module], type(module).__name__
+            calls.append(_Seen(name, kind, _floats(output)))
+
+        handles = [module.register_forward_hook(note) for module in watched]
+        attention = functional.scaled_dot_product_attention
+
+        def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            out = attention(*args, **kwargs)
+            calls.append(_Seen("", _ATTENTION, [out]))
+            return out
+
+        functional.scaled_dot_product_attention = noted
+        try:
+            loss_fn = self._loss_fn
+            if isinstance(loss_fn, Objective):
+                loss_fn = loss_fn.counted(data)
+            with self._precision.forward():
+                loss = loss_fn(self._model, move_to(data, self._world.device))
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise ConfigError(
+                "mesh: cp divides each sequence, and the loss function takes a gradient of its own "
+                "(torch.autograd.grad), which reaches the positions of other ranks. Compute the "
+                "loss without it, or leave cp out."
+            ) from error
+        finally:
+            functional.scaled_dot_product_attention = attention
+            for handle in handles:
+                handle.remove()
+        check_loss_of_rank(loss, self._world, training=False)
+        assert isinstance(loss, LossSum)
+        return _Run(calls, float(loss.total), float(loss.count))
+
+    def _difference(self, whole: _Run, divided: _Run, parts: Parts) -> str:
+        """What differs first."""
+        names = [[call[:2] for call in run.calls] for run in (whole, divided)]
+        if names[0] != names[1]:
+            return "other modules are called for a part of a sequence than for the whole"
+        attends = 0
+        for expected, found in zip(whole.calls, divided.calls, strict=True):
+            attends += expected.kind == _ATTENTION
+            pairs = zip(expected.tensors, found.tensors, strict=False)
+            apart = max((self._apart(a, b, parts) for a, b in pairs), default=0.0)
+            if apart <= self._tolerance:
+                continue
+            if expected.kind == _ATTENTION:
+                return _said_of_attention(attends, apart)
+            return _said_of_module(expected, apart)
+        return ""
+
+    def _apart(self, whole: torch.Tensor, divided: torch.Tensor, parts: Parts) -> float:
+        """How far a part is from that of the whole; 0 of what has no sequence."""
+        if whole.ndim != divided.ndim:
+            return 0.0
+        differ = [d for d in range(whole.ndim) if whole.shape[d] != divided.shape[d]]
+        if [(whole.shape[d], divided.shape[d]) for d in differ] != [
+            (parts.length, parts.own_length)
+        ]:
+            return 0.0
+        expected = parts.own(whole, differ[0])
+        if not expected.numel() or not bool(torch.isfinite(expected).all()):
+            # What is no number shows nothing, and is the run's to find.
+            return 0.0
+        scale = expected.abs().max().clamp(min=1e-30)
+        return float((divided - expected).abs().max() / scale)
+
+    def _loss_difference(self, whole: _Run, divided: _Run) -> str:
+        """How the losses of the parts together differ from the whole's. Collective."""
+        sums = torch.tensor(
+            [divided.total, divided.count], dtype=torch.float64, device=self._world.device
+        )
+        dist.all_reduce(sums, group=self._group)
+        total, count = sums.tolist()
+        if count != whole.count:
+            return (
+                f"the loss function counts {whole.count:g} items in whole sequences, and {count:g} "
+                "in their parts together. It has to count each position by itself: give labels "
+                "that are shifted in the data set, not in the loss function, and no item that "
+                "belongs to a sequence as a whole"
+            )
+        if not count or abs(total - whole.total) <= self._loss_tolerance * max(
+            abs(whole.total), count
+        ):
+            return ""
+        return (
+            f"the outputs agree, and the loss does not: {whole.total / count:.6g} an item in whole "
+            f"sequences, and {total / count:.6g} in their parts. It has to be a sum over positions "
+            "(unipar.LossSum), each of its own output and label: shift labels in the data set, and "
+            "leave out what is computed over all positions at once"
+        )
+
+
+def _said_of_attention(number: int, apart: float) -> str:
+    return (
+        f"call {number} of {_ATTENTION} gives what is {apart:.1%} off, so its queries and keys are "
+        "those of other positions. A model that numbers positions itself takes them as "
+        "position_ids, of shape (1, positions), an argument of its forward that it is given here"
+    )
+
+
+def _said_of_module(seen: _Seen, apart: float) -> str:
+    return (
+        f"the output of '{seen.name or 'the model'}' ({seen.kind}) is {apart:.1%} off. It mixes "
+        "positions otherwise than by torch.nn.functional.scaled_dot_product_attention (attention "
+        "of its own, a convolution, a cumulative sum, statistics over positions), or numbers them "
+        "itself. Use that function (nn.MultiheadAttention does with need_weights=False), and take "
+        "position_ids, of shape (1, positions), as an argument of the model's forward"
+    )
+
+
+def _floats(output: Any) -> list[torch.Tensor]:
+    # Not public in torch 2.13 (torch/utils/_pytree.py); transformers has its outputs known there.
+    leaves = _pytree.tree_leaves(output)
+    return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+_DROPOUTS = {
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+}
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is functional.multi_head_attention_forward:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["dropout_p"] = 0.0
+            return func(*bound.args, **bound.kwargs)
+        if getattr(func, "__name__", "") == _ATTENTION:
+            args, kwargs = (*args[:4], *[0.0] * (len(args) > 4), *args[5:]), dict(kwargs)
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_dropout() -> Iterator[None]:
+    with _NoDropout():
+        yield
