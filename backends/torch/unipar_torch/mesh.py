@@ -20,7 +20,7 @@ from unipar_torch.from_host import on_meta
 from unipar_torch.fsdp import ShardingOptions, explain_dtypes
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 
-_NOT_BUILT = {"pp": "pipeline", "cp": "context", "ep": "expert"}
+_NOT_BUILT = {"pp": "pipeline", "cp": "context"}
 
 
 class MeshOptions(ShardingOptions):
@@ -51,6 +51,18 @@ class MeshOptions(ShardingOptions):
         "'embedding_rowwise', 'embedding_colwise' or 'replicated_with_grad_allreduce'. Default: "
         "the model's own plan, or one found by tracing its blocks.",
     )
+    ep: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that divide the experts of each layer, among those on other samples: "
+        "it divides dp_shard.",
+    )
+    experts: tuple[str, ...] | None = Field(
+        default=None,
+        description="Modules that hold the experts which 'ep' divides: patterns of names, in which "
+        "* stands for one part. Default: those of the model's own plan, or those whose forward "
+        "takes (hidden_states, top_k_index, top_k_weights).",
+    )
     sharding: Literal["full", "grad_op"] = Field(
         default="full",
         description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
@@ -67,7 +79,7 @@ class MeshOptions(ShardingOptions):
         for axis in _NOT_BUILT.keys() & values.keys() if isinstance(values, Mapping) else ():
             raise ValueError(
                 f"{axis} ({_NOT_BUILT[axis]} parallelism) is not built yet. Allowed axes: "
-                "dp_replicate, dp_shard, tp. Leave it out"
+                "dp_replicate, dp_shard, tp, ep. Leave it out"
             )
         return values
 
@@ -82,6 +94,20 @@ class MeshOptions(ShardingOptions):
             raise ValueError(
                 "plan says how layers are divided among the ranks of tp, and tp is 1. Set tp=2 or "
                 "more, or leave plan out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _experts_are_divided(self) -> MeshOptions:
+        if self.ep == 1 and self.experts is not None:
+            raise ValueError(
+                "experts names modules that the ranks of ep divide, and ep is 1. Set ep=2 or more, "
+                "or leave experts out"
+            )
+        if self.ep > 1 and self.tp > 1:
+            raise ValueError(
+                f"ep={self.ep} with tp={self.tp} is not built yet: experts inside of divided "
+                "layers. Leave one of them out"
             )
         return self
 
@@ -119,13 +145,20 @@ class MeshStrategy(Strategy):
                     f"the {placement.size} processes that there are. Start a multiple of {others} "
                     "processes, or set tp or dp_replicate to a divisor of their number."
                 )
-        layout = Layout(dp_replicate=options.dp_replicate, dp_shard=shard, tp=options.tp)
+        layout = Layout(
+            dp_replicate=options.dp_replicate, dp_shard=shard, tp=options.tp, ep=options.ep
+        )
         layout.check(placement.size)
         return layout
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         layout = self.layout(placement)
-        if layout.tp == 1:
+        if layout.ep > 1 and spec.precision == "fp16":
+            raise ConfigError(
+                "mesh: precision=fp16 with ep: torch's loss scaler takes no gradients on several "
+                "meshes. Set precision=bf16, which needs no loss scale, or leave ep out."
+            )
+        if layout.tp == layout.ep == 1:
             return
         model = _skeleton(spec, layout, placement)
         # A session asks before it knows of any.
@@ -142,6 +175,12 @@ class MeshStrategy(Strategy):
 
         layout = self.layout(placement)
         model = _skeleton(spec, layout, placement)
+        if layout.ep > 1:
+            from unipar_torch import expert_plan
+
+            experts = self._plan(model, layout)
+            said = expert_plan.remarks(experts, layout.ep)
+            return [*said, *placements(model, layout, None, experts).items()]
         plan = self._plan(model, layout) if layout.tp > 1 else None
         said = [] if plan is None else list(remarks(plan))
         return [*said, *placements(model, layout, plan).items()]
@@ -154,12 +193,22 @@ class MeshStrategy(Strategy):
             from unipar_torch.tensor_parallel import divide_layers
 
         options = self.options
-        if options.tp == 1:
+        if options.tp == options.ep == 1:
             return prepare(spec, world, options)
 
         # While a module has its values. Rounding may differ between machines, and plans must not.
         model = _skeleton(spec, world.layout, world.placement)
         plan = world.broadcast(self._plan(model, world.layout))
+        if options.ep > 1:
+            from unipar_torch.expert_parallel import divide_experts
+
+            return prepare(
+                spec,
+                world,
+                options,
+                lambda module: divide_experts(module, plan, world),
+                experts=tuple(plan.experts),
+            )
 
         def divide(module: nn.Module) -> Any:
             return divide_layers(module, plan, world, sequence=options.sequence_parallel)
@@ -167,6 +216,10 @@ class MeshStrategy(Strategy):
         return prepare(spec, world, options, divide)
 
     def _plan(self, model: nn.Module, layout: Layout) -> Any:
+        if layout.ep > 1:
+            from unipar_torch.expert_plan import make_expert_plan
+
+            return make_expert_plan(model, layout.ep, self.options.experts)
         from unipar_torch.tensor_plan import make_plan
 
         return make_plan(model, layout.tp, self.options.plan)
