@@ -123,8 +123,10 @@ class MeshStrategy(Strategy):
     """Whether an engine's units compute in half precision without autocast."""
 
     def capabilities(self) -> Capabilities:
+        # torch's loss scaler takes gradients of one mesh (2.13, amp/grad_scaler.py, unscale_).
+        unable = {"fp8", "fp16"} if self.options.ep > 1 else {"fp8"}
         return Capabilities(
-            PRECISIONS - {"fp8"},
+            PRECISIONS - unable,
             DEVICE_TYPES,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset({"parameters", "optimizer"}),
@@ -153,11 +155,6 @@ class MeshStrategy(Strategy):
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         layout = self.layout(placement)
-        if layout.ep > 1 and spec.precision == "fp16":
-            raise ConfigError(
-                "mesh: precision=fp16 with ep: torch's loss scaler takes no gradients on several "
-                "meshes. Set precision=bf16, which needs no loss scale, or leave ep out."
-            )
         if layout.tp == layout.ep == 1:
             return
         model = _skeleton(spec, layout, placement)
