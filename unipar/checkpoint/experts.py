@@ -107,17 +107,14 @@ def fused(weights: Mapping[str, TensorIndex]) -> dict[str, TensorIndex]:
             found[re.sub(r"(^|\.)block_sparse_moe\.", r"\1mlp.", name)] = index
             continue
         hub = HUB["mixtral" if match["m"] else "qwen"]
-        part = next(k for k in ("gate", "up", "down") if getattr(hub, k) == match[hub_key(match)])
+        key = match["mixtral"] or match["qwen"]
+        part = next(p for p in ("gate", "up", "down") if getattr(hub, p) == key)
         layer = layers.setdefault(f"{match[1]}mlp.experts", {})
         layer.setdefault(part, {})[int(match["m"] or match["q"])] = index
     for layer, parts in layers.items():
         for name, keys in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
             found[f"{layer}.{name}"] = _stacked(f"{layer}.{name}", [parts.get(k, {}) for k in keys])
     return found
-
-
-def hub_key(match: re.Match[str]) -> str:
-    return "mixtral" if match["m"] else "qwen"
 
 
 def _stacked(name: str, parts: list[dict[int, TensorIndex]]) -> TensorIndex:
@@ -134,7 +131,7 @@ def _stacked(name: str, parts: list[dict[int, TensorIndex]]) -> TensorIndex:
             f"'{name}' is made of what each expert has, and that differs in shape or dtype: "
             f"{first_few(sorted(f'{list(shape)} {dtype}' for shape, dtype in kinds))}."
         )
-    ((rows, columns), dtype), = kinds
+    (((rows, columns), dtype),) = kinds
     chunks: list[Chunk] = []
     for at, part in enumerate(parts):
         for expert in range(number):
