@@ -274,7 +274,13 @@ class Mixture(nn.Module):
 
 
 def with_experts(model: nn.Module) -> nn.Module:
-    """Add a mixture to what a layer in the middle of a model gives; the model itself."""
+    """Add a mixture to what a layer in the middle of a model gives, unless the model has experts.
+
+    Returns:
+        the model itself.
+    """
+    if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
+        return model
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
     layer = layers[len(layers) // 2]
     layer.add_module("mixture", Mixture(layer.weight.shape[isinstance(layer, nn.Embedding)]))
