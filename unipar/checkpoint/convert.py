@@ -93,7 +93,9 @@ def to_safetensors(
         output.mkdir(parents=True, exist_ok=True)
         with ChunkReader(manifest) as reader:
             for number, shard in enumerate(shards, 1):
-                _write_shard(output / shard_name(number, len(shards)), shard, parts, weights, reader)
+                _write_shard(
+                    output / shard_name(number, len(shards)), shard, parts, weights, reader
+                )
         if len(shards) > 1:
             _write_index(output, shards)
     except OSError as error:

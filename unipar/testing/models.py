@@ -247,14 +247,12 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        total = torch.zeros_like(hidden_states)
-        for expert in range(self.num_experts):
-            token, place = torch.where(top_k_index == expert)
-            inner = torch.tanh(nn.functional.linear(hidden_states[token], self.up[expert]))
-            made = nn.functional.linear(inner, self.down[expert])
-            weighted = made * top_k_weights[token, place, None]
-            total = total.index_add(0, token, weighted.to(total.dtype))
-        return total
+        # All experts for each token, so that no shape depends on what the router says.
+        chosen = nn.functional.one_hot(top_k_index, self.num_experts).to(top_k_weights.dtype)
+        weights = (chosen * top_k_weights.unsqueeze(-1)).sum(1)
+        inner = torch.tanh(torch.einsum("tw,eiw->tei", hidden_states, self.up))
+        made = torch.einsum("tei,ewi->tew", inner, self.down)
+        return (made * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 class Mixture(nn.Module):

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
-import unipar
 from unipar import checkpoint
 from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
@@ -67,7 +65,7 @@ def qwen3_moe() -> Any:
     import transformers
 
     config = transformers.Qwen3MoeConfig(
-        **SIZES, head_dim=4, moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2
+        **SIZES, head_dim=4, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2
     )
     return transformers.Qwen3MoeForCausalLM(config)
 
@@ -78,7 +76,7 @@ def qwen2_moe() -> Any:
 
     config = transformers.Qwen2MoeConfig(
         **SIZES,
-        moe_intermediate_size=10,
+        moe_intermediate_size=12,
         shared_expert_intermediate_size=12,
         num_experts=4,
         num_experts_per_tok=2,
@@ -101,7 +99,12 @@ def predict(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
 
 
 OF_TRANSFORMERS = replace(
-    DECODER, model=mixtral, terms=predict, optimizer=sgd, accumulation=2, max_grad_norm=0.5,
+    DECODER,
+    model=mixtral,
+    terms=predict,
+    optimizer=sgd,
+    accumulation=2,
+    max_grad_norm=0.5,
     num_steps=6,
 )
 
@@ -109,7 +112,10 @@ OF_TRANSFORMERS = replace(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    [mixtral, *(pytest.param(m, marks=pytest.mark.thorough) for m in (qwen3_moe, qwen2_moe, gpt_oss))],
+    [
+        mixtral,
+        *(pytest.param(m, marks=pytest.mark.thorough) for m in (qwen3_moe, qwen2_moe, gpt_oss)),
+    ],
 )
 def test_models_of_transformers_train_the_same_run(
     model: Callable[[], nn.Module], world_pool: WorldPools
@@ -126,7 +132,8 @@ def test_experts_are_recomputed_and_in_half_precision(world_pool: WorldPools) ->
         replace(OF_TRANSFORMERS, activation_checkpointing="full"),
         replace(OF_TRANSFORMERS, precision="bf16"),
     ]
-    kit = kit_of(world_pool)
+    # Gathered in bf16, weights and their gradients are rounded once more than by autocast alone.
+    kit = kit_of(world_pool, param_dtype="fp32")
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario)
 
@@ -172,7 +179,9 @@ class Starved(models.Network):
 def test_a_rank_whose_experts_get_no_token_goes_along(size: int, world_pool: WorldPools) -> None:
     scenarios = [
         replace(PLAIN, model=Starved, num_steps=5),
-        replace(PLAIN, model=Starved, optimizer=sgd, accumulation=2, max_grad_norm=0.3, num_steps=5),
+        replace(
+            PLAIN, model=Starved, optimizer=sgd, accumulation=2, max_grad_norm=0.3, num_steps=5
+        ),
     ]
     kit = kit_of(world_pool, size)
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
@@ -304,7 +313,12 @@ class Scaled(models.Experts):
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int, str]] = {
     "none": (models.Network, {}, 2, r"Network has none that are known.*Leave ep out"),
     "in a list": (Listed, {}, 2, r"lists of modules \(experts\) are not divided"),
-    "a list that is named": (Listed, {"experts": ("experts",)}, 2, r"Stack the experts' parameters"),
+    "a list that is named": (
+        Listed,
+        {"experts": ("experts",)},
+        2,
+        r"Stack the experts' parameters",
+    ),
     "no such module": (mixtral, {"experts": ("model.layers.*.experts",)}, 2, r"names no module"),
     "too many ranks": (mixtral, {"ep": 3}, 3, r"ep=3 does not divide the 4 experts of .* 2 or 4"),
     "ranks left over": (mixtral, {"ep": 2}, 3, r"ep=2, which does not divide dp_shard=3"),
@@ -354,10 +368,8 @@ class Counting(models.Experts):
     """Keeps the number of experts where nobody finds it."""
 
     def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
-        chosen = functional.one_hot(top_k_index, 4).to(top_k_weights.dtype)
-        weights = (chosen * top_k_weights.unsqueeze(-1)).sum(1)
-        inner = torch.tanh(torch.einsum("tw,eiw->tei", hidden_states, self.up))
-        return torch.einsum("tei,ewi,te->tw", inner, self.down, weights)
+        self.num_experts = 4
+        return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
 def of_experts(kind: type[models.Experts]) -> Callable[[], nn.Module]:

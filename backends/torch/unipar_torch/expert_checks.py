@@ -88,9 +88,7 @@ class _Check:
                 "or leave ep out."
             )
 
-    def _problem(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> str:
+    def _problem(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> str:
         experts, ranks = self._experts, self._group.size()
         held = {k: p for k, p in experts._parameters.items() if isinstance(p, DTensor)}
         number = min(_EXPERTS, *(p.to_local().shape[0] for p in held.values()))
@@ -111,11 +109,11 @@ class _Check:
                 return self._whole(self._experts, *experts)
 
             def divided(*given: torch.Tensor) -> torch.Tensor:
-                return self._dispatched(
-                    lambda *rows: run(rows), *given, number, self._group
-                )
+                return self._dispatched(lambda *rows: run(rows), *given, number, self._group)
 
-            expected = self._run(lambda *given: run(given), whole, number * ranks, tokens, numbers, shares)
+            expected = self._run(
+                lambda *given: run(given), whole, number * ranks, tokens, numbers, shares
+            )
             try:
                 found = self._run(divided, own, number, tokens, numbers, shares)
             except ConfigError:

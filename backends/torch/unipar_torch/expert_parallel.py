@@ -46,7 +46,9 @@ def divide_experts(module: nn.Module, plan: ExpertPlan, world: World) -> list[Un
         part = module.get_submodule(name)
         for key, parameter in list(part._parameters.items()):
             if parameter is not None:
-                divided = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                divided = distribute_tensor(
+                    parameter.detach(), mesh, [Shard(0)], src_data_rank=None
+                )
                 part._parameters[key] = nn.Parameter(divided, parameter.requires_grad)
         undo.append(_divide(part, plan.counts[name], number // mesh.size(), mesh.get_group()))
     undo += check_in_first_pass(module, plan, world, dispatched)

@@ -43,9 +43,7 @@ class ExpertPlan:
         return any(parameter.startswith(f"{name}.") for name in self.experts)
 
 
-def make_expert_plan(
-    model: nn.Module, ep: int, given: Sequence[str] | None = None
-) -> ExpertPlan:
+def make_expert_plan(model: nn.Module, ep: int, given: Sequence[str] | None = None) -> ExpertPlan:
     """Find a model's experts.
 
     Args:
@@ -100,9 +98,7 @@ def _own(model: nn.Module) -> list[str]:
     own = getattr(model, "_ep_plan", None)
     if not isinstance(own, Mapping):
         return []
-    patterns = {
-        pattern.rpartition(".")[0] for pattern, style in own.items() if style == _DIVIDED
-    }
+    patterns = {pattern.rpartition(".")[0] for pattern, style in own.items() if style == _DIVIDED}
     names = [name for name, _ in model.named_modules()]
     found = [name for name in names if any(_matcher(p).fullmatch(name) for p in patterns)]
     # Layers that the plan has for other sizes of the model may be dense ones in this.
@@ -126,7 +122,9 @@ def _matched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:
-    return re.compile(r"\.".join(r"[^.]+" if p == "*" else re.escape(p) for p in pattern.split(".")))
+    return re.compile(
+        r"\.".join(r"[^.]+" if p == "*" else re.escape(p) for p in pattern.split("."))
+    )
 
 
 def _number(name: str, module: nn.Module) -> int:

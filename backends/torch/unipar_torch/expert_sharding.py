@@ -59,8 +59,7 @@ def _groups_of_one_mesh(optimizer: Optimizer) -> Iterator[None]:
     """Take an optimizer's groups apart for a step, so that each has parameters of one mesh."""
     groups = optimizer.param_groups
     parts = [
-        (group, [{**group, "params": own} for own in _by_mesh(group["params"])])
-        for group in groups
+        (group, [{**group, "params": own} for own in _by_mesh(group["params"])]) for group in groups
     ]
     optimizer.param_groups = [part for _, own in parts for part in own]
     try:

@@ -50,7 +50,9 @@ def placements(
             if layout.efsdp > 1:
                 at = shard_dim(shape, layout.efsdp)
                 shape[at] //= layout.efsdp
-                said.append(f"dim {at} over the {layout.efsdp} others of dp_shard={layout.dp_shard}")
+                said.append(
+                    f"dim {at} over the {layout.efsdp} others of dp_shard={layout.dp_shard}"
+                )
         elif layout.dp_shard > 1 and shape:
             shape[0] = -(-shape[0] // layout.dp_shard)
             said.append(f"dim 0 over dp_shard={layout.dp_shard}")

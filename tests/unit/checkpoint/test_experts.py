@@ -93,6 +93,9 @@ def test_the_form_of_experts_has_to_be_said(tmp_path: Path) -> None:
 
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     names = {f"mlp.experts.{e}.{key}_proj.weight" for e in range(3) for key in ("gate", "up")}
-    save_file({n: torch.ones(2, 2) for n in names - {"mlp.experts.1.up_proj.weight"}}, tmp_path / "a.safetensors")
+    save_file(
+        {n: torch.ones(2, 2) for n in names - {"mlp.experts.1.up_proj.weight"}},
+        tmp_path / "a.safetensors",
+    )
     with pytest.raises(CheckpointError, match=r"gate_up_proj.* of expert 1"):
         from_safetensors(tmp_path / "a.safetensors", tmp_path / "own", experts="fused")
