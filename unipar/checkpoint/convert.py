@@ -12,6 +12,15 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 
 from unipar.checkpoint.boxes import whole
+from unipar.checkpoint.experts import (
+    HUB,
+    HubForm,
+    Part,
+    fused,
+    holds_fused,
+    holds_separate,
+    separated,
+)
 from unipar.checkpoint.files import FileWriter, as_bytes
 from unipar.checkpoint.huggingface import INDEX, read_directory, shard_name
 from unipar.checkpoint.inference import pick_engine, read_any
@@ -28,6 +37,8 @@ from unipar.world import Placement, World
 logger = logging.getLogger(__name__)
 
 DType = Literal["fp32", "bf16", "fp16"]
+ExpertsIn = Literal["fused", "separate"]
+ExpertsOut = HubForm | Literal["fused"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,6 +49,7 @@ def to_safetensors(
     max_shard_bytes: int = 5_000_000_000,
     dtype: DType | torch.dtype | None = None,
     engine: str | None = None,
+    experts: ExpertsOut | None = None,
 ) -> Path:
     """Write a checkpoint's weights in the Hugging Face layout.
 
@@ -50,13 +62,17 @@ def to_safetensors(
         max_shard_bytes: the most bytes of tensors in a file; a longer tensor has one to itself.
         dtype: what floating-point weights are written as; ``None`` leaves them.
         engine: which engine's weights; needed only where several were saved.
+        experts: how experts are written that one tensor holds for a layer (transformers 5):
+            ``"mixtral"`` and ``"qwen"`` give each of them the names that the hub has for models of
+            that family; ``"fused"`` leaves them. Needed only where there are such.
 
     Returns:
         the directory.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or the output cannot be written.
-        ConfigError: the output holds a model already, or an argument is not allowed.
+        ConfigError: the output holds a model already, an argument is not allowed, or one is needed
+            for the form of experts.
     """
     target = _dtype(dtype)
     if max_shard_bytes < 1:
@@ -66,18 +82,20 @@ def to_safetensors(
         raise ConfigError(f"{output} holds safetensors already. Choose another directory.")
     manifest = read_any(path)
     weights = pick_engine(manifest, engine).weights
+    parts = _parts(path, weights, experts)
     entries = [
-        Entry(
-            name, target if target and index.dtype.is_floating_point else index.dtype, index.shape
-        )
-        for name, index in weights.items()
+        Entry(name, target if target and dtype.is_floating_point else dtype, part.shape)
+        for name, part in parts.items()
+        for dtype in [weights[part.stored].dtype]
     ]
     shards = _divide(entries, max_shard_bytes)
     try:
         output.mkdir(parents=True, exist_ok=True)
         with ChunkReader(manifest) as reader:
             for number, shard in enumerate(shards, 1):
-                _write_shard(output / shard_name(number, len(shards)), shard, weights, reader)
+                _write_shard(
+                    output / shard_name(number, len(shards)), shard, parts, weights, reader
+                )
         if len(shards) > 1:
             _write_index(output, shards)
     except OSError as error:
@@ -106,17 +124,42 @@ def _divide(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
     return shards
 
 
+def _parts(
+    path: str | Path, weights: Mapping[str, TensorIndex], experts: ExpertsOut | None
+) -> Mapping[str, Part]:
+    """What to write under which name."""
+    if experts not in (None, "fused", *HUB):
+        raise ConfigError(f"experts='{experts}' is unknown; it is one of fused, {', '.join(HUB)}.")
+    if experts is None and holds_fused(weights):
+        raise ConfigError(
+            f"{path} holds all experts of a layer in one tensor (mlp.experts.gate_up_proj), and "
+            "models of the hub have a tensor of each, whose names depend on the model. Say which: "
+            "experts mixtral (block_sparse_moe.experts.0.w1, …), qwen (mlp.experts.0.gate_proj, …, "
+            "as most others have), or fused to leave them as they are."
+        )
+    if experts is None or experts == "fused":
+        return {n: Part(n, whole(index.shape), index.shape) for n, index in weights.items()}
+    if not holds_fused(weights):
+        raise ConfigError(
+            f"experts='{experts}' was given, and {path} holds no tensor of all experts of a layer "
+            "(mlp.experts.gate_up_proj). Leave experts out."
+        )
+    return separated(weights, experts)
+
+
 def _write_shard(
     path: Path,
     shard: Sequence[Entry],
+    parts: Mapping[str, Part],
     weights: Mapping[str, TensorIndex],
     reader: ChunkReader,
 ) -> None:
     layout = lay_out(shard, {"format": "pt"})
     with FileWriter(path, layout.header) as file:
         for entry, start in zip(shard, layout.starts, strict=True):
-            tensor = torch.empty(entry.shape, dtype=entry.dtype)
-            reader.fill(entry.name, weights[entry.name], whole(entry.shape), tensor)
+            part = parts[entry.name]
+            tensor = torch.empty(part.box.sizes, dtype=entry.dtype)
+            reader.fill(part.stored, weights[part.stored], part.box, tensor)
             file.write(as_bytes(tensor), start)
 
 
@@ -148,29 +191,53 @@ class _Stored(TensorState):
         raise CheckpointError(f"Tensor '{self.name}' is being converted and cannot be written to.")
 
 
-def from_safetensors(source: str | Path, output: str | Path, *, engine: str = "model") -> Path:
+def from_safetensors(
+    source: str | Path,
+    output: str | Path,
+    *,
+    engine: str = "model",
+    experts: ExpertsIn | None = None,
+) -> Path:
     """Write a checkpoint of the weights in a Hugging Face directory; training can start from it.
 
     Args:
         source: a safetensors file, or a directory of them.
         output: the directory of checkpoints that takes it, as step 0.
         engine: the name of the engine that is to load it.
+        experts: how experts are stored that have tensors of their own, by the hub's names:
+            ``"fused"``, all of a layer in one, as transformers 5 has them, or ``"separate"``, as
+            they are. Needed only where there are such.
 
     Returns:
         the checkpoint's path, ``output/step-00000000``.
 
     Raises:
         CheckpointError: the source is missing or damaged, or the output cannot be written.
+        ConfigError: ``experts`` is needed, or means nothing.
     """
     source = Path(source)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist.")
     found = read_directory(source)
+    stored = found.engines["model"].weights
+    if experts not in (None, "fused", "separate"):
+        raise ConfigError(f"experts='{experts}' is unknown; it is fused or separate.")
+    if holds_separate(stored) != (experts is not None):
+        raise ConfigError(
+            f"{source} holds tensors of each expert, by the hub's names. Say what training starts "
+            "from: experts fused, as models of transformers 5 have them (mlp.experts.gate_up_proj, "
+            "mlp.experts.down_proj), or separate, as they are."
+            if experts is None
+            else f"experts='{experts}' was given, and {source} holds no tensor of a single expert "
+            "by the hub's names. Leave experts out."
+        )
+    if experts == "fused":
+        stored = fused(stored)
     manifest = _manifest(output, step=0, strategy="", weights_only=True)
     with ChunkReader(found) as reader:
         weights = [
             _Stored(name, index.shape, index.dtype, (whole(index.shape),), index, reader)
-            for name, index in found.engines["model"].weights.items()
+            for name, index in stored.items()
         ]
         return save_states(manifest, {engine: EngineState(weights)}, World(Placement()), None)
 

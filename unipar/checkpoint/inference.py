@@ -10,6 +10,7 @@ from torch import nn
 
 from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.directory import find
+from unipar.checkpoint.experts import fused, holds_separate
 from unipar.checkpoint.huggingface import holds_safetensors, read_directory
 from unipar.checkpoint.load import Source
 from unipar.checkpoint.manifest import EngineIndex, Manifest
@@ -27,7 +28,8 @@ def load_model(
 
     Args:
         path: a checkpoint, a directory of them (the newest is taken), or a file or directory of
-            safetensors in the Hugging Face layout.
+            safetensors in the Hugging Face layout. Experts that have tensors of their own there,
+            by the hub's names, fill a model that holds all of a layer in one.
         model: a module, or a function that builds one. A function is called under ``meta`` if all
             that the model holds is stored, so that its initialization costs nothing.
         engine: which engine's weights; needed only where several were saved.
@@ -54,6 +56,9 @@ def load_model(
     }
     spare = {other for name, tied in names.items() for other in tied if other != chosen[name]}
     stored = {name: tensor for name, tensor in index.weights.items() if name not in spare}
+    if holds_separate(stored) and not stored.keys() >= set(chosen.values()):
+        # Of the hub, for a model that holds all experts of a layer in one tensor.
+        stored = fused(stored)
     world = World(Placement())
     Source(manifest, dataclasses.replace(index, weights=stored), world).fill_weights(
         [LocalState.of(chosen[name], tensor) for name, tensor in weights.items()]

@@ -12,6 +12,7 @@ from unipar.errors import ConfigError
 
 Format = Literal["unipar", "safetensors"]
 DType = Literal["fp32", "bf16", "fp16"]
+Experts = Literal["mixtral", "qwen", "fused", "separate"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", 1):
@@ -27,6 +28,7 @@ def convert(
     to: Format | None = None,
     max_shard_size: str = "5GB",
     dtype: DType | None = None,
+    experts: Experts | None = None,
 ) -> None:
     """Turn a checkpoint into Hugging Face safetensors, or back, or take over a framework's own.
 
@@ -39,6 +41,9 @@ def convert(
         to: what to write; left out: the other format.
         max_shard_size: the most bytes of one safetensors file, such as 5GB or 500MiB.
         dtype: what to store weights as in safetensors; left out: as they are.
+        experts: the form of a mixture's experts; needed only where there are any. To safetensors:
+            mixtral or qwen, by the hub's names for each expert, or fused, as transformers 5 has
+            them. From safetensors: fused or separate.
     """
     given = from_ or _look(checkpoint)
     wanted = to or ("safetensors" if given == "unipar" else "unipar")
@@ -62,12 +67,18 @@ def convert(
     from unipar import checkpoint as formats
 
     if foreign:
+        if experts is not None:
+            raise ConfigError("--experts is for safetensors. Leave it out.")
         written = formats.from_framework(given, checkpoint, output)
     elif wanted == "unipar":
-        written = formats.from_safetensors(checkpoint, output)
+        if experts not in (None, "fused", "separate"):
+            raise ConfigError(f"--experts {experts} is for safetensors. Say fused or separate.")
+        written = formats.from_safetensors(checkpoint, output, experts=experts)
     else:
+        if experts == "separate":
+            raise ConfigError("--experts separate has no names. Say mixtral, qwen or fused.")
         written = formats.to_safetensors(
-            _complete(checkpoint), output, max_shard_bytes=limit, dtype=dtype
+            _complete(checkpoint), output, max_shard_bytes=limit, dtype=dtype, experts=experts
         )
     print(f"wrote {written or output}")
 

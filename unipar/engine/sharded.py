@@ -88,9 +88,19 @@ def discard_gradients(root: Any, strategy: str) -> None:
 
 
 def total_norm_of_shards(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """2-norm of the whole gradient whose shards, DTensors, these are. Collective."""
-    norm = nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """2-norm of the whole gradient whose shards, DTensors, these are. Collective.
+
+    They may be on several meshes (experts beside dense layers).
+    """
+    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for one in gradients:
+        mesh = one.device_mesh if isinstance(one, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(one)
+    norms: list[torch.Tensor] = []
+    for group in by_mesh.values() or [[]]:
+        norm = nn.utils.get_total_norm(group)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
 class MeshScaler(GradScaler):

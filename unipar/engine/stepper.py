@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unipar.engine.device_skipping import DeviceSkipping
 from unipar.engine.precision import PrecisionPolicy
+from unipar.state import is_dtensor
 from unipar.utils.host_copy import HostCopy
 
 
@@ -107,7 +108,8 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
         if (grad := parameter.grad) is not None and grad.is_sparse:
             grad.mul_(factor)
         elif grad is not None:
-            dense.append(grad)
+            # What is here of it: shards on several meshes are no list to torch.
+            dense.append(grad.to_local() if is_dtensor(grad) else grad)
     # A rank may hold none, where a small model is divided among many.
     if dense:
         torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]

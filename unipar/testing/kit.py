@@ -116,6 +116,11 @@ class Kit:
     def capabilities(self) -> Capabilities:
         return self.target.make().capabilities()
 
+    @property
+    def experts(self) -> bool:
+        """Whether ranks divide experts, so that models without any are refused."""
+        return self.target.make().layout(self.placement).ep > 1
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``fn(strategy, world, *args)`` on every rank; the results, by rank."""
         return self.pool.run(on_strategy, self.target.make, fn, args, timeout=timeout)
@@ -123,9 +128,9 @@ class Kit:
     def fit(self, scenario: Scenario) -> Scenario:
         """The scenario as it can be asked of the strategy.
 
-        In half precision of one that has no fp32. On sequences of one whose ranks divide these.
-        Without the gradient's norm of one that denies
-        clipping: it owes none, for to measure it is a ``max_grad_norm`` too.
+        In half precision of one that has no fp32. Without the gradient's norm of one that denies
+        clipping: it owes none, for to measure it is a ``max_grad_norm`` too. On sequences where
+        ranks divide these, and with experts in the model where ranks divide those.
         """
         able = self.capabilities
         if scenario.precision == "fp32" and "fp32" not in able.precisions:
@@ -134,7 +139,7 @@ class Kit:
             scenario = replace(scenario, max_grad_norm=None)
         if self.target.make().layout(self.placement).cp > 1:
             scenario = scenario.in_sequences()
-        return scenario
+        return replace(scenario, experts=True) if self.experts else scenario
 
     def train(self, *scenarios: Scenario) -> list[Run]:
         """Train each scenario by ``train_step``."""

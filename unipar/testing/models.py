@@ -337,6 +337,61 @@ class LongDecoder(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+class Experts(nn.Module):
+    """Small layers, each parameter with a row for each of them."""
+
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__()
+        self.num_experts = number
+        self.up = nn.Parameter(torch.randn(number, 6, width) / width**0.5)
+        self.down = nn.Parameter(torch.randn(number, width, 6) / width**0.5)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        # All experts for each token, so that no shape depends on what the router says.
+        chosen = nn.functional.one_hot(top_k_index, self.num_experts).to(top_k_weights.dtype)
+        weights = (chosen * top_k_weights.unsqueeze(-1)).sum(1)
+        inner = torch.tanh(torch.einsum("tw,eiw->tei", hidden_states, self.up))
+        made = torch.einsum("tei,ewi->tew", inner, self.down)
+        return (made * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+class Mixture(nn.Module):
+    """Experts, of which a router gives each token to two. Most tokens go to the first of them."""
+
+    def __init__(self, width: int, number: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, number)
+        self.experts = Experts(width, number)
+        with torch.no_grad():
+            self.router.bias.copy_(torch.linspace(1.0, -1.0, number))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        weights, index = self.router(tokens).float().softmax(-1).topk(2, dim=-1)
+        return self.experts(tokens, index, weights).view_as(x)
+
+
+def with_experts(model: nn.Module) -> nn.Module:
+    """Add a mixture to what a layer in the middle of a model gives, unless the model has experts.
+
+    Returns:
+        the model itself.
+    """
+    if any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
+        return model
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    layer = layers[len(layers) // 2]
+    layer.add_module("mixture", Mixture(layer.weight.shape[isinstance(layer, nn.Embedding)]))
+    layer.register_forward_hook(_add_mixture)
+    return model
+
+
+def _add_mixture(layer: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
+    return output + layer.get_submodule("mixture")(output)
+
+
 class Sparse(nn.Module):
     """A language model whose embedding has sparse gradients."""
 

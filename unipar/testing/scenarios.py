@@ -138,6 +138,7 @@ class Scenario:
         objective: what a strategy is given instead, the same loss in its parts.
         accumulation: micro-batches of a full global batch.
         factory: give the strategy a function that builds the model, not the model.
+        experts: whether the model has a mixture of experts besides.
         by_hand: where ``optimizer`` and ``scheduler`` are several in one, the same as the reference
             takes them.
     """
@@ -159,6 +160,7 @@ class Scenario:
     activation_offload: bool = False
     compile_backend: str | None = None
     factory: bool = False
+    experts: bool = False
     by_hand: MakeSeveral | None = None
     seed: int = 0
     leave_out: frozenset[int] = field(default=frozenset())
@@ -166,12 +168,16 @@ class Scenario:
     def build(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            return self.model()
+            return self.make()
+
+    def make(self) -> nn.Module:
+        """The model, of whatever the random generator gives."""
+        return models.with_experts(self.model()) if self.experts else self.model()
 
     def spec(self, data_size: int) -> EngineSpec:
         """Make the spec that a strategy on ``data_size`` ranks is given."""
         return EngineSpec(
-            model=self.model if self.factory else self.build(),
+            model=self.make if self.factory else self.build(),
             optimizer=self.optimizer,
             lr_scheduler=self.scheduler,
             precision=self.precision,

@@ -1,13 +1,11 @@
-"""Layers, parameters and data divided over one grid of ranks, natively: its options, and what it
-can do."""
+"""One grid of ranks that divides data, layers, sequences, stages and experts, natively."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+import math
+from typing import Any
 
-from pydantic import Field, model_validator
 from torch import nn
 
 from unipar.engine import StepEngine
@@ -17,118 +15,10 @@ from unipar.strategy import Capabilities, EngineSpec, ModelContext, Strategy, bu
 from unipar.utils.garbage_collection import no_collection
 from unipar.world import Placement, World
 from unipar_torch.from_host import on_meta
-from unipar_torch.fsdp import ShardingOptions, explain_dtypes
+from unipar_torch.fsdp import explain_dtypes
+from unipar_torch.mesh_options import MeshOptions
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
-from unipar_torch.stage_orders import SPLITTING, STYLES, ScheduleName, num_virtual
-
-_NOT_BUILT = {"cp": "context", "ep": "expert"}
-
-
-class MeshOptions(ShardingOptions):
-    """Sizes of the axes, which layers are divided, and what ``fully_shard`` lets one tune."""
-
-    strategy: ClassVar[str] = "mesh"
-
-    dp_replicate: int = Field(
-        default=1, ge=1, description="Copies of the sharded model, each on other samples."
-    )
-    dp_shard: int | None = Field(
-        default=None,
-        ge=1,
-        description="Ranks on other samples that divide parameters, gradients and optimizer. "
-        "Default: what the other axes leave of the processes.",
-    )
-    tp: int = Field(
-        default=1, ge=1, description="Ranks that divide each layer, on the same samples."
-    )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="Between divided layers each rank of 'tp' has a part of the sequence.",
-    )
-    plan: dict[str, str] | None = Field(
-        default=None,
-        description="Layers that 'tp' divides, and how: patterns of names, in which * stands for "
-        "one part, to 'colwise', 'rowwise', 'colwise_gather_output', 'rowwise_split_input', "
-        "'embedding_rowwise', 'embedding_colwise' or 'replicated_with_grad_allreduce'. Default: "
-        "the model's own plan, or one found by tracing its blocks.",
-    )
-    pp: int = Field(
-        default=1, ge=1, description="Ranks that have some of the layers each, as stages."
-    )
-    schedule: ScheduleName = Field(
-        default="1f1b",
-        description="In which order stages run their micro-batches: all forward passes first "
-        "('gpipe'), a forward and a backward pass in turn ('1f1b'), the same with several stages "
-        "on each rank ('interleaved'), or with two, and gradients of weights computed later than "
-        "those of inputs ('zero-bubble', 'dualpipev').",
-    )
-    virtual_stages: int | None = Field(
-        default=None,
-        ge=1,
-        description="Stages on each rank of 'pp'. Default: 2 where the schedule is 'interleaved'; "
-        "other schedules have a number of their own.",
-    )
-    stages: tuple[tuple[str, ...], ...] | None = Field(
-        default=None,
-        description="Names of the modules of each stage, all blocks in their order; what two "
-        "stages need is named in both. Default: as the model says, or by the order of its "
-        "modules, such that the largest stage has the fewest parameters.",
-    )
-    sharding: Literal["full", "grad_op"] = Field(
-        default="full",
-        description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
-        "backward.",
-    )
-
-    @property
-    def keeps_gathered(self) -> bool:
-        return self.sharding == "grad_op"
-
-    @property
-    def num_stages(self) -> int:
-        """How many stages the model is cut into."""
-        return self.pp * num_virtual(self.schedule, self.virtual_stages)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_what_is_built(cls, values: Any) -> Any:
-        for axis in _NOT_BUILT.keys() & values.keys() if isinstance(values, Mapping) else ():
-            raise ValueError(
-                f"{axis} ({_NOT_BUILT[axis]} parallelism) is not built yet. Allowed axes: "
-                "dp_replicate, dp_shard, tp, pp. Leave it out"
-            )
-        return values
-
-    @model_validator(mode="after")
-    def _layers_are_divided(self) -> MeshOptions:
-        if self.tp == 1 and self.sequence_parallel:
-            raise ValueError(
-                "sequence_parallel=true divides sequences among the ranks of tp, and tp is 1. Set "
-                "tp=2 or more, or leave sequence_parallel out"
-            )
-        if self.tp == 1 and self.plan is not None:
-            raise ValueError(
-                "plan says how layers are divided among the ranks of tp, and tp is 1. Set tp=2 or "
-                "more, or leave plan out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _layers_are_staged(self) -> MeshOptions:
-        if self.pp == 1:
-            for name in ("schedule", "virtual_stages", "stages"):
-                if name in self.model_fields_set and getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name} is about the stages that the ranks of pp have, and pp is 1. Set "
-                        f"pp=2 or more, or leave {name} out"
-                    )
-            return self
-        num_virtual(self.schedule, self.virtual_stages)
-        if self.cpu_offload:
-            raise ValueError("cpu_offload with pp is not built. Leave one of them out")
-        if self.sequence_parallel:
-            raise ValueError("sequence_parallel with pp is not built. Leave one of them out")
-        return self
+from unipar_torch.stage_orders import SPLITTING, STYLES
 
 
 class MeshStrategy(Strategy):
@@ -142,19 +32,22 @@ class MeshStrategy(Strategy):
     """Whether an engine's units compute in half precision without autocast."""
 
     def capabilities(self) -> Capabilities:
-        staged = self.options.pp > 1
+        options = self.options
+        staged, whole = options.pp > 1, options.pp == options.cp == 1
+        # torch's loss scaler takes gradients of one mesh (2.13, amp/grad_scaler.py, unscale_).
+        unable = {"fp8", "fp16"} if options.ep > 1 else {"fp8"}
+        offload = {"parameters", "optimizer", "activations"}
         return Capabilities(
-            PRECISIONS - {"fp8"},
+            PRECISIONS - unable,
             DEVICE_TYPES,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
-            offload=frozenset()
-            if staged
-            else frozenset({"parameters", "optimizer", "activations"}),
-            custom_loop=not staged,
-            several_engines=not staged,
-            activation_checkpointing=self.options.schedule not in SPLITTING,
+            offload=frozenset() if staged else frozenset(offload),
+            # Where a rank has a part of each sequence, or no loss, only a whole step knows of all.
+            custom_loop=whole,
+            several_engines=whole,
+            compile=whole,
+            activation_checkpointing=options.schedule not in SPLITTING,
             selective_checkpointing=not staged,
-            compile=not staged,
             parallelize=not staged,
             pipeline=staged,
             splits_tensors=True,
@@ -163,21 +56,20 @@ class MeshStrategy(Strategy):
 
     def layout(self, placement: Placement) -> Layout:
         options = self.options
-        others = options.dp_replicate * options.tp * options.pp
+        sizes = {axis: getattr(options, axis) for axis in ("dp_replicate", "cp", "tp", "pp")}
         shard = options.dp_shard
         if shard is None:
+            others = math.prod(sizes.values())
             shard, left = divmod(placement.size, others)
             if left or not shard:
-                said = f"dp_replicate={options.dp_replicate} * tp={options.tp}"
-                said += f" * pp={options.pp}" if options.pp > 1 else ""
+                given = {axis: size for axis, size in sizes.items() if size > 1}
+                said = " * ".join(f"{axis}={size}" for axis, size in given.items())
                 raise ConfigError(
                     f"mesh: {said} does not divide the {placement.size} processes that there are. "
-                    f"Start a multiple of {others} processes, or set tp or dp_replicate to a "
+                    f"Start a multiple of {others} processes, or set {' or '.join(given)} to a "
                     "divisor of their number."
                 )
-        layout = Layout(
-            dp_replicate=options.dp_replicate, dp_shard=shard, tp=options.tp, pp=options.pp
-        )
+        layout = Layout(**sizes, dp_shard=shard, ep=options.ep)
         layout.check(placement.size)
         return layout
 
@@ -189,15 +81,16 @@ class MeshStrategy(Strategy):
                 f"{layout.dp_shard}, dp_replicate={layout.dp_replicate}) is not built. Start "
                 f"{layout.pp} processes, or leave pp out."
             )
-        if layout.tp == 1 and layout.pp == 1:
+        if layout.cp > 1 and isinstance(spec.model, nn.Module):
+            from unipar_torch.context_parallel import refuse_other_attention
+
+            refuse_other_attention(spec.model)
+        if layout.tp == layout.pp == layout.ep == 1:
             return
         model = _skeleton(spec, layout, placement)
         # A session asks before it knows of any.
         if any(True for _ in model.parameters()):
-            if layout.pp > 1:
-                self._stages(model)
-            if layout.tp > 1:
-                self._plan(model, layout)
+            self._plans(model, layout)
 
     def placements(self, spec: EngineSpec, placement: Placement) -> list[tuple[str, str]]:
         """Say which layers are divided and where each parameter goes, for a dry run.
@@ -209,50 +102,70 @@ class MeshStrategy(Strategy):
 
         layout = self.layout(placement)
         model = _skeleton(spec, layout, placement)
-        plan = self._plan(model, layout) if layout.tp > 1 else None
+        plan, stages, experts = self._plans(model, layout)
         said = [] if plan is None else list(remarks(plan))
-        if layout.pp > 1:
+        if stages is not None:
             from unipar_torch.stage_plan import describe
 
             style = STYLES.get(self.options.schedule, "loop")
-            said += describe(model, self._stages(model), layout.pp, style)
-        return [*said, *placements(model, layout, plan).items()]
+            said += describe(model, stages, layout.pp, style)
+        if experts is not None:
+            from unipar_torch.expert_plan import remarks as remarks_of_experts
+
+            said += remarks_of_experts(experts, layout.ep)
+        return [*said, *placements(model, layout, plan, experts).items()]
 
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         self._casts |= spec.precision != "fp32" and self.options.param_dtype == "compute"
         # FSDP and DTensor take longer to import than torch, and only the workers need them.
         with no_collection():
             from unipar_torch.sharding import prepare
-            from unipar_torch.tensor_parallel import divide_layers
 
-        options = self.options
-        if options.pp > 1:
+        options, layout = self.options, world.layout
+        plan = stages = experts = None
+        if not layout.tp == layout.pp == layout.ep == 1:
+            # While a module has its values. Rounding may differ between machines, and plans must
+            # not.
+            model = _skeleton(spec, layout, world.placement)
+            plan, stages, experts = world.broadcast(self._plans(model, layout))
+        if stages is not None:
             from unipar_torch import pipeline
 
-            model = _skeleton(spec, world.layout, world.placement)
-            return pipeline.prepare(spec, world, options, self._stages(model))
-        if options.tp == 1:
-            return prepare(spec, world, options)
+            return pipeline.prepare(spec, world, options, stages)
+        sequences = divide = None
+        if layout.cp > 1:
+            from unipar_torch.context_parallel import ContextParallel
 
-        # While a module has its values. Rounding may differ between machines, and plans must not.
-        model = _skeleton(spec, world.layout, world.placement)
-        plan = world.broadcast(self._plan(model, world.layout))
+            sequences = ContextParallel(world, options.cp_kind, options.sequence_dims)
+        if plan is not None:
+            from unipar_torch.tensor_parallel import divide_layers
 
-        def divide(module: nn.Module) -> Any:
-            return divide_layers(module, plan, world, sequence=options.sequence_parallel)
+            sequence = options.sequence_parallel
+            divide = functools.partial(divide_layers, plan=plan, world=world, sequence=sequence)
+        if experts is not None:
+            from unipar_torch.expert_parallel import divide_experts
 
-        return prepare(spec, world, options, divide)
+            divide = functools.partial(divide_experts, plan=experts, world=world)
+        divided = () if experts is None else tuple(experts.experts)
+        return prepare(spec, world, options, divide, sequences=sequences, experts=divided)
 
-    def _plan(self, model: nn.Module, layout: Layout) -> Any:
-        from unipar_torch.tensor_plan import make_plan
-
-        return make_plan(model, layout.tp, self.options.plan)
-
-    def _stages(self, model: nn.Module) -> Any:
-        from unipar_torch.stage_plan import plan_stages
-
+    def _plans(self, model: nn.Module, layout: Layout) -> tuple[Any, Any, Any]:
+        """How layers, stages and experts are divided; None where they are not."""
         options = self.options
-        return plan_stages(model, options.num_stages, options.stages, options.pp)
+        plan = stages = experts = None
+        if layout.tp > 1:
+            from unipar_torch.tensor_plan import make_plan
+
+            plan = make_plan(model, layout.tp, options.plan)
+        if layout.pp > 1:
+            from unipar_torch.stage_plan import plan_stages
+
+            stages = plan_stages(model, options.num_stages, options.stages, options.pp)
+        if layout.ep > 1:
+            from unipar_torch.expert_plan import make_expert_plan
+
+            experts = make_expert_plan(model, layout.ep, options.experts)
+        return plan, stages, experts
 
     def explain(self, error: BaseException) -> str:
         from unipar.engine.sharded import explain_mixed

@@ -7,16 +7,23 @@ from collections.abc import Iterator
 from torch import nn
 
 from unipar.layout import Layout
+from unipar_torch.expert_plan import ExpertPlan, shard_dim
 from unipar_torch.tensor_plan import TensorPlan
 
 
-def placements(module: nn.Module, layout: Layout, plan: TensorPlan | None) -> dict[str, str]:
+def placements(
+    module: nn.Module,
+    layout: Layout,
+    plan: TensorPlan | None,
+    experts: ExpertPlan | None = None,
+) -> dict[str, str]:
     """Say of each parameter how it is divided, and the shape of the largest part of a rank.
 
     Args:
         module: the model, on the meta device too.
         layout: how the processes are arranged.
         plan: which layers are divided over ``tp``; ``None`` where none are.
+        experts: which modules' experts are divided over ``ep``; ``None`` where none are.
     """
     named = {id(p): name for name, p in module.named_parameters()}
     dims: dict[int, int] = {}
@@ -37,7 +44,16 @@ def placements(module: nn.Module, layout: Layout, plan: TensorPlan | None) -> di
             said.append(f"dim {dim} over tp={layout.tp}")
         elif layout.tp > 1:
             said.append(f"whole on tp={layout.tp}")
-        if layout.fsdp > 1 and shape:
+        if experts is not None and experts.divides(name):
+            shape[0] //= layout.ep
+            said.append(f"dim 0 over ep={layout.ep}")
+            if layout.efsdp > 1:
+                at = shard_dim(shape, layout.efsdp)
+                shape[at] //= layout.efsdp
+                said.append(
+                    f"dim {at} over the {layout.efsdp} others of dp_shard={layout.dp_shard}"
+                )
+        elif layout.fsdp > 1 and shape:
             shape[0] = -(-shape[0] // layout.fsdp)
             over = {"dp_shard": layout.dp_shard, "cp": layout.cp}
             named_sizes = [f"{axis}={size}" for axis, size in over.items() if size > 1]

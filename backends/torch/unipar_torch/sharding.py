@@ -51,6 +51,7 @@ from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar.utils.torch_versions import recovering
 from unipar.world import World
+from unipar_torch.expert_sharding import MeshesStepper, shard_experts
 from unipar_torch.from_host import give_values, host_model, take_values, tied_names
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def prepare(
     options: ShardingOptions,
     divide: Divide | None = None,
     sequences: ContextParallel | None = None,
+    experts: Sequence[str] = (),
 ) -> StepEngine:
     """Shard a model, then build its optimizer. Collective.
 
@@ -76,6 +78,7 @@ def prepare(
         options: of the strategy.
         divide: divides layers before anything else is done to the model.
         sequences: divides sequences.
+        experts: names of modules that ranks along ``ep`` have divided.
     """
     name = options.strategy
     hybrid = world.layout.dp_replicate > 1
@@ -100,6 +103,15 @@ def prepare(
     ]
     units = _units(module, options)
     compile_modules(units or [module], spec.compile)
+    for name_of_experts in experts:
+        # First, so that the units around them leave them alone.
+        shard_experts(
+            module.get_submodule(name_of_experts),
+            world,
+            reshard_after_forward=not options.keeps_gathered,
+            mp_policy=_mixed_precision(spec, options, root=False),
+            offload_policy=_offload(world.device, options),
+        )
     for unit in [*units, module]:
         if isinstance(unit, FSDPModule):
             # The user has.
@@ -128,8 +140,9 @@ def prepare(
         sequences.compute_by(precision)
     stepper = None
     if optimizer is not None:
-        parameters = module.parameters()
-        stepper = OptimizerStepper(optimizer, precision, parameters, total_norm_of_shards)
+        # Optimizers and clipping take the parameters of one mesh at a time.
+        kind = MeshesStepper if experts else OptimizerStepper
+        stepper = kind(optimizer, precision, module.parameters(), total_norm_of_shards)
     return StepEngine(
         spec,
         world,
@@ -185,8 +198,8 @@ def _is_gathered(parameter: nn.Parameter) -> bool:
     """Whether it is a copy, as a forward pass has it. What is changed of a shard stays changed."""
     if not isinstance(parameter, DTensor):
         return True
-    # Of a layer that is divided over tensor-parallel ranks it is still a part.
-    return parameter.device_mesh.mesh_dim_names == ("tp",)
+    # Of a layer that other ranks divide it is still a part.
+    return parameter.device_mesh.mesh_dim_names in {("tp",), ("ep",)}
 
 
 def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:

@@ -260,7 +260,7 @@ def trains_several_models(kit: Kit) -> None:
         return
     data = GAN.data()
     expected_g, expected_d = reference.train_gan(
-        *_gan_models(), [data.batch(indices) for indices in GAN.order()], adamw
+        *_gan_models(kit.experts), [data.batch(indices) for indices in GAN.order()], adamw
     )
     ways: dict[str, Any] = {"train_step": _step_whole}
     if kit.capabilities.custom_loop:
@@ -276,14 +276,17 @@ def trains_several_models(kit: Kit) -> None:
             assert_equal_runs(trace, expected, TOLERANCE, subject=f"{subject}, {name}")
 
 
-def _gan_models() -> tuple[nn.Module, nn.Module]:
+def _gan_models(experts: bool) -> tuple[nn.Module, nn.Module]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        return models.Network(4, 2), models.Network(2, 1)
+        both = models.Network(4, 2), models.Network(2, 1)
+        for model in both if experts else ():
+            models.with_experts(model)
+        return both
 
 
 def _train_gan(strategy: Strategy, world: World, step: Any) -> tuple[RankRun, RankRun]:
-    generator, discriminator = _gan_models()
+    generator, discriminator = _gan_models(world.layout.ep > 1)
     g = strategy.prepare(EngineSpec(generator, adamw, name="generator"), world)
     d = strategy.prepare(EngineSpec(discriminator, adamw, name="discriminator"), world)
     trace_g, trace_d = Trace(), Trace()

@@ -244,7 +244,7 @@ def builds_from_a_function(kit: Kit) -> None:
     for run, scenario in zip(runs, fresh, strict=False):
         assert_equal_weights(
             run.trace.weights,
-            copy_weights(scenario.build()),
+            copy_weights(kit.fit(scenario).build()),
             0.0,
             subject=f"{kit.target.name}, {scenario.model.__name__} from a function",
         )

@@ -1,0 +1,170 @@
+"""Experts divided over ranks: each token travels to the ranks that hold its experts, and back.
+
+Each rank along ``ep`` has other samples. A layer's experts are divided along the first dimension
+of their parameters, which become DTensors on the mesh of these ranks, so that FSDP, optimizers and
+checkpoints know the whole. A layer sends each pair of a token and one of its experts to the rank
+of that expert, computes there by the module's own forward, and sends the outcome back; autograd
+sends gradients by the same ways. None is dropped, whatever the router says. (Lepikhin et al.,
+arXiv:2006.16668, without its capacity.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from unipar.errors import ConfigError
+from unipar.world import World
+from unipar_torch.expert_checks import check_in_first_pass
+from unipar_torch.expert_plan import TAKES, ExpertPlan
+
+Undo = Callable[[], None]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def divide_experts(module: nn.Module, plan: ExpertPlan, world: World) -> list[Undo]:
+    """Divide a model's experts over the ranks along ``ep``.
+
+    Args:
+        module: the whole model, on the meta device too.
+        plan: which modules hold them.
+        world: the joined processes.
+
+    Returns:
+        What takes back what can be.
+    """
+    mesh = world.mesh("ep")
+    undo: list[Undo] = []
+    for name, number in plan.experts.items():
+        part = module.get_submodule(name)
+        for key, parameter in list(part._parameters.items()):
+            if parameter is not None:
+                divided = distribute_tensor(
+                    parameter.detach(), mesh, [Shard(0)], src_data_rank=None
+                )
+                part._parameters[key] = nn.Parameter(divided, parameter.requires_grad)
+        undo.append(_divide(part, plan.counts[name], number // mesh.size(), mesh.get_group()))
+    undo += check_in_first_pass(module, plan, world, dispatched)
+    return undo
+
+
+def _divide(experts: nn.Module, counts: tuple[str, ...], number: int, group: Any) -> Undo:
+    whole: Any = type(experts).forward
+    before = {key: getattr(experts, key) for key in counts}
+    for key in counts:
+        setattr(experts, key, number)
+
+    def local(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return whole(experts, hidden, index, weights)
+
+    # How many tokens go where is known on the device alone, and lists of sizes are the host's.
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden, index, weights = routed(args, kwargs)
+        with local_parameters(experts):
+            return dispatched(local, hidden, index, weights, number, group)
+
+    experts.forward = forward
+
+    def take_back() -> None:
+        experts.__dict__.pop("forward", None)
+        for key, value in before.items():
+            setattr(experts, key, value)
+
+    return take_back
+
+
+def routed(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, and the numbers and weights of their experts, by place or by whatever name.
+
+    Raises:
+        ConfigError: experts were called with anything else.
+    """
+    given = [*args, *kwargs.values()]
+    if len(given) != len(TAKES) or not all(isinstance(one, torch.Tensor) for one in given):
+        raise ConfigError(
+            f"mesh: experts that ranks divide take {', '.join(TAKES)}, and were called with "
+            f"{', '.join(type(one).__name__ for one in given)}. Call them with these alone."
+        )
+    hidden, index, weights = given
+    if index.shape != weights.shape or index.shape[:-1] != hidden.shape[:-1]:
+        raise ConfigError(
+            "mesh: experts were called with tokens of shape "
+            f"{tuple(hidden.shape)}, numbers of experts {tuple(index.shape)} and weights "
+            f"{tuple(weights.shape)}. Numbers and weights are of one shape, a row for each token."
+        )
+    return hidden, index, weights
+
+
+@contextlib.contextmanager
+def local_parameters(experts: nn.Module) -> Iterator[None]:
+    """Let experts find what this rank holds of their parameters, as plain tensors."""
+    held = dict(experts._parameters)
+    try:
+        for key, parameter in held.items():
+            if isinstance(parameter, DTensor):
+                experts._parameters[key] = parameter.to_local()  # pyright: ignore
+        yield
+    finally:
+        experts._parameters.update(held)
+
+
+def dispatched(
+    experts: Forward,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    number: int,
+    group: Any,
+) -> torch.Tensor:
+    """What experts make of tokens, each on the rank that holds it. Collective.
+
+    Args:
+        experts: those of this rank, by numbers from 0.
+        hidden: this rank's tokens, ``(…, width)``.
+        index: the numbers of each token's experts, among those of all ranks, ``(…, k)``.
+        weights: of each token's experts, ``(…, k)``.
+        number: of experts on each rank.
+        group: the ranks, in the order of the experts that they hold.
+
+    Returns:
+        for each token the sum over its experts, ``(…, width)``.
+    """
+    ranks, k = group.size(), index.shape[-1]
+    chosen = index.reshape(-1)
+    # Pairs of a token and an expert, by expert, so also by rank.
+    order = chosen.argsort(stable=True)
+    sent = torch.zeros(ranks * number, dtype=torch.long, device=chosen.device)
+    sent.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=torch.long))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    # The one wait for the device in a layer: lists of sizes are what the collective takes.
+    to, come = torch.stack((sent, received)).view(2, ranks, number).sum(2).tolist()
+
+    def exchange(rows: torch.Tensor, to: list[int], come: list[int]) -> torch.Tensor:
+        empty = rows.new_empty(sum(come), *rows.shape[1:])
+        return all_to_all_single(empty, rows.contiguous(), come, to, group)  # pyright: ignore
+
+    tokens = exchange(hidden.reshape(-1, hidden.shape[-1])[order // k], to, come)
+    shares = exchange(weights.reshape(-1)[order], to, come)
+    numbers = torch.arange(number, device=chosen.device).repeat(ranks)
+    own = torch.repeat_interleave(numbers, received, output_size=sum(come))
+    if not sum(come):
+        # Every rank's backward pass goes through the same collectives, and gives its experts
+        # gradients that FSDP can reduce: nothing times what comes of a token of zeros.
+        tokens = torch.cat((tokens, tokens.new_zeros(1, tokens.shape[-1])))
+        shares, own = torch.cat((shares, shares.new_zeros(1))), own.new_zeros(1)
+    made = experts(tokens, own.unsqueeze(-1), shares.unsqueeze(-1))[: sum(come)]
+    back = exchange(made, come, to)
+    # In the order of tokens, so that sums are the same in every run.
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    summed = back[places].view(-1, k, back.shape[-1]).sum(1)
+    return summed.view(*hidden.shape[:-1], back.shape[-1])
