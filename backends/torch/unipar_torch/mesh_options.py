@@ -17,7 +17,7 @@ _BELONG = {
 }
 """Options that say how an axis is used, and nothing without it."""
 _UNPROVED = (("pp", "cp"), ("pp", "ep"), ("cp", "ep"), ("tp", "ep"))
-"""Axes of which the conformance kit has not proved that they train together as a plain loop does."""
+"""Axes that the conformance kit has not proved to train together as a plain loop does."""
 
 
 class MeshOptions(ShardingOptions):

@@ -32,8 +32,8 @@ from unipar.testing.scenarios import (
     pass_keywords,
     pass_tuple,
     plain_sgd,
-    predict_tokens,
     predict_next,
+    predict_tokens,
     sgd,
     warmup_and_decay,
 )
