@@ -271,6 +271,40 @@ class Mixture(nn.Module):
         return self.experts(tokens, index, weights).view_as(x)
 
 
+class MixedBlock(nn.Module):
+    """A mixture of experts after a norm, added to its input; and how large its router's logits are.
+
+    That is the square of their log-sum-exp, for each token, which a loss may keep small (Zoph et
+    al., arXiv:2202.08906).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mixture = Mixture(width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.norm(x)
+        return x + self.mixture(normed), self.mixture.router(normed).logsumexp(-1).square()
+
+
+class Mixed(nn.Module):
+    """A language model of mixtures; gives logits, and for each token what its routers cost."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(MixedBlock(width) for _ in range(2))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, costs = self.embedding(tokens), torch.zeros((), device=tokens.device)
+        for block in self.blocks:
+            x, cost = block(x)
+            costs = costs + cost
+        return {"logits": self.head(x), "router": costs}
+
+
 def with_experts(model: nn.Module) -> nn.Module:
     """Add a mixture to what a layer in the middle of a model gives, unless the model has experts.
 

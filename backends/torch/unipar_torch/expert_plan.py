@@ -138,7 +138,8 @@ def _number(name: str, module: nn.Module) -> int:
         raise ConfigError(
             f"mesh: '{name}' ({type(module).__name__}) holds its experts as modules, or has no "
             "parameters, and what ranks divide is the first dimension of parameters. Stack the "
-            f"experts' parameters, and give the module that holds them a forward({', '.join(TAKES)})."
+            "experts' parameters, and give the module that holds them a "
+            f"forward({', '.join(TAKES)})."
         )
     numbers = {shape[0] for shape in shapes.values() if shape}
     if len(numbers) > 1 or not all(shapes.values()):

@@ -1,4 +1,4 @@
-"""Experts by the hub's names, and as transformers 5 holds them, held against transformers itself."""
+"""Experts by the hub's names and as transformers 5 holds them, beside transformers itself."""
 
 from __future__ import annotations
 
