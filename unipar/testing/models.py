@@ -315,13 +315,27 @@ def with_experts(model: nn.Module) -> nn.Module:
         return model
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
     layer = layers[len(layers) // 2]
-    layer.add_module("mixture", Mixture(layer.weight.shape[isinstance(layer, nn.Embedding)]))
-    layer.register_forward_hook(_add_mixture)
+    embeds = isinstance(layer, nn.Embedding)
+    layer.add_module("mixture", Mixture(layer.weight.shape[1 if embeds else 0]))
+    # No hook: of those, torch.compile has no guards, and blocks are compiled once for all.
+    layer.__class__ = _EmbeddingAndMixture if embeds else _LinearAndMixture
     return model
 
 
-def _add_mixture(layer: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
-    return output + layer.get_submodule("mixture")(output)
+class _LinearAndMixture(nn.Linear):
+    mixture: Mixture
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        return output + self.mixture(output)
+
+
+class _EmbeddingAndMixture(nn.Embedding):
+    mixture: Mixture
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        return output + self.mixture(output)
 
 
 class Sparse(nn.Module):
