@@ -216,7 +216,7 @@ class MeshStrategy(Strategy):
         if layout.ep > 1:
             from unipar_torch.expert_plan import make_expert_plan
 
-            return make_expert_plan(model, layout.ep, self.options.experts)
+            return make_expert_plan(model, layout.ep, self.options.experts, efsdp=layout.efsdp)
         from unipar_torch.tensor_plan import make_plan
 
         return make_plan(model, layout.tp, self.options.plan)
