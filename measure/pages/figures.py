@@ -1,4 +1,4 @@
-"""The figures of the architecture, as SVG: the seam, and the floors of the core."""
+"""Figures as SVG: the seam, the floors of the core, and experts divided among ranks."""
 
 from __future__ import annotations
 
@@ -112,6 +112,31 @@ def seam_figure() -> str:
     return _svg(320, "The seam between unipar's core and a framework: a whole training step", parts)
 
 
+def experts_figure() -> str:
+    """Tokens of two ranks on their way to the experts of both, and back."""
+    parts = []
+    for rank in range(2):
+        left = 12 + 420 * rank
+        parts.append(_box(left, 12, 396, 308, FILLS[1 if rank else 3]))
+        parts.append(_text(left + 198, 36, f"rank {rank}", bold=True))
+        for top, name, purpose in (
+            (48, "router", "two experts and their weights for each token of its samples"),
+            (256, "weighted sum", "of what has come back, in the order of its tokens"),
+        ):
+            parts.append(_box(left + 18, top, 360, 50, PAPER))
+            parts.append(_text(left + 198, top + 21, name, bold=True))
+            parts.append(_text(left + 198, top + 39, purpose, small=True))
+        for number in range(2):
+            parts.append(_box(left + 38 + 170 * number, 152, 150, 50, FILLS[4]))
+            parts.append(_text(left + 113 + 170 * number, 182, f"expert {2 * rank + number}"))
+    for start, end in ((98, 152), (202, 256)):
+        parts += [_arrow(x, start, x, end) for x in (113, 727)]
+        parts += [_arrow(x, start, y, end) for x, y in ((298, 516), (542, 324))]
+    for middle, text in ((129, "tokens"), (233, "outcomes")):
+        parts.append(_text(420, middle, f"{text}: all to all", halo=True, mono=True))
+    return _svg(332, "Tokens travel to the ranks of their experts, and back", parts)
+
+
 def _rows(names: list[str], width: float) -> list[list[str]]:
     rows, used = [[]], 0.0
     for name in names:
@@ -186,6 +211,7 @@ def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 FIGURES = {
+    ROOT / "docs" / "images" / "experts.svg": experts_figure,
     ROOT / "docs" / "images" / "floors.svg": floors_figure,
     ROOT / "docs" / "images" / "seam.svg": seam_figure,
 }

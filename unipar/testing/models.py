@@ -373,6 +373,40 @@ class Mixture(nn.Module):
         return self.experts(tokens, index, weights).view_as(x)
 
 
+class MixedBlock(nn.Module):
+    """A mixture of experts after a norm, added to its input; and how large its router's logits are.
+
+    That is the square of their log-sum-exp, for each token, which a loss may keep small (Zoph et
+    al., arXiv:2202.08906).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mixture = Mixture(width)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.norm(x)
+        return x + self.mixture(normed), self.mixture.router(normed).logsumexp(-1).square()
+
+
+class Mixed(nn.Module):
+    """A language model of mixtures; gives logits, and for each token what its routers cost."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(MixedBlock(width) for _ in range(2))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        x, costs = self.embedding(tokens), torch.zeros((), device=tokens.device)
+        for block in self.blocks:
+            x, cost = block(x)
+            costs = costs + cost
+        return {"logits": self.head(x), "router": costs}
+
+
 def with_experts(model: nn.Module) -> nn.Module:
     """Add a mixture to what a layer in the middle of a model gives, unless the model has experts.
 
@@ -383,13 +417,27 @@ def with_experts(model: nn.Module) -> nn.Module:
         return model
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
     layer = layers[len(layers) // 2]
-    layer.add_module("mixture", Mixture(layer.weight.shape[isinstance(layer, nn.Embedding)]))
-    layer.register_forward_hook(_add_mixture)
+    embeds = isinstance(layer, nn.Embedding)
+    layer.add_module("mixture", Mixture(layer.weight.shape[1 if embeds else 0]))
+    # No hook: of those, torch.compile has no guards, and blocks are compiled once for all.
+    layer.__class__ = _EmbeddingAndMixture if embeds else _LinearAndMixture
     return model
 
 
-def _add_mixture(layer: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
-    return output + layer.get_submodule("mixture")(output)
+class _LinearAndMixture(nn.Linear):
+    mixture: Mixture
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        return output + self.mixture(output)
+
+
+class _EmbeddingAndMixture(nn.Embedding):
+    mixture: Mixture
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = super().forward(input)
+        return output + self.mixture(output)
 
 
 class Sparse(nn.Module):

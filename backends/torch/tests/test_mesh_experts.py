@@ -323,6 +323,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int, str]] = {
     "too many ranks": (mixtral, {"ep": 3}, 3, r"ep=3 does not divide the 4 experts of .* 2 or 4"),
     "ranks left over": (mixtral, {"ep": 2}, 3, r"ep=2, which does not divide dp_shard=3"),
     "no row for each": (Scaled, {"experts": ("",)}, 2, r"names no module"),
+    "sizes that do not shard": (
+        lambda: nn.Sequential(models.Experts(5, 4)),
+        {"ep": 4},
+        28,
+        r"has the shape \[1, 6, 5\], and no dimension of it divides by 7",
+    ),
     "other parameters": (
         lambda: nn.Sequential(Scaled()),
         {},

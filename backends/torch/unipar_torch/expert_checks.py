@@ -21,7 +21,6 @@ from unipar.world import World
 from unipar_torch.expert_plan import ExpertPlan
 from unipar_torch.layer_checks import TOLERANCE, _apart, _difference, _factors, _seen, _settings
 
-Undo = Callable[[], None]
 Dispatched = Callable[..., torch.Tensor]
 
 _TOKENS = 64
@@ -31,7 +30,7 @@ _EXPERTS = 2
 
 def check_in_first_pass(
     model: nn.Module, plan: ExpertPlan, world: World, dispatched: Dispatched
-) -> list[Undo]:
+) -> None:
     """Have experts of each kind compared with themselves undivided, when they are first called.
 
     Args:
@@ -44,10 +43,8 @@ def check_in_first_pass(
     for name in plan.experts:
         module = model.get_submodule(name)
         kinds.setdefault((type(module), _settings(module)), name)
-    return [
+    for name in kinds.values():
         _Check(name, model.get_submodule(name), plan, world, dispatched).install()
-        for name in kinds.values()
-    ]
 
 
 class _Check:
@@ -61,7 +58,7 @@ class _Check:
         self._kind, self._whole = type(experts).__name__, type(experts).forward
         self._group = world.mesh("ep").get_group()
 
-    def install(self) -> Undo:
+    def install(self) -> None:
         experts = self._experts
         divided = experts.forward
 
@@ -71,7 +68,6 @@ class _Check:
             return divided(*args, **kwargs)
 
         experts.forward = torch.compiler.disable(checked)
-        return lambda: None
 
     def _compare(self, args: Any, kwargs: Any) -> None:
         from unipar_torch.expert_parallel import routed

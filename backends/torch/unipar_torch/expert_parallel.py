@@ -51,7 +51,7 @@ def divide_experts(module: nn.Module, plan: ExpertPlan, world: World) -> list[Un
                 )
                 part._parameters[key] = nn.Parameter(divided, parameter.requires_grad)
         undo.append(_divide(part, plan.counts[name], number // mesh.size(), mesh.get_group()))
-    undo += check_in_first_pass(module, plan, world, dispatched)
+    check_in_first_pass(module, plan, world, dispatched)
     return undo
 
 

@@ -43,7 +43,9 @@ class ExpertPlan:
         return any(parameter.startswith(f"{name}.") for name in self.experts)
 
 
-def make_expert_plan(model: nn.Module, ep: int, given: Sequence[str] | None = None) -> ExpertPlan:
+def make_expert_plan(
+    model: nn.Module, ep: int, given: Sequence[str] | None = None, *, efsdp: int = 1
+) -> ExpertPlan:
     """Find a model's experts.
 
     Args:
@@ -51,6 +53,7 @@ def make_expert_plan(model: nn.Module, ep: int, given: Sequence[str] | None = No
         ep: ranks that divide them.
         given: the user's own patterns of module names, in which ``*`` stands for any one part
             between dots.
+        efsdp: ranks that have the same experts, and shard them.
 
     Raises:
         ConfigError: there are none, or they cannot be divided.
@@ -78,6 +81,8 @@ def make_expert_plan(model: nn.Module, ep: int, given: Sequence[str] | None = No
                 f"mesh: ep={ep} does not divide the {number} experts of '{name}'. Set ep to "
                 f"{' or '.join(map(str, divisors)) or '1'}."
             )
+        for parameter in model.get_submodule(name).parameters():
+            shard_dim((number // ep, *parameter.shape[1:]), efsdp)
     _refuse_shared(model, experts)
     counts = {name: _counts(model.get_submodule(name), n) for name, n in experts.items()}
     return ExpertPlan(source, experts, counts)
@@ -138,7 +143,8 @@ def _number(name: str, module: nn.Module) -> int:
         raise ConfigError(
             f"mesh: '{name}' ({type(module).__name__}) holds its experts as modules, or has no "
             "parameters, and what ranks divide is the first dimension of parameters. Stack the "
-            f"experts' parameters, and give the module that holds them a forward({', '.join(TAKES)})."
+            "experts' parameters, and give the module that holds them a "
+            f"forward({', '.join(TAKES)})."
         )
     numbers = {shape[0] for shape in shapes.values() if shape}
     if len(numbers) > 1 or not all(shapes.values()):
@@ -206,7 +212,7 @@ def shard_dim(shape: Sequence[int], ranks: int) -> int:
         if size % ranks == 0:
             return dim
     raise ConfigError(
-        f"mesh: no dimension of a rank's part of experts, {list(shape)}, divides by the {ranks} "
-        "ranks that hold parts of the same experts. Set ep so that dp_shard / ep divides one of "
-        "them."
+        f"mesh: a rank's part of experts has the shape {list(shape)}, and no dimension of it "
+        f"divides by {ranks} (dp_shard / ep), the ranks that have the same experts. Set ep or "
+        "dp_shard so that one does."
     )

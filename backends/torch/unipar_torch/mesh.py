@@ -164,7 +164,7 @@ class MeshStrategy(Strategy):
         if layout.ep > 1:
             from unipar_torch.expert_plan import make_expert_plan
 
-            experts = make_expert_plan(model, layout.ep, options.experts)
+            experts = make_expert_plan(model, layout.ep, options.experts, efsdp=layout.efsdp)
         return plan, stages, experts
 
     def explain(self, error: BaseException) -> str:

@@ -103,10 +103,11 @@ def prepare(
     ]
     units = _units(module, options)
     compile_modules(units or [module], spec.compile)
-    for name_of_experts in experts:
+    holders = [module.get_submodule(holder) for holder in experts]
+    for holder in holders:
         # First, so that the units around them leave them alone.
         shard_experts(
-            module.get_submodule(name_of_experts),
+            holder,
             world,
             reshard_after_forward=not options.keeps_gathered,
             mp_policy=_mixed_precision(spec, options, root=False),
@@ -127,7 +128,7 @@ def prepare(
     sum_shards(module)
     give_values(module, weights, world, offloaded=options.cpu_offload)
     _prefetch(units, options.prefetch)
-    parts = [*units, module]
+    parts = [*holders, *units, module]
     undo.append(refuse_changed_weights(module, name, parts, _is_gathered))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)

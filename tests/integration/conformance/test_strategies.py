@@ -15,5 +15,7 @@ STRATEGIES = [
     "fsdp:sharding=hybrid",
     # On four ranks two pairs of them, which shard over each other.
     "mesh:tp=2",
+    # On four ranks the experts of each rank are sharded over two.
+    "mesh:ep=2",
 ]
-BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid"]
+BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid", "mesh:ep=2"]

@@ -339,6 +339,35 @@ class GradientSumForgottenStrategy(MeshStrategy):
             return super().prepare(spec, world)
 
 
+class RouterLossPerRank(StepEngine):
+    """Counts a router's loss once for each rank that tokens come from."""
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        def counted(model: Any, data: Any) -> Any:
+            def count(_: nn.Module, args: Any, output: Any) -> None:
+                output["router"].register_hook(lambda gradient: gradient * self.world.size)
+
+            handle = self.module.register_forward_hook(count)
+            try:
+                return loss_fn(model, data)
+            finally:
+                handle.remove()
+
+        return super().train_step(batch, counted)
+
+
+class RouterLossPerRankStrategy(MeshStrategy):
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+        engine = super().prepare(spec, world)
+        engine.__class__ = RouterLossPerRank
+        return engine
+
+
+def dividing_experts(strategy: type[MeshStrategy]) -> Callable[[], Strategy]:
+    """A maker of ``mesh`` whose two ranks divide experts, broken in one way."""
+    return lambda: strategy(MeshOptions(ep=2))
+
+
 def dividing(strategy: type[MeshStrategy]) -> Callable[[], Strategy]:
     """A maker of ``mesh`` whose two ranks divide layers, broken in one way."""
     return lambda: strategy(MeshOptions(tp=2))

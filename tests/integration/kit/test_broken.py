@@ -143,6 +143,12 @@ BROKEN = [
         "holds other values of|was told other|the (loss|gradient norm) of step 1 ",
     ),
     (
+        "a router's loss counted for each rank",
+        broken.dividing_experts(broken.RouterLossPerRankStrategy),
+        "divides_experts",
+        "the gradient norm of step 1 ",
+    ),
+    (
         "no sum of gradients before layers divided by columns",
         broken.dividing(broken.GradientSumForgottenStrategy),
         "divides_a_decoder",

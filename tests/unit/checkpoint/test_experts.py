@@ -1,4 +1,4 @@
-"""Experts by the hub's names, and as transformers 5 holds them, held against transformers itself."""
+"""Experts by the hub's names and as transformers 5 holds them, beside transformers itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from unipar.checkpoint import from_safetensors, load_model, to_safetensors
+from unipar.cli.convert import convert
 from unipar.errors import CheckpointError, ConfigError
 from unipar.state import named_weights
 
@@ -99,3 +100,14 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"gate_up_proj.* of expert 1"):
         from_safetensors(tmp_path / "a.safetensors", tmp_path / "own", experts="fused")
+
+
+def test_the_command_line_says_which_forms_there_are(tmp_path: Path) -> None:
+    mixtral().save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match="Say fused or separate"):
+        convert(tmp_path / "theirs", tmp_path / "own", experts="qwen")
+    convert(tmp_path / "theirs", tmp_path / "own", experts="fused")
+    with pytest.raises(ConfigError, match="Say mixtral, qwen or fused"):
+        convert(tmp_path / "own", tmp_path / "out", experts="separate")
+    convert(tmp_path / "own", tmp_path / "out", experts="mixtral")
+    assert (tmp_path / "out" / "model.safetensors").exists()

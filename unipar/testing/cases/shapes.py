@@ -34,6 +34,7 @@ from unipar.testing.scenarios import (
     plain_sgd,
     predict_next,
     predict_tokens,
+    predict_with_routers,
     sgd,
     warmup_and_decay,
 )
@@ -86,6 +87,7 @@ OWN_LOSS = replace(
     accumulation=4,
     activation_checkpointing="full",
 )
+MIXED = replace(TOKENS, model=models.Mixed, terms=predict_with_routers, num_steps=7)
 BUFFERS = Scenario(model=models.Buffered, num_steps=10)
 FORWARDS = (
     Scenario(model=models.TakesDict, terms=pass_dict, num_steps=3),
@@ -149,6 +151,32 @@ def divides_sequences(kit: Kit) -> None:
         return
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.terms.__name__}")
+
+
+@case_also_at(4)
+def divides_experts(kit: Kit) -> None:
+    """Where ranks divide experts: a language model of mixtures, whose routers have a loss, too.
+
+    One run by token weights, one clipped and accumulated, whose norm counts each element once.
+    """
+    layout = kit.target.make().layout(kit.placement)
+    scenarios = [
+        MIXED,
+        replace(MIXED, optimizer=sgd, accumulation=4, max_grad_norm=0.25),
+    ]
+    scenarios = [scenario for scenario in scenarios if not kit.refuses(scenario)]
+    if layout.ep == 1 or not scenarios:
+        return
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.optimizer.__name__}")
+        for rank, own in enumerate(run.ranks):
+            held = {part.name: part for part in own.state.weights}
+            up = held["blocks.0.mixture.experts.up"]
+            if sum(t.numel() for t in up.tensors) * layout.ep > math.prod(up.shape):
+                raise AssertionError(
+                    f"{kit.target.name} says that {layout.ep} ranks divide experts, and rank "
+                    f"{rank} holds more than that part of {up.name}"
+                )
 
 
 @case
