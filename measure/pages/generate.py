@@ -52,7 +52,8 @@ def strategies() -> str:
         precisions = surveys.precisions(able.precisions)
         parts = ("parameters", "gradients", "optimizer")
         shared = ", ".join(part for part in parts if part in able.sharded) or "nothing"
-        offload = ", ".join(part for part in parts if part in able.offload) or "no"
+        on_host = (*parts, "activations")
+        offload = ", ".join(part for part in on_host if part in able.offload) or "no"
         several, loop = (_yes(flag) for flag in (able.several_engines, able.custom_loop))
         rows.append([f"`{name}`", where, most, precisions, shared, offload, several, loop])
     heads = [

@@ -13,12 +13,15 @@ PARTS = {"parameters": 4, "gradients": 4, "optimizer": 8}
 """Bytes of each part for each parameter, in fp32 under AdamW."""
 HALF_PARTS = {"parameters": 2, "gradients": 2, "optimizer": 12}
 """The same where weights are in half precision; their fp32 originals go with the optimizer."""
+ON_HOST = (*PARTS, "activations")
+"""What may live in host memory."""
 FLAGS = {
     "custom_loop": "loop by hand",
     "accumulation": "micro-batches",
     "several_engines": "several models",
     "clipping": "clipping",
     "activation_checkpointing": "recomputed activations",
+    "selective_checkpointing": "selectively",
     "compile": "`torch.compile`",
     "pipeline": "pipeline",
     "skip_nan": "skips NaN",
@@ -163,7 +166,7 @@ def capabilities() -> tuple[list[str], list[list[str]]]:
                 "any" if able["max_devices"] is None else str(able["max_devices"]),
                 precisions(able["precisions"]),
                 divided(able),
-                ", ".join(part for part in PARTS if part in able["offload"]) or "no",
+                ", ".join(part for part in ON_HOST if part in able["offload"]) or "no",
                 *("yes" if able[flag] else "no" for flag in FLAGS),
             ]
         )

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -122,7 +122,7 @@ class Alive(TorchDispatchMode):
             yield
 
 
-def step(device: str = "cpu", **settings: Any) -> Kept:
+def step(device: Literal["cpu", "cuda"] = "cpu", **settings: Any) -> Kept:
     """Forward and backward pass of one batch."""
     text = torch.zeros(ROWS, LENGTH, dtype=torch.long)
 

@@ -79,9 +79,8 @@ class _Offload:
                 if storage.nbytes() < SMALLEST or storage.data_ptr() in weights:
                     return tensor
                 held = self._held(storage, tensor)
-                return _Saved(
-                    held, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-                )
+                offset = int(tensor.storage_offset())
+                return _Saved(held, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
             with saved_tensors_hooks(pack, _unpack):
                 return forward(*args, **kwargs)
@@ -167,8 +166,9 @@ class Offloaded:
 
     def __del__(self) -> None:
         # Nobody wanted it, and its memory must not be used again while it is being filled.
-        if self.__dict__.get("_ahead") is not None:
-            self._copies.wait(self._ahead[1])
+        ahead = self.__dict__.get("_ahead")
+        if ahead is not None:
+            self._copies.wait(ahead[1])
 
 
 class Copies:
@@ -205,7 +205,8 @@ class Copies:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             host.copy_(flat, non_blocking=True)
-        left = stream.record_event()
+        left = torch.cuda.Event()
+        left.record(stream)
         self._leaving.append((left, flat))
         self._let_go(_LEAVING)
         return host, left
@@ -233,7 +234,9 @@ class Copies:
         stream.wait_event(left)
         with torch.cuda.stream(stream):
             flat.copy_(host, non_blocking=True)
-        return flat, stream.record_event()
+        arrived = torch.cuda.Event()
+        arrived.record(stream)
+        return flat, arrived
 
     def wait(self, event: torch.cuda.Event | None) -> None:
         """Let the stream that computes wait; the host goes on."""

@@ -89,18 +89,24 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
         targets = modules_of_classes(model, policy, "activation_checkpointing")
     for module in targets:
         if policy == "selective":
-            forward = _casting_each_time(module.forward)
-            module.forward = functools.partial(
-                checkpoint, forward, use_reentrant=False, context_fn=_contexts
-            )
+            module.forward = _recomputed(_casting_each_time(module.forward), context_fn=_contexts)
         else:
-            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+            module.forward = _recomputed(module.forward)
 
     def undo() -> None:
         for module in targets:
             module.__dict__.pop("forward", None)
 
     return undo
+
+
+def _recomputed(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    # A function of its own: torch.compile would take a partial of torch's for nothing to compile
+    # where the module itself is compiled.
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **how, **kwargs)
+
+    return recomputed
 
 
 def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -119,10 +119,12 @@ def test_one_process_computes_what_torchao_does(caplog: pytest.LogCaptureFixture
     "spec",
     [
         {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
         {"activation_checkpointing": ("Linear",)},
+        {"activation_offload": True},
         {"compile": {"backend": "eager"}},
     ],
-    ids=["blocks recomputed", "layers recomputed", "compiled"],
+    ids=["recomputed", "partly recomputed", "layers recomputed", "offloaded", "compiled"],
 )
 def test_what_is_done_to_the_model_besides_changes_nothing(spec: dict[str, Any]) -> None:
     assert difference(train(Placement(), "single", **spec), by_hand()) < 1e-5

@@ -173,6 +173,9 @@ def test_sequences_are_divided_with_recomputation_in_half_precision(
 ) -> None:
     scenarios = [
         replace(DECODER, activation_checkpointing="full", accumulation=2, num_steps=5),
+        replace(DECODER, activation_checkpointing="selective", accumulation=2, num_steps=5),
+        replace(DECODER, activation_offload=True, num_steps=5),
+        replace(DECODER, precision="bf16", activation_checkpointing="selective", num_steps=5),
         replace(DECODER, precision="bf16", num_steps=5),
     ]
     # Gathered in bf16, weights and their gradients are rounded once more than by autocast alone.

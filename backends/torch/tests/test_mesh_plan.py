@@ -151,6 +151,36 @@ def test_a_plan_of_the_user_is_taken_as_it_is() -> None:
     assert not plan.counts
 
 
+class Widths(models.Attention):
+    """It keeps the width of a head, too, which looks like a number of heads."""
+
+    def __init__(self, heads: int, kv_heads: int, d_head: int) -> None:
+        super().__init__(heads * d_head, heads, kv_heads)
+        self.d_head = d_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:2], -1, self.d_head)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (part.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for part in (k, v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, scale=self.d_head**-0.5)
+        return self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], self.num_heads * self.d_head))
+
+
+@pytest.mark.parametrize("d_head", [2, 4, 5], ids=["smaller", "as many", "odd"])
+@pytest.mark.parametrize(
+    "plan", [None, {f"*.{n}": "colwise" for n in "qkv"} | {"*.out": "rowwise"}]
+)
+def test_the_width_of_a_head_is_no_number_of_heads(
+    d_head: int, plan: dict[str, str] | None
+) -> None:
+    model = nn.Sequential(*(Widths(4, 2, d_head) for _ in range(2)))
+    found = make_plan(model, 2, plan)
+    assert {found.styles[f"0.{name}"] for name in "qkv"} == {"colwise"}
+    assert set(found.counts["1"]) <= {"num_heads", "num_kv_heads"}
+    assert "num_heads" in found.counts["1"]
+    assert not found.notes
+
+
 def test_numbers_of_heads_follow_a_plan_of_the_user() -> None:
     given = {f"blocks.*.attention.{name}": "colwise" for name in "qkv"}
     plan = make_plan(models.Decoder(), 2, {**given, "blocks.*.attention.out": "rowwise"})

@@ -125,10 +125,7 @@ class _Check:
             wanted = torch.is_grad_enabled()
             if wanted not in self._done and True not in self._done:
                 self._done.add(wanted)
-                # Selective recomputation counts operations, and repeats none of these
-                # (torch 2.13, utils/_python_dispatch.py and utils/checkpoint.py).
-                with _disable_current_modes():
-                    compare(args, kwargs)
+                compare(args, kwargs)
             return self._forward(*args, **kwargs)
 
         block.forward = checked
@@ -286,8 +283,10 @@ def _apart(block: nn.Module, device: torch.device) -> Iterator[None]:
             torch.random.fork_rng(devices),
             torch.enable_grad(),
             torch.autocast(device.type, enabled=False),
-            # Recomputation counts what a pass saves.
+            # Recomputation counts what a pass saves; a selective one, each operation of it
+            # (torch 2.13, utils/_python_dispatch.py and utils/checkpoint.py).
             torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+            _disable_current_modes(),
         ):
             yield
     finally:

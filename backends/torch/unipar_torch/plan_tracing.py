@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +127,9 @@ def counts_needed(model: nn.Module, plan: TensorPlan, tp: int) -> dict[str, tupl
                 )
             for holder in {(within + k).rpartition(".")[0] for k in pair.columns}:
                 short = holder.removeprefix(name).removeprefix(".")
-                if short not in needed:
+                if short in needed:
+                    counts[holder] = needed[short]
+                else:
                     counts.pop(holder, None)
     return counts
 
@@ -260,12 +264,35 @@ def _hold(
     plan = TensorPlan("found by tracing", pair.styles)
     check_sizes(block, plan, tp)
     problem = _try(block, pair, plan, tp, shape)
-    counts = head_counts(block, plan) if problem else {}
-    if counts:
-        plan = TensorPlan(plan.source, plan.styles, counts)
+    if not problem:
+        return "", {}
+    found = head_counts(block, plan)
+    for counts in _choices(block, found, tp):
+        if not _try(block, pair, replace(plan, counts=counts), tp, shape):
+            return "", counts
+    if found:
+        plan = replace(plan, counts=found)
         check_sizes(block, plan, tp)
         problem = _try(block, pair, plan, tp, shape)
-    return problem, {} if problem else counts
+    return problem, {}
+
+
+def _choices(
+    block: nn.Module, found: dict[str, tuple[str, ...]], tp: int
+) -> Iterator[dict[str, tuple[str, ...]]]:
+    """All that may be numbers of heads, and then fewer: one may be the width of a head.
+
+    Names (``d_head``) do not tell, and sizes may be equal. Numbers do: heads of a part of their
+    width attend otherwise.
+    """
+    keys = [(holder, key) for holder, keys in found.items() for key in keys]
+    divide = [(h, key) for h, key in keys if getattr(block.get_submodule(h), key) % tp == 0]
+    for size in range(len(divide), 0, -1):
+        for chosen in combinations(divide, size):
+            counts: dict[str, tuple[str, ...]] = {}
+            for holder, key in chosen:
+                counts[holder] = (*counts.get(holder, ()), key)
+            yield counts
 
 
 def _try(block: nn.Module, pair: Pair, plan: TensorPlan, tp: int, shape: tuple[int, ...]) -> str:

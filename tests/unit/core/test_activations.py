@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore
 from torch.nn import functional
 
 from unipar.engine import checkpoint_activations, offload_activations
 from unipar.engine.checks import check_capabilities
 from unipar.engine.offload import Offloaded
 from unipar.errors import ConfigError
-from unipar.strategy import EngineSpec
+from unipar.strategy import Capabilities, Engine, EngineSpec, Strategy, StrategyOptions
 from unipar.strategy.registry import resolve
-from unipar.world import Placement
+from unipar.world import Placement, World
 
 WIDTH, HEADS, LENGTH = 32, 4, 16
 
@@ -138,6 +141,39 @@ def test_selective_repeats_what_is_cheap_and_nothing_else(x: torch.Tensor) -> No
         assert seen["selective"][costly] == seen["off"][costly] < seen["full"][costly]
     for cheap in ("aten::native_layer_norm", "aten::gelu"):
         assert seen["off"][cheap] < seen["selective"][cheap] == seen["full"][cheap]
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_compiled_blocks_are_recomputed_likewise(x: torch.Tensor, policy: str) -> None:
+    expected = gradients(build(), x)
+    model = build()
+    checkpoint_activations(model, policy)
+    forward, backward = [], []
+
+    def look(into: list[set[str]]) -> Any:
+        def compiler(module: Any, inputs: Any) -> Any:
+            calls = [node.target for node in module.graph.nodes if node.op == "call_function"]
+            into.append({one.name() for one in calls if isinstance(one, torch._ops.OpOverload)})
+            return make_boxed_func(module.forward)
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=look(forward),
+        bw_compiler=look(backward),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    for block in model.blocks:
+        block.compile(backend=backend)
+    found = gradients(model, x)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert len(forward) == len(backward) > 0
+    for seen in backward:
+        # Under "full" the compiler may keep attention's output all the same.
+        assert attention not in seen or policy == "full"
+        assert "aten::native_layer_norm" in seen
 
 
 def test_an_output_that_is_changed_in_place_is_no_wrong_gradient(x: torch.Tensor) -> None:
@@ -288,6 +324,19 @@ def test_what_was_done_is_undone(x: torch.Tensor) -> None:
 # -- asked for -------------------------------------------------------------------------------------
 
 
+class Least(Strategy):
+    """A strategy that claims nothing."""
+
+    name = "least"
+    options_type = StrategyOptions
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(frozenset({"fp32"}), frozenset({"cpu"}))
+
+    def prepare(self, spec: EngineSpec, world: World) -> Engine:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
@@ -295,10 +344,10 @@ def test_what_was_done_is_undone(x: torch.Tensor) -> None:
         ({"activation_offload": True}, "not supported. Use False"),
     ],
 )
-def test_a_strategy_that_cannot_says_so(asked: dict[str, Any], says: str) -> None:
+def test_a_strategy_that_claims_nothing_refuses(asked: dict[str, Any], says: str) -> None:
     spec = EngineSpec(nn.Linear(1, 1), **asked)
-    with pytest.raises(ConfigError, match=rf"'zero3': activation.* is {says}"):
-        check_capabilities(resolve("zero3"), spec, Placement())
+    with pytest.raises(ConfigError, match=rf"'least': activation.* is {says}"):
+        check_capabilities(Least(StrategyOptions()), spec, Placement())
 
 
 @pytest.mark.parametrize(
