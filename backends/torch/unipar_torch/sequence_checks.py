@@ -27,7 +27,7 @@ from unipar.errors import ConfigError
 from unipar.loss import LossFn, LossSum
 from unipar.objective import Objective
 from unipar.world import World
-from unipar_torch.sequence_parts import BatchParts, Parts, map_named, named_tensors
+from unipar_torch.sequence_parts import MASK, BatchParts, Parts, map_named, named_tensors
 
 _SAMPLES, _POSITIONS, _MOST_POSITIONS = 2, 8, 2048
 """How many samples are compared; positions for each rank, and in all where the first have no
@@ -112,9 +112,18 @@ def _piece(data: Any, length: int, dims: dict[str, int]) -> Any:
         of_samples = name not in dims or dims[name] % tensor.ndim
         if len(rows) == 1 and tensor.ndim and tensor.shape[0] in rows and of_samples:
             tensor = tensor[:_SAMPLES]
-        return tensor
+        # As a loader gives it; losses take views of labels.
+        return tensor.contiguous()
 
     return map_named(data, cut)
+
+
+def _padding(piece: Any) -> torch.Tensor | None:
+    """Which positions are padding, of shape (batch, positions), if the batch says so."""
+    for name, tensor in named_tensors(piece).items():
+        if name.rpartition(".")[2] == MASK and tensor.ndim == 2:
+            return tensor == 0
+    return None
 
 
 class _Check:
@@ -134,11 +143,13 @@ class _Check:
         self._names = {module: name for name, module in model.named_modules()}
         exact = precision.dtype is torch.float32
         self._tolerance, self._loss_tolerance = _TOLERANCES[exact]
+        self._padding: torch.Tensor | None = None
 
     def run(self, piece: Any) -> tuple[str, bool]:
         """What differs, and whether the loss counted anything."""
         length, _ = self._batches.dims_of(piece)
         parts = self._batches.parts_of(length)
+        self._padding = _padding(piece)
         blocks = repeated_blocks(self._model)
         inside = {part for block in blocks for part in block.modules()}
         outer = [m for m in self._model.modules() if m not in inside] + blocks
@@ -148,7 +159,8 @@ class _Check:
             # Of the modules within a block another may be the first.
             again = self._both(piece, parts, list(self._model.modules()))
             said = self._difference(*again, parts) or said
-        return said or self._loss_difference(whole, divided), whole.count > 0
+        of_loss = self._loss_difference(whole, divided)
+        return said or of_loss, whole.count > 0
 
     def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
         length, dims = self._batches.dims_of(piece)
@@ -240,7 +252,14 @@ class _Check:
             # What is no number shows nothing, and is the run's to find.
             return 0.0
         scale = expected.abs().max().clamp(min=1e-30)
-        return float((divided - expected).abs().max() / scale)
+        apart = (divided - expected).abs()
+        if self._padding is not None and len(self._padding) == len(whole):
+            # It may see anything; the loss tells whether it counts.
+            hidden = parts.own(self._padding, 1).to(apart.device)
+            shape = [len(hidden), *[1] * (whole.ndim - 1)]
+            shape[differ[0]] = parts.own_length
+            apart = apart.masked_fill(hidden.view(shape), 0.0)
+        return float(apart.max() / scale)
 
     def _loss_difference(self, whole: _Run, divided: _Run) -> str:
         """How the losses of the parts together differ from the whole's. Collective."""
