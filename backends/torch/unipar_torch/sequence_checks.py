@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def compare(
     longest = world.gather(length)
     for most in (_POSITIONS * group.size(), min(max(longest), _MOST_POSITIONS)):
         piece = _piece(data, min(length, most), dims)
-        problem, counted = check.run(piece)
+        # Outputs of more positions take memory, and show no more.
+        problem, counted = check.run(piece, outputs=most == _POSITIONS * group.size())
         found = world.gather((problem, counted))
         if said := next((said for said, _ in found if said), ""):
             raise ConfigError(
@@ -145,22 +147,27 @@ class _Check:
         self._tolerance, self._loss_tolerance = _TOLERANCES[exact]
         self._padding: torch.Tensor | None = None
 
-    def run(self, piece: Any) -> tuple[str, bool]:
-        """What differs, and whether the loss counted anything."""
+    def run(self, piece: Any, *, outputs: bool) -> tuple[str, bool]:
+        """What differs, and whether the loss counted anything.
+
+        Args:
+            piece: of a micro-batch.
+            outputs: whether to compare what modules and attention give, and not only the loss.
+        """
         length, _ = self._batches.dims_of(piece)
         parts = self._batches.parts_of(length)
         self._padding = _padding(piece)
         blocks = repeated_blocks(self._model)
         inside = {part for block in blocks for part in block.modules()}
         outer = [m for m in self._model.modules() if m not in inside] + blocks
-        whole, divided = self._both(piece, parts, outer)
+        whole, divided = self._both(piece, parts, outer if outputs else [])
         said = self._difference(whole, divided, parts)
         if any(self._world.gather(bool(said))):
             # Of the modules within a block another may be the first.
             again = self._both(piece, parts, list(self._model.modules()))
             said = self._difference(*again, parts) or said
         of_loss = self._loss_difference(whole, divided)
-        return said or of_loss, whole.count > 0
+        return said or of_loss, whole.count > 0 and math.isfinite(whole.total)
 
     def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
         length, dims = self._batches.dims_of(piece)
@@ -195,7 +202,8 @@ class _Check:
 
         def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
             out = attention(*args, **kwargs)
-            calls.append(_Seen("", _ATTENTION, [out]))
+            if watched:
+                calls.append(_Seen("", _ATTENTION, [out]))
             return out
 
         functional.scaled_dot_product_attention = noted
@@ -275,9 +283,9 @@ class _Check:
                 "that are shifted in the data set, not in the loss function, and no item that "
                 "belongs to a sequence as a whole"
             )
-        if not count or abs(total - whole.total) <= self._loss_tolerance * max(
-            abs(whole.total), count
-        ):
+        rounding = self._loss_tolerance * max(abs(whole.total), count)
+        # What is no number shows nothing, and is the run's to find.
+        if not math.isfinite(whole.total) or abs(total - whole.total) <= rounding:
             return ""
         return (
             f"the outputs agree, and the loss does not: {whole.total / count:.6g} an item in whole "
@@ -291,7 +299,8 @@ def _said_of_attention(number: int, apart: float) -> str:
     return (
         f"call {number} of {_ATTENTION} gives what is {apart:.1%} off, so its queries and keys are "
         "those of other positions. A model that numbers positions itself takes them as "
-        "position_ids, of shape (1, positions), an argument of its forward that it is given here"
+        "position_ids, of shape (1, positions), an argument of its forward that it is given here, "
+        "or that the batch has"
     )
 
 
