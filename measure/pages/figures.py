@@ -1,4 +1,4 @@
-"""Figures as SVG: the seam, the floors of the core, and experts divided among ranks."""
+"""The figures of the pages, as SVG."""
 
 from __future__ import annotations
 
@@ -137,6 +137,35 @@ def experts_figure() -> str:
     return _svg(332, "Tokens travel to the ranks of their experts, and back", parts)
 
 
+def sequences_figure() -> str:
+    """A sequence in chunks, the two of each rank, and the ring that keys and values go round."""
+    parts = [_text(420, 34, "one sequence, in 2 · cp chunks (cp = 4)", bold=True)]
+    owners = [0, 1, 2, 3, 3, 2, 1, 0]
+    fills = (FILLS[1], FILLS[2], FILLS[3], FILLS[4])
+    for chunk, rank in enumerate(owners):
+        left = 60 + 90 * chunk
+        parts.append(_box(left, 48, 90, 40, fills[rank]))
+        parts.append(_text(left + 45, 73, f"chunk {chunk}"))
+    for rank in range(4):
+        left = 40 + 200 * rank
+        parts.append(_box(left, 150, 160, 118, fills[rank]))
+        parts.append(_text(left + 80, 174, f"rank {rank}", bold=True))
+        held = [chunk for chunk, owner in enumerate(owners) if owner == rank]
+        parts.append(_text(left + 80, 198, f"chunks {held[0]} and {held[1]}"))
+        parts.append(_text(left + 80, 220, "embeddings, norms, MLPs,", small=True))
+        parts.append(_text(left + 80, 236, "logits, loss: its own", small=True))
+        parts.append(_text(left + 80, 256, "q, k, v", mono=True))
+        if rank < 3:
+            parts.append(_arrow(left + 162, 252, left + 198, 252))
+    parts += [
+        f'<path d="M720 272 V304 H120 V276" fill="none" stroke="{FAINT}" stroke-width="1.5" '
+        'marker-end="url(#tip)"/>',
+        _text(420, 300, "k and v go round, while q stays", mono=True, halo=True),
+        _text(420, 122, "each rank has an early chunk and a late one: equal work", small=True),
+    ]
+    return _svg(322, "A sequence divided among four ranks, and the ring of its attention", parts)
+
+
 def _rows(names: list[str], width: float) -> list[list[str]]:
     rows, used = [[]], 0.0
     for name in names:
@@ -214,4 +243,5 @@ FIGURES = {
     ROOT / "docs" / "images" / "experts.svg": experts_figure,
     ROOT / "docs" / "images" / "floors.svg": floors_figure,
     ROOT / "docs" / "images" / "seam.svg": seam_figure,
+    ROOT / "docs" / "images" / "sequences.svg": sequences_figure,
 }

@@ -26,12 +26,17 @@ from unipar.objective import Objective
 from unipar.world import World
 from unipar_torch.divided_attention import ring_attention, to_heads, to_positions
 from unipar_torch.sequence_checks import compare
-from unipar_torch.sequence_parts import BatchParts, Parts, is_integer, named_tensors
+from unipar_torch.sequence_parts import (
+    MASK,
+    POSITIONS,
+    BatchParts,
+    Parts,
+    is_integer,
+    named_tensors,
+)
 
 Undo = Callable[[], None]
 Kind = Literal["ring", "all_gather", "ulysses"]
-POSITIONS, MASK = "position_ids", "attention_mask"
-"""What models of transformers call the places of tokens, and which of them are no padding."""
 
 
 class ContextParallel:
@@ -275,7 +280,8 @@ class ContextParallel:
             parts = self._now
             assert parts is not None
             window = kwargs.get("local_size")
-            skips = kwargs.get("allow_is_causal_skip", True)
+            sees_all = kwargs.get("allow_is_bidirectional_skip", False)
+            skips = sees_all or kwargs.get("allow_is_causal_skip", True)
             usual = mask_function in (masking.causal_mask_function, bidirectional)
             if not (usual or (window is not None and window >= parts.length)) or not skips:
                 self._refuse(
@@ -284,8 +290,7 @@ class ContextParallel:
                     "for the positions of other ranks. Only causal attention, or attention to "
                     "all, can be divided"
                 )
-            sees_all = "allow_is_bidirectional_skip" in kwargs or mask_function is bidirectional
-            if sees_all and self._masks == "padded":
+            if (sees_all or mask_function is bidirectional) and self._masks == "padded":
                 self._refuse(
                     f"'{MASK}' hides padding in a model whose attention sees all positions. Give "
                     "batches without padding, or leave cp out"

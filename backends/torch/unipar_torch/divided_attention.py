@@ -63,8 +63,9 @@ class _Divided(torch.autograd.Function):
         gathers: bool,
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.float32, device=q.device)
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+        wide = _wide(q[..., :0]).dtype
+        total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
         came = _gathered if gathers else _passed_on
         for rank, (keys, values) in came((k, v), parts, group):
             rows, columns = _block(parts, rank, causal=causal)
@@ -77,7 +78,7 @@ class _Divided(torch.autograd.Function):
             )
             merged = torch.logaddexp(rows.of(lse[..., None]), own[..., None])
             rows.of(total).mul_((rows.of(lse[..., None]) - merged).exp())
-            rows.of(total).addcmul_(out.float(), (own[..., None] - merged).exp())
+            rows.of(total).addcmul_(_wide(out), (own[..., None] - merged).exp())
             rows.of(lse[..., None]).copy_(merged)
         out = total.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -90,7 +91,7 @@ class _Divided(torch.autograd.Function):
         parts, group, causal, scale, gathers = ctx.given
         (grad,) = gradients
         grad = grad.to(out.dtype).contiguous()
-        dq = torch.zeros_like(q, dtype=torch.float32)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
 
         def of_block(rank: int, keys: torch.Tensor, values: torch.Tensor) -> _KeyGradients:
             rows, columns = _block(parts, rank, causal=causal)
@@ -181,7 +182,7 @@ def _passed_on_backward(
     for of, (keys, values) in _passed_on(own, parts, group):
         columns, dk, dv = of_block(of, keys, values)
         if gradients is None:
-            gradients = tuple(torch.zeros_like(t, dtype=torch.float32) for t in own)
+            gradients = tuple(torch.zeros_like(_wide(t)) for t in own)
         else:
             gradients, works = _pass_on(gradients, parts.length_of(of), parts, group)
             for work in works:
@@ -216,7 +217,7 @@ def _gathered_backward(
     sums = tuple(
         torch.zeros(
             (parts.size, *t.shape[:-2], parts.longest, t.shape[-1]),
-            dtype=torch.float32,
+            dtype=_wide(t[..., :0]).dtype,
             device=t.device,
         )
         for t in own
@@ -249,7 +250,7 @@ def _attend(
         causal: whether query ``i`` sees the keys up to ``i`` only; there are as many of both.
 
     Returns:
-        The output, and (batch, heads, queries) in fp32.
+        The output, and (batch, heads, queries) in fp32 or wider.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = _repeated(k, groups), _repeated(v, groups)
@@ -269,7 +270,7 @@ def _attend(
     outs, sums = [], []
     for scores, _, _ in _scores(q, k, scale, causal):
         lse = scores.logsumexp(-1)
-        outs.append((scores - lse[..., None]).exp() @ v.float())
+        outs.append((scores - lse[..., None]).exp() @ _wide(v))
         sums.append(lse)
     return torch.cat(outs, -2).to(q.dtype), torch.cat(sums, -1)
 
@@ -305,7 +306,7 @@ def _attend_backward(
             scale=scale,
         )
     else:
-        dq, dk, dv = _plain_backward(grad.float(), q, k, v, out.float(), lse, scale, causal)
+        dq, dk, dv = _plain_backward(_wide(grad), q, k, v, _wide(out), lse, scale, causal)
     return dq, _summed(dk, kv_heads), _summed(dv, kv_heads)
 
 
@@ -319,7 +320,7 @@ def _plain_backward(
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    k, v = k.float(), v.float()
+    k, v = _wide(k), _wide(v)
     dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
     own = (grad * out).sum(-1, keepdim=True)
     for scores, start, rows in _scores(q, k, scale, causal):
@@ -327,7 +328,7 @@ def _plain_backward(
         grad_rows = grad.narrow(-2, start, rows)
         dv += weights.mT @ grad_rows
         dscores = weights * (grad_rows @ v.mT - own.narrow(-2, start, rows)) * scale
-        dk += dscores.mT @ q.narrow(-2, start, rows).float()
+        dk += dscores.mT @ _wide(q.narrow(-2, start, rows))
         dq.append(dscores @ k)
     return torch.cat(dq, -2), dk, dv
 
@@ -335,11 +336,11 @@ def _plain_backward(
 def _scores(
     q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool
 ) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """Scores of some queries at a time, in fp32; the first of them, and their number."""
+    """Scores of some queries at a time, in fp32 or wider; the first of them, and their number."""
     for start in range(0, q.shape[-2], _ROWS):
         rows = min(_ROWS, q.shape[-2] - start)
         with torch.autocast(q.device.type, enabled=False):
-            scores = q.narrow(-2, start, rows).float() @ k.float().mT * scale
+            scores = _wide(q.narrow(-2, start, rows)) @ _wide(k).mT * scale
         if causal:
             hidden = torch.ones(rows, k.shape[-2], dtype=torch.bool, device=q.device)
             scores = scores.masked_fill(hidden.triu(start + 1), -torch.inf)
@@ -357,6 +358,11 @@ def _kernel(q: torch.Tensor, v: torch.Tensor) -> str:
     return "cuda" if q.device.type == "cuda" and fits else ""
 
 
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in fp32, or as it is in what is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 def _repeated(kv: torch.Tensor, groups: int) -> torch.Tensor:
     return (kv if groups == 1 else kv.repeat_interleave(groups, 1)).contiguous()
 
@@ -365,7 +371,7 @@ def _summed(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Over the queries' heads that share one of keys and values."""
     if gradient.shape[1] == kv_heads:
         return gradient
-    return gradient.float().unflatten(1, (kv_heads, -1)).sum(2)
+    return _wide(gradient).unflatten(1, (kv_heads, -1)).sum(2)
 
 
 # -- heads for positions ---------------------------------------------------------------------------

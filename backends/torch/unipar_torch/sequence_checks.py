@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from unipar.errors import ConfigError
 from unipar.loss import LossFn, LossSum
 from unipar.objective import Objective
 from unipar.world import World
-from unipar_torch.sequence_parts import BatchParts, Parts, map_named, named_tensors
+from unipar_torch.sequence_parts import MASK, BatchParts, Parts, map_named, named_tensors
 
 _SAMPLES, _POSITIONS, _MOST_POSITIONS = 2, 8, 2048
 """How many samples are compared; positions for each rank, and in all where the first have no
@@ -46,6 +47,20 @@ class _Seen(NamedTuple):
     name: str
     kind: str
     tensors: list[torch.Tensor]
+
+
+_NOTHING = _Seen("", "", [])
+
+
+def _numbered(calls: list[_Seen]) -> dict[tuple[tuple[str, str], int], _Seen]:
+    """Calls by what was called, and how often it had been."""
+    found: dict[tuple[tuple[str, str], int], _Seen] = {}
+    times: dict[tuple[str, str], int] = {}
+    for call in calls:
+        what = call.name, call.kind
+        times[what] = times.get(what, 0) + 1
+        found[what, times[what]] = call
+    return found
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,8 @@ def compare(
     longest = world.gather(length)
     for most in (_POSITIONS * group.size(), min(max(longest), _MOST_POSITIONS)):
         piece = _piece(data, min(length, most), dims)
-        problem, counted = check.run(piece)
+        # Outputs of more positions take memory, and show no more.
+        problem, counted = check.run(piece, outputs=most == _POSITIONS * group.size())
         found = world.gather((problem, counted))
         if said := next((said for said, _ in found if said), ""):
             raise ConfigError(
@@ -112,9 +128,18 @@ def _piece(data: Any, length: int, dims: dict[str, int]) -> Any:
         of_samples = name not in dims or dims[name] % tensor.ndim
         if len(rows) == 1 and tensor.ndim and tensor.shape[0] in rows and of_samples:
             tensor = tensor[:_SAMPLES]
-        return tensor
+        # As a loader gives it; losses take views of labels.
+        return tensor.contiguous()
 
     return map_named(data, cut)
+
+
+def _padding(piece: Any) -> torch.Tensor | None:
+    """Which positions are padding, of shape (batch, positions), if the batch says so."""
+    for name, tensor in named_tensors(piece).items():
+        if name.rpartition(".")[2] == MASK and tensor.ndim == 2:
+            return tensor == 0
+    return None
 
 
 class _Check:
@@ -134,21 +159,32 @@ class _Check:
         self._names = {module: name for name, module in model.named_modules()}
         exact = precision.dtype is torch.float32
         self._tolerance, self._loss_tolerance = _TOLERANCES[exact]
+        self._padding: torch.Tensor | None = None
 
-    def run(self, piece: Any) -> tuple[str, bool]:
-        """What differs, and whether the loss counted anything."""
+    def run(self, piece: Any, *, outputs: bool) -> tuple[str, bool]:
+        """What differs, and whether the loss counted anything.
+
+        Args:
+            piece: of a micro-batch.
+            outputs: whether to compare what modules and attention give, and not only the loss.
+        """
         length, _ = self._batches.dims_of(piece)
         parts = self._batches.parts_of(length)
+        self._padding = _padding(piece)
         blocks = repeated_blocks(self._model)
         inside = {part for block in blocks for part in block.modules()}
         outer = [m for m in self._model.modules() if m not in inside] + blocks
-        whole, divided = self._both(piece, parts, outer)
+        if outputs and self._world.layout.tp > 1:
+            # The first pass runs blocks more often, to compare divided layers with whole ones.
+            self._both(piece, parts, [])
+        whole, divided = self._both(piece, parts, outer if outputs else [])
         said = self._difference(whole, divided, parts)
         if any(self._world.gather(bool(said))):
             # Of the modules within a block another may be the first.
             again = self._both(piece, parts, list(self._model.modules()))
             said = self._difference(*again, parts) or said
-        return said or self._loss_difference(whole, divided), whole.count > 0
+        of_loss = self._loss_difference(whole, divided)
+        return said or of_loss, whole.count > 0 and math.isfinite(whole.total)
 
     def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
         length, dims = self._batches.dims_of(piece)
@@ -183,7 +219,8 @@ class _Check:
 
         def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
             out = attention(*args, **kwargs)
-            calls.append(_Seen("", _ATTENTION, [out]))
+            if watched:
+                calls.append(_Seen("", _ATTENTION, [out]))
             return out
 
         functional.scaled_dot_product_attention = noted
@@ -211,18 +248,21 @@ class _Check:
 
     def _difference(self, whole: _Run, divided: _Run, parts: Parts) -> str:
         """What differs first."""
-        names = [[call[:2] for call in run.calls] for run in (whole, divided)]
-        if names[0] != names[1]:
-            return "other modules are called for a part of a sequence than for the whole"
-        attends = 0
-        for expected, found in zip(whole.calls, divided.calls, strict=True):
-            attends += expected.kind == _ATTENTION
-            pairs = zip(expected.tensors, found.tensors, strict=False)
+        found = _numbered(divided.calls)
+        attends = [sum(call.kind == _ATTENTION for call in run.calls) for run in (whole, divided)]
+        if attends[0] != attends[1]:
+            return (
+                f"{_ATTENTION} is called {attends[0]} times for whole sequences, and {attends[1]} "
+                "times for a part"
+            )
+        for (call, number), expected in _numbered(whole.calls).items():
+            # Where it is given positions a model may call modules that it does not call otherwise.
+            pairs = zip(expected.tensors, found.get((call, number), _NOTHING).tensors, strict=False)
             apart = max((self._apart(a, b, parts) for a, b in pairs), default=0.0)
             if apart <= self._tolerance:
                 continue
             if expected.kind == _ATTENTION:
-                return _said_of_attention(attends, apart)
+                return _said_of_attention(number, apart)
             return _said_of_module(expected, apart)
         return ""
 
@@ -240,7 +280,14 @@ class _Check:
             # What is no number shows nothing, and is the run's to find.
             return 0.0
         scale = expected.abs().max().clamp(min=1e-30)
-        return float((divided - expected).abs().max() / scale)
+        apart = (divided - expected).abs()
+        if self._padding is not None and len(self._padding) == len(whole):
+            # It may see anything; the loss tells whether it counts.
+            hidden = parts.own(self._padding, 1).to(apart.device)
+            shape = [len(hidden), *[1] * (whole.ndim - 1)]
+            shape[differ[0]] = parts.own_length
+            apart = apart.masked_fill(hidden.view(shape), 0.0)
+        return float(apart.max() / scale)
 
     def _loss_difference(self, whole: _Run, divided: _Run) -> str:
         """How the losses of the parts together differ from the whole's. Collective."""
@@ -256,9 +303,9 @@ class _Check:
                 "that are shifted in the data set, not in the loss function, and no item that "
                 "belongs to a sequence as a whole"
             )
-        if not count or abs(total - whole.total) <= self._loss_tolerance * max(
-            abs(whole.total), count
-        ):
+        rounding = self._loss_tolerance * max(abs(whole.total), count)
+        # What is no number shows nothing, and is the run's to find.
+        if not math.isfinite(whole.total) or abs(total - whole.total) <= rounding:
             return ""
         return (
             f"the outputs agree, and the loss does not: {whole.total / count:.6g} an item in whole "
@@ -272,7 +319,8 @@ def _said_of_attention(number: int, apart: float) -> str:
     return (
         f"call {number} of {_ATTENTION} gives what is {apart:.1%} off, so its queries and keys are "
         "those of other positions. A model that numbers positions itself takes them as "
-        "position_ids, of shape (1, positions), an argument of its forward that it is given here"
+        "position_ids, of shape (1, positions), an argument of its forward that it is given here, "
+        "or that the batch has"
     )
 
 

@@ -13,6 +13,9 @@ from torch.utils import _pytree
 
 from unipar.errors import ConfigError, first_few
 
+POSITIONS, MASK = "position_ids", "attention_mask"
+"""What models of transformers call the places of tokens, and which of them are no padding."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -63,7 +66,8 @@ class Parts:
     def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of a tensor whose ``dim`` is the sequence."""
         parts = [whole.narrow(dim, start, length) for start, length in self.chunks(self.rank)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        # Losses take views of labels.
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """The places of this rank's positions in the whole, of shape (own length,)."""
