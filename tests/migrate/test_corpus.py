@@ -13,6 +13,10 @@ from unipar.migrate.launchers import command
 from unipar.migrate.report import diff
 from unipar.migrate.verify import losses_of, verify
 
+# A script does the same however its interpreter has begun; what a user's own does is proved by
+# test_verify_command.py.
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TORCHRUN = command("torchrun", 2)
 
 

@@ -13,6 +13,10 @@ from unipar.migrate import migrate_source
 from unipar.migrate.launchers import command
 from unipar.migrate.verify import losses_of, verify
 
+# A script does the same however its interpreter has begun; what a user's own does is proved by
+# test_verify_command.py.
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 FOLDING = Path(__file__).parent / "corpus" / "folding"
 # Each with its backward passes in a step.
 SCRIPTS = {"accumulation": 4, "dictionary": 1, "flat": 1}

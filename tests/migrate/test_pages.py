@@ -13,6 +13,10 @@ from unipar.migrate import migrate_source
 from unipar.migrate.dialects import DIALECTS
 from unipar.migrate.verify import verify
 
+# A script does the same however its interpreter has begun; what a user's own does is proved by
+# test_verify_command.py.
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "migrate"
 READ = [one for one in DIALECTS if one.rows]
 # The dialects of programs that test_corpus.py always trains, and that have all that the page has.

@@ -15,6 +15,10 @@ from unipar.migrate import migrate_files
 from unipar.migrate.launchers import command
 from unipar.migrate.verify import Proof, losses_of
 
+# A script does the same however its interpreter has begun; what a user's own does is proved by
+# test_verify_command.py.
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 # What makes each train one epoch, and what makes it go on from there.
 ONE_EPOCH = {"ddp/resume": {"environ": {"EPOCHS": "1"}}, "torch/resume": {"flags": ["--epochs=1"]}}
 GOES_ON = {"ddp/resume": [], "torch/resume": ["--resume=ckpt/last.pt"]}

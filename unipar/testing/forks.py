@@ -208,11 +208,13 @@ def _reset(request: Mapping[str, Any], path: list[str]) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     variables = os.environ
-    first = os.path.dirname(os.path.abspath(request["what"])) if not request["kind"] else ""
+    first = [os.path.dirname(os.path.abspath(request["what"])) if not request["kind"] else ""]
     if request["kind"] == "-m":
-        first = request["cwd"]
+        first = [request["cwd"]]
     paths = [entry for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [first, *paths, *(entry for entry in path if entry not in paths)]
+    if request["isolated"]:
+        first = paths = []
+    sys.path[:] = [*first, *paths, *(entry for entry in path if entry not in paths)]
     sys.argv[:] = [request["kind"] or request["what"], *request["argv"]]
     importlib.invalidate_caches()
     options: list[Any] = request["warnings"]
@@ -233,3 +235,7 @@ def _reset(request: Mapping[str, Any], path: list[str]) -> None:
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     np.random.seed()
     torch.seed()
+    if any(os.path.exists(os.path.join(entry, "sitecustomize.py")) for entry in paths):
+        # It acts when an interpreter starts, as that does which records a script's losses.
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")

@@ -4,10 +4,11 @@ To start Python, import torch and end again takes two seconds of a processor, an
 launcher does so on each rank. Within :func:`forked_programs` whatever this process starts by
 ``subprocess`` with its own interpreter is forked from one that has imported torch, and has done
 nothing else; what that program starts is forked likewise. Its number, its parent, its streams and
-other descriptors, its signals and its end are what they would be. What is not the same is what a new interpreter would
-find out (how modules are searched for, and which are imported) and what the system hands down
-besides: limits on resources, as set by the process that starts it. A test of these takes
-:func:`new_interpreters`; what asks for more than :func:`_request` reads gets one by itself.
+other descriptors, its signals and its end are what they would be. What is not the same is what a
+new interpreter would find out (how modules are searched for, and which are imported) and what the
+system hands down besides: limits on resources, as set by the process that starts it. A test of
+these takes :func:`new_interpreters`; what asks for more than :func:`_request` reads gets one by
+itself.
 """
 
 from __future__ import annotations
@@ -187,20 +188,18 @@ def _request(
         if script is None or not _is_ours(script):
             return None
         rest = [script, *rest]
-    options: dict[str, Any] = {"unbuffered": False, "warnings": []}
-    while rest and rest[0].startswith(("-B", "-u", "-W")):
+    options: dict[str, Any] = {"unbuffered": False, "isolated": False, "warnings": []}
+    while rest and rest[0].startswith(("-B", "-I", "-u", "-W")):
         flag = rest.pop(0)
         if flag == "-u":
             options["unbuffered"] = True
+        elif flag == "-I":
+            options["isolated"] = True
         elif flag != "-B":
             options["warnings"].append(flag[2:] or rest.pop(0))
     if not rest or (rest[0].startswith("-") and rest[0] not in ("-c", "-m")):
         return None
     kind = rest.pop(0) if rest[0] in ("-c", "-m") else ""
-    path = os.fsdecode(variables.get("PYTHONPATH", "")).split(os.pathsep)
-    if any(os.path.exists(os.path.join(entry, "sitecustomize.py")) for entry in path):
-        # It acts when an interpreter starts, as that does which records a script's losses.
-        return None
     return {
         **options,
         "kind": kind,

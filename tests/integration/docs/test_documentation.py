@@ -32,6 +32,14 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith(NOT_RUN)]
 
 
+def to_run(page: Path) -> list[str]:
+    """Its commands; what works on no code of the page's own, only for the first that has it."""
+    if blocks(page, "python"):
+        return commands(page)
+    earlier = {line for other in PAGES[: PAGES.index(page)] for line in commands(other)}
+    return [line for line in commands(page) if line not in earlier]
+
+
 def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -47,16 +55,14 @@ def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if blocks(p, "python") or commands(p)], ids=named
-)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") or to_run(p)], ids=named)
 def test_python_blocks_and_then_commands_run_in_order(page: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     script = tmp_path / "blocks.py"
     script.write_text("\n".join(blocks(page, "python")))
     # The commands work on what the page's own code leaves.
     programs = [[sys.executable, str(script)]] if script.stat().st_size else []
-    for command in [*programs, *(line.split() for line in commands(page))]:
+    for command in [*programs, *(line.split() for line in to_run(page))]:
         done = run(command, tmp_path)
         said = f"{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
         assert done.returncode == 0, f"{' '.join(command)}\n{said}"

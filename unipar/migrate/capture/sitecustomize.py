@@ -189,3 +189,6 @@ _ACTS = {
 
 if "UNIPAR_CAPTURE_DIR" in os.environ:
     sys.meta_path.insert(0, _Finder())
+    # What an interpreter has that did not start with this.
+    for _name in [name for name in _ACTS if name in sys.modules]:
+        _ACTS.pop(_name)(sys.modules[_name])
