@@ -1,7 +1,7 @@
-"""A plugin of pytest: write how each test ended, and how many were to be run, to $UNIPAR_TALLY.
+"""A plugin of pytest: write how each test ended, and how many were to be run, to $TALLY.
 
 A run that is killed writes nothing, and one that is stopped has fewer ends than tests. Where
-$UNIPAR_TALLY_ONLY is a JSON list of names, no other tests are run.
+$TALLY_ONLY is a JSON list of names, no other tests are run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ended: dict[str, str] = {}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    only = set(json.loads(os.environ.get("UNIPAR_TALLY_ONLY", "[]")))
+    only = set(json.loads(os.environ.get("TALLY_ONLY", "[]")))
     if only:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in only])
         items[:] = [item for item in items if item.nodeid in only]
@@ -36,4 +36,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     tally = {"tests": session.testscollected, "ended": _ended}
-    Path(os.environ["UNIPAR_TALLY"]).write_text(json.dumps(tally))
+    Path(os.environ["TALLY"]).write_text(json.dumps(tally))

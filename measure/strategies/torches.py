@@ -137,8 +137,8 @@ def run(name: str, only: Sequence[str] = ()) -> dict[str, Any]:
             "measure.strategies.tally",
         ]
         # Where CI is true, what is skipped would have failed.
-        environ = {**os.environ, "CI": "", "UNIPAR_TALLY": str(path)}
-        environ["UNIPAR_TALLY_ONLY"] = json.dumps(list(only))
+        environ = {**os.environ, "CI": "", "TALLY": str(path)}
+        environ["TALLY_ONLY"] = json.dumps(list(only))
         code = subprocess.run([*command, *SUITES[name]], cwd=ROOT, env=environ).returncode
         tally = json.loads(path.read_text()) if path.exists() else {"tests": 0, "ended": {}}
     ends = tally["ended"]
