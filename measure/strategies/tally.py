@@ -1,6 +1,7 @@
-"""A plugin of pytest: write how each test ended, and how many were to be run, to $UNIPAR_TALLY.
+"""A plugin of pytest: write how each test ended, and how many were to be run, to $TALLY.
 
-A run that is killed writes nothing, and one that is stopped has fewer ends than tests.
+A run that is killed writes nothing, and one that is stopped has fewer ends than tests. Where
+$TALLY_ONLY is a JSON list of names, no other tests are run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ import pytest
 
 _outcomes: dict[str, str] = {}
 _ended: dict[str, str] = {}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    only = set(json.loads(os.environ.get("TALLY_ONLY", "[]")))
+    if only:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in only])
+        items[:] = [item for item in items if item.nodeid in only]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -28,4 +36,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     tally = {"tests": session.testscollected, "ended": _ended}
-    Path(os.environ["UNIPAR_TALLY"]).write_text(json.dumps(tally))
+    Path(os.environ["TALLY"]).write_text(json.dumps(tally))

@@ -2,6 +2,8 @@
 
 python measure/strategies/torches.py                   all of it, to docs/backends/torches.json
 python measure/strategies/torches.py --suites unit     some of it; the record keeps the rest
+python measure/strategies/torches.py --failed          tests that have failed, of which the record
+                                                       then says how they ended now
 
 Exit code 1 if anything failed, which the record names, or if a suite was stopped on its way, of
 which the record stays as it was.
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +54,15 @@ def main() -> int:
         "--command", default="python measure/strategies/torches.py", help="for the docs"
     )
     parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--failed", action="store_true", help="only tests that have failed")
     asked = parser.parse_args()
     failed = False
     for name in asked.suites:
+        before = recorded().get(name)
+        if asked.failed and not (before and before["failed"]):
+            continue
         try:
-            found = run(name)
+            found = run_again(name, before) if asked.failed and before else run(name)
         except Incomplete as stopped:
             print(stopped, file=sys.stderr, flush=True)
             failed = True
@@ -66,10 +73,16 @@ def main() -> int:
     return int(failed)
 
 
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return what the record says of this torch, by suite."""
+    records = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return records.get(version("torch"), {}).get("suites", {})
+
+
 def write(name: str, found: dict[str, Any], command: str) -> None:
     """Add a suite to what the record says of this torch."""
     records = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    suites = {**records.get(version("torch"), {}).get("suites", {}), name: found}
+    suites = {**recorded(), name: found}
     records[version("torch")] = {
         "about": circumstances(command, sum(s["seconds"] for s in suites.values()), ("numpy",)),
         "python": platform.python_version(),
@@ -79,8 +92,33 @@ def write(name: str, found: dict[str, Any], command: str) -> None:
     RECORD.write_text(json.dumps(in_order, indent=1) + "\n")
 
 
-def run(name: str) -> dict[str, Any]:
-    """How many tests passed and were skipped, which failed, and how long it took.
+def run_again(name: str, before: dict[str, Any]) -> dict[str, Any]:
+    """Run the tests of a suite that have failed.
+
+    Args:
+        name: of the suite.
+        before: its record, with the names of these tests.
+
+    Returns:
+        The record with their new ends in place of the old ones.
+
+    Raises:
+        Incomplete: as :func:`run` does, or a test is no longer there.
+    """
+    now = run(name, only=before["failed"])
+    sums = {key: before[key] + now[key] for key in ("passed", "skipped", "seconds")}
+    return {**now, **sums}
+
+
+def run(name: str, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Run a suite.
+
+    Args:
+        name: of the suite.
+        only: names of its tests, to run no others.
+
+    Returns:
+        How many tests passed and were skipped, which failed, and how long it took.
 
     Raises:
         Incomplete: some were not run to their end, so that nothing can be said of all.
@@ -99,13 +137,15 @@ def run(name: str) -> dict[str, Any]:
             "measure.strategies.tally",
         ]
         # Where CI is true, what is skipped would have failed.
-        environ = {**os.environ, "CI": "", "UNIPAR_TALLY": str(path)}
+        environ = {**os.environ, "CI": "", "TALLY": str(path)}
+        environ["TALLY_ONLY"] = json.dumps(list(only))
         code = subprocess.run([*command, *SUITES[name]], cwd=ROOT, env=environ).returncode
         tally = json.loads(path.read_text()) if path.exists() else {"tests": 0, "ended": {}}
     ends = tally["ended"]
     # 0 and 1 say whether a test failed; any other, that pytest was stopped or had nothing to run.
-    if code not in (0, 1) or not ends or len(ends) != tally["tests"]:
-        counted = f"{len(ends)} of {tally['tests']} tests were run"
+    expected = len(only) or tally["tests"]
+    if code not in (0, 1) or not ends or len(ends) != expected:
+        counted = f"{len(ends)} of {expected} tests were run"
         raise Incomplete(f"{name}: not recorded; pytest ended with status {code}, and {counted}")
     outcomes = list(ends.values())
     return {

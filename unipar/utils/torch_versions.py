@@ -20,8 +20,8 @@ def meta_device() -> torch.device:
     """Return the meta device, to build models under whose functions may import what they need."""
     # torch 2.8, _dynamo/variables/torch_function.py: its import computes with tensors, and where
     # there is a default device that asks for torch._dynamo again. transformers imports it with a
-    # class of models. An import too many does no harm, so here a number will do.
-    if torch.torch_version.TorchVersion(torch.__version__) < (2, 9):
+    # class of models. 2.11 can; an import too many does no harm, so here a number will do.
+    if torch.torch_version.TorchVersion(torch.__version__) < (2, 11):
         importlib.import_module("torch._dynamo")
     return torch.device("meta")
 

@@ -113,6 +113,8 @@ def test_an_environment_is_refused_before_it_is_made(
 
 
 def test_the_wheels_are_pinned_and_leave_torch_alone() -> None:
+    # Its extras are followed by what is installed here.
+    pytest.importorskip("torchao")
     found = wheels.needed("3.12")
     assert {"pydantic", "pydantic-core", "pytest", "rich", "torchao", "xxhash"} <= set(found)
     assert found["torchao"] == "0.18.0"
