@@ -27,7 +27,7 @@ from unipar.testing.compare import (
 from unipar.testing.harness import RankRun, on_strategy, train_all
 from unipar.testing.pool import WorkerPool, WorldPools
 from unipar.testing.reference import Trace
-from unipar.testing.scenarios import Scenario, reference_trace
+from unipar.testing.scenarios import Scenario, in_parts, reference_trace
 from unipar.world import Placement
 
 TOLERANCE = 1e-5
@@ -124,13 +124,17 @@ class Kit:
         """The scenario as it can be asked of the strategy.
 
         In half precision of one that has no fp32. Without the gradient's norm of one that denies
-        clipping: it owes none, for to measure it is a ``max_grad_norm`` too.
+        clipping: it owes none, for to measure it is a ``max_grad_norm`` too. With the loss in its
+        parts for a pipeline, which takes no other.
         """
         able = self.capabilities
         if scenario.precision == "fp32" and "fp32" not in able.precisions:
             scenario = replace(scenario, precision="bf16" if "bf16" in able.precisions else "fp16")
         if scenario.max_grad_norm == math.inf and not able.clipping:
             scenario = replace(scenario, max_grad_norm=None)
+        if able.pipeline and scenario.objective is None:
+            parts = in_parts(scenario.terms, weighted=scenario.weighted)
+            scenario = replace(scenario, objective=parts)
         return scenario
 
     def train(self, *scenarios: Scenario) -> list[Run]:

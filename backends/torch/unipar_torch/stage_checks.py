@@ -137,9 +137,9 @@ def _repeatable(stage: Stage) -> Iterator[Any]:
         torch.set_rng_state(kept[0])
         if cuda:
             torch.cuda.set_rng_state(kept[1], device)
-        with torch.no_grad():
-            for buffer, value in zip(stage.module.buffers(), kept[2], strict=True):
-                buffer.copy_(value)
+        for buffer, value in zip(stage.module.buffers(), kept[2], strict=True):
+            # A backward pass to come takes no change of these, which is none in the end.
+            buffer.data.copy_(value)
 
     begin = state()
     after: list[tuple[Any, ...]] = []

@@ -18,7 +18,7 @@ from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported, batches, learning_rates, train
 from unipar.testing.kit import Kit, merge
-from unipar.testing.scenarios import NUM_SAMPLES, Scenario, sgd, warmup_and_decay
+from unipar.testing.scenarios import NUM_SAMPLES, Scenario, sgd, warmup_and_decay, watched
 from unipar.world import World
 
 POISONED = Scenario(
@@ -219,12 +219,8 @@ def _overflow(
     stream = batches(scenario, world)
     before, rates = Exported.of(engine), learning_rates(engine)
 
-    def huge(model: Any, batch: Any) -> torch.Tensor:
-        loss = scenario.loss(model, batch)
-        assert isinstance(loss, torch.Tensor)
-        # Finite in the forward pass; its gradient is infinite in fp16 once the scaler is through.
-        return loss * 1e30
-
+    # Finite in the forward pass; its gradient is infinite in fp16 once the scaler is through.
+    huge = watched(scenario.loss, lambda: None, lambda loss: loss * 1e30)
     overflowed = engine.train_step(next(stream), huge)
     after, later = Exported.of(engine), learning_rates(engine)
     usual = engine.train_step(next(stream), scenario.loss)
