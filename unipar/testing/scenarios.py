@@ -107,7 +107,7 @@ def _of_logits(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
     return functional.cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"])
 
 
-class _Called(Exception):  # noqa: N818 - it is no error
+class _Called(Exception):
     """The model was called with these arguments."""
 
 
@@ -116,6 +116,7 @@ def in_parts(terms: Terms, *, weighted: bool) -> Objective:
 
     def inputs(batch: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
+            assert not (args and kwargs), "an objective passes arguments of one kind"
             raise _Called(args or kwargs)
 
         try:

@@ -146,6 +146,7 @@ class MeshStrategy(Strategy):
         return Capabilities(
             PRECISIONS - {"fp8"},
             DEVICE_TYPES,
+            max_devices=self.options.pp if staged else None,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset() if staged else frozenset({"parameters", "optimizer"}),
             custom_loop=not staged,

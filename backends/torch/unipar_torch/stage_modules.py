@@ -24,7 +24,7 @@ from unipar_torch.stage_plan import StagePlan
 Undo = Callable[[], None]
 
 
-class _StageOver(Exception):  # noqa: N818 - it is no error
+class _StageOver(Exception):
     """The next stage's first block was called."""
 
     def __init__(self, hidden: torch.Tensor, others: Any) -> None:

@@ -228,7 +228,7 @@ def _sometimes_used() -> Samples:
 
 
 def _classify_by_parts(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
-    logits = model(batch["x"], extra=bool(batch["used"][0]))
+    logits = model(batch["x"], bool(batch["used"][0]))
     return cross_entropy(logits, batch["y"], reduction="sum"), len(batch["y"])
 
 
