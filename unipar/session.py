@@ -317,9 +317,12 @@ class Session:
         self.engines[name] = engine
         if "parameters" in self.capabilities.sharded:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))
-        if self.world.data_rank > 0:
-            # Dropout must differ between replicas; the first keeps the stream of a plain loop.
-            torch.manual_seed(self._seed + 1_000_003 * self.world.data_rank)
+        stage = self.world.layout.coordinate("pp", self.world.rank)
+        place = self.world.data_rank + self.world.data_size * stage
+        if place > 0:
+            # Dropout must differ between replicas, and between the layers of stages; the first
+            # keeps the stream of a plain loop.
+            torch.manual_seed(self._seed + 1_000_003 * place)
         return engine
 
     def _context(self) -> ModelContext:

@@ -47,6 +47,10 @@ class Stages(nn.ModuleList):
     ) -> Generator[tuple[str, nn.Module], None, None]:
         """Yield the modules that names of parameters and buffers are made from."""
         memo = set() if memo is None else memo
+        if self not in memo:
+            # It has a mode, of training or evaluation, like any module.
+            memo.add(self)
+            yield prefix, self
         for stage in self:
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 

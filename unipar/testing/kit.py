@@ -27,7 +27,7 @@ from unipar.testing.compare import (
 from unipar.testing.harness import RankRun, on_strategy, train_all
 from unipar.testing.pool import WorkerPool, WorldPools
 from unipar.testing.reference import Trace
-from unipar.testing.scenarios import Scenario, reference_trace
+from unipar.testing.scenarios import Scenario, in_parts, reference_trace
 from unipar.world import Placement
 
 TOLERANCE = 1e-5
@@ -130,7 +130,8 @@ class Kit:
 
         In half precision of one that has no fp32. Without the gradient's norm of one that denies
         clipping: it owes none, for to measure it is a ``max_grad_norm`` too. On sequences where
-        ranks divide these, and with experts in the model where ranks divide those.
+        ranks divide these, with experts in the model where ranks divide those, and with the loss in
+        its parts for a pipeline, which takes no other.
         """
         able = self.capabilities
         if scenario.precision == "fp32" and "fp32" not in able.precisions:
@@ -139,6 +140,9 @@ class Kit:
             scenario = replace(scenario, max_grad_norm=None)
         if self.target.make().layout(self.placement).cp > 1:
             scenario = scenario.in_sequences()
+        if able.pipeline and scenario.objective is None:
+            parts = in_parts(scenario.terms, weighted=scenario.weighted)
+            scenario = replace(scenario, objective=parts)
         return replace(scenario, experts=True) if self.experts else scenario
 
     def train(self, *scenarios: Scenario) -> list[Run]:

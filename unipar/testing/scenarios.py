@@ -137,6 +137,51 @@ def of_logits(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
     return functional.cross_entropy(logits.flatten(0, -2), labels, reduction="sum"), len(labels)
 
 
+class _Called(Exception):
+    """The model was called with these arguments."""
+
+
+def in_parts(terms: Terms, *, weighted: bool) -> Objective:
+    """The loss that ``terms`` computes, which calls the model once, in its parts."""
+
+    def inputs(batch: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            assert not (args and kwargs), "an objective passes arguments of one kind"
+            raise _Called(args or kwargs)
+
+        try:
+            terms(called, batch)
+        except _Called as found:
+            return found.args[0]
+        raise AssertionError("the loss does not call the model")
+
+    def loss(output: Any, batch: Any) -> Loss:
+        total, count = terms(lambda *_, **__: output, batch)
+        return LossSum(total, count) if weighted else total / count
+
+    return Objective(inputs, loss)
+
+
+def watched(
+    loss_fn: LossFn, see: Callable[[], Any], change: Callable[[Any], Any] = lambda loss: loss
+) -> LossFn:
+    """The same loss, seen before the model is called, and changed afterwards."""
+
+    def whole(model: Any, batch: Any) -> Loss:
+        see()
+        return change(loss_fn(model, batch))
+
+    if not isinstance(loss_fn, Objective):
+        return whole
+    parts = loss_fn
+
+    def inputs(batch: Any) -> Any:
+        see()
+        return parts.inputs(batch)
+
+    return replace(parts, inputs=inputs, loss=lambda o, b: change(parts.loss(o, b)))
+
+
 @dataclass(frozen=True)
 class Scenario:
     """A run: the same for the reference and for every strategy and world size.

@@ -289,11 +289,12 @@ def test_other_numbers_of_processes_are_refused(options: Any, size: int, named: 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("pp=2", r"pp \(pipeline parallelism\) is not built yet"),
-        ("cp=2", r"cp \(context parallelism\) is not built yet"),
-        ("ep=2", r"ep \(expert parallelism\) is not built yet"),
-        ("sequence_parallel=true", "sequence_parallel=true divides sequences among .* tp is 1"),
-        ("plan={a: colwise}", "plan says how layers are divided .* tp is 1"),
+        ("pp=2,cp=4", "pp=2 with cp=4 is not built. Leave one of them out"),
+        ("pp=2,ep=2", "pp=2 with ep=2 is not built"),
+        ("cp=2,ep=2", "cp=2 with ep=2 is not built"),
+        ("tp=2,ep=2", "tp=2 with ep=2 is not built"),
+        ("sequence_parallel=true", "sequence_parallel says how the ranks of tp .* tp is 1. Set"),
+        ("plan={a: colwise}", "plan says how the ranks of tp are used, and tp is 1"),
         ("sharding=hybrid", "sharding"),
     ],
 )

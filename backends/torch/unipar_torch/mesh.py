@@ -40,6 +40,7 @@ class MeshStrategy(Strategy):
         return Capabilities(
             PRECISIONS - unable,
             DEVICE_TYPES,
+            max_devices=self.options.pp if staged else None,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset() if staged else frozenset(offload),
             # Where a rank has a part of each sequence, or no loss, only a whole step knows of all.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -106,8 +105,7 @@ def _stages_of(
     numbers = [stage for stage, rank in enumerate(ranks) if rank == own]
     copies = [module, *(copy.deepcopy(module) for _ in numbers[1:])]
     return [
-        Stage(one, plan, number, world.device)
-        for one, number in zip(copies, numbers, strict=True)
+        Stage(one, plan, number, world.device) for one, number in zip(copies, numbers, strict=True)
     ]
 
 
@@ -191,9 +189,7 @@ def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
 # -- what is stepped by ----------------------------------------------------------------------------
 
 
-def _name_all(
-    held: nn.Module, whole: Whole, world: World
-) -> list[tuple[str, nn.Parameter]]:
+def _name_all(held: nn.Module, whole: Whole, world: World) -> list[tuple[str, nn.Parameter]]:
     """The parameters of the whole model; for those of other stages, some that take no memory."""
     own = dict(held.named_parameters(remove_duplicate=False))
     named: list[tuple[str, nn.Parameter]] = []

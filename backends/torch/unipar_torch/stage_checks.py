@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
 
 from unipar.errors import ConfigError, first_few
 from unipar_torch.stage_modules import Stage
@@ -64,12 +65,16 @@ def run_checked(
 
 
 def digest(others: Any) -> list[float]:
-    """Numbers by which neighbors compare what a block is given beside the hidden state."""
-    numbers: list[float] = []
-    for leaf in tree_leaves(others):
-        if isinstance(leaf, torch.Tensor) and len(numbers) < 2 * NUM_COMPARED:
-            values = leaf.detach().double()
-            numbers += [values.sum().item(), values.abs().sum().item()]
+    """Numbers by which neighbors compare what a block is given beside the hidden state.
+
+    Of lists and mappings their structure; of each tensor its sum, and that of magnitudes. Objects
+    of other classes (caches) are left out.
+    """
+    leaves, structure = tree_flatten(others)
+    numbers = [float(zlib.crc32(str(structure).encode()))]
+    for leaf in _compared(leaves):
+        values = torch.as_tensor(leaf).detach().double()
+        numbers += [values.sum().item(), values.abs().sum().item()]
     return numbers
 
 
@@ -87,24 +92,26 @@ def compare(stage: Stage, sent: list[float]) -> None:
     places = [
         keystr(path)
         for path, leaf in tree_flatten_with_path(stage.entered)[0]
-        if isinstance(leaf, torch.Tensor)
+        if isinstance(leaf, torch.Tensor | float | int)
     ]
     block = stage.plan.blocks(stage.index)[0]
-    if len(own) != len(sent):
-        raise ConfigError(
-            f"mesh: {stage.name} cannot begin before '{block}': the stages before it give that "
-            f"block {len(sent) // 2} tensors beside the hidden state, and this one {len(own) // 2}."
-            f" {_REMEDY}"
-        )
-    for number, place in enumerate(places[:NUM_COMPARED]):
-        pairs = zip(own[2 * number :][:2], sent[2 * number :][:2], strict=True)
+    same = own[0] == sent[0] and len(own) == len(sent)
+    apart = "arguments of another structure"
+    for number, place in enumerate(places[:NUM_COMPARED] if same else []):
+        pairs = zip(own[1 + 2 * number :][:2], sent[1 + 2 * number :][:2], strict=True)
         if not all(a == b or math.isclose(a, b, rel_tol=TOLERANCE) for a, b in pairs):
-            raise ConfigError(
-                f"mesh: {stage.name} cannot begin before '{block}': beside the hidden state, which "
-                f"is sent, that block is given {place} (args, kwargs), and it is another tensor on "
-                "this stage than on the one before. So it is made from what earlier layers have "
-                f"computed, and pp hands on one tensor. {_REMEDY}"
-            )
+            same, apart = False, f"another {place} (of its args, kwargs)"
+            break
+    if not same:
+        raise ConfigError(
+            f"mesh: {stage.name} cannot begin before '{block}': beside the hidden state, which is "
+            f"sent, that block is given {apart} on this stage than on the one before. So it is "
+            f"made from what earlier layers have computed, and pp hands on one tensor. {_REMEDY}"
+        )
+
+
+def _compared(leaves: list[Any]) -> list[Any]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | float | int)][:NUM_COMPARED]
 
 
 def _run(
@@ -137,9 +144,9 @@ def _repeatable(stage: Stage) -> Iterator[Any]:
         torch.set_rng_state(kept[0])
         if cuda:
             torch.cuda.set_rng_state(kept[1], device)
-        with torch.no_grad():
-            for buffer, value in zip(stage.module.buffers(), kept[2], strict=True):
-                buffer.copy_(value)
+        for buffer, value in zip(stage.module.buffers(), kept[2], strict=True):
+            # A backward pass to come takes no change of these, which is none in the end.
+            buffer.data.copy_(value)
 
     begin = state()
     after: list[tuple[Any, ...]] = []
@@ -183,6 +190,8 @@ def _culprits(
     """Say which of the missing tensors the stage depends on."""
     found: list[str] = []
     for name, one in stage.stand_ins.items():
+        if not one.is_floating_point():
+            continue
         begin_again()
         with stage.standing_in(0.5):
             one.fill_(math.nan)

@@ -10,12 +10,14 @@ one number each, which costs no memory, and which nothing that counts is compute
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from unipar.errors import ConfigError
 from unipar_torch.sequences import HIDDEN, hidden_of, with_hidden
@@ -24,7 +26,7 @@ from unipar_torch.stage_plan import StagePlan
 Undo = Callable[[], None]
 
 
-class _StageOver(Exception):  # noqa: N818 - it is no error
+class _StageOver(Exception):
     """The next stage's first block was called."""
 
     def __init__(self, hidden: torch.Tensor, others: Any) -> None:
@@ -126,7 +128,8 @@ class Stage:
     def standing_in(self, value: float) -> Iterator[None]:
         """Let another number than 0 stand in for what other stages have."""
         for one in self.stand_ins.values():
-            one.fill_(value)
+            # Counters and masks have no such value.
+            one.fill_(value if one.is_floating_point() else not math.isnan(value))
         self._fill = value
         try:
             yield
@@ -142,7 +145,6 @@ class Stage:
         return self.plan.chain[self.plan.firsts[self.index + 1]]
 
     def _leave_out(self, device: torch.device) -> None:
-        blocks = set(self.plan.blocks(self.index))
         for prefix, part in list(self.module.named_modules(remove_duplicate=False)):
             for key, value in list(part._parameters.items()):
                 name = f"{prefix}.{key}" if prefix else key
@@ -158,7 +160,6 @@ class Stage:
                     del part._buffers[key]
                     part._non_persistent_buffers_set.discard(key)
                     part.__dict__[key] = self._stand_in(name, value, device)
-        assert blocks
 
     def _stand_in(self, name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         if name not in self.stand_ins:
@@ -227,7 +228,8 @@ def _checked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"be a tensor of floating point numbers, and it is given a {found}. Cut it elsewhere "
             "by stages=[[…], […]], or use dp_shard, which divides any model."
         )
-    return with_hidden(args, kwargs, None)
+    # New lists and mappings, as the block may change those that it is given.
+    return tree_map(lambda leaf: leaf, with_hidden(args, kwargs, None))
 
 
 def _out_of_order(name: str) -> ConfigError:

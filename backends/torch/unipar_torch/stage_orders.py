@@ -1,7 +1,7 @@
 """What each rank of a pipeline does, and when, by the schedules of torch.distributed.pipelining.
 
-Torch's schedules give tables of passes. They ask for numbers of micro-batches that the last batch of
-an epoch need not have: a table is made for the next number that will do, and the passes of
+Torch's schedules give tables of passes. They ask for numbers of micro-batches that the last batch
+of an epoch need not have: a table is made for the next number that will do, and the passes of
 micro-batches that are not there are left out of it, with what would be sent for them.
 """
 

@@ -177,6 +177,9 @@ def _model_plan(model: nn.Module, chain: Sequence[str]) -> dict[str, int]:
         if not isinstance(plan, Mapping):
             continue
         names = [f"{prefix}.{name}" if prefix else name for name in plan]
+        # A model's head comes before its body's parts in what the two have put together.
+        beside = holder.rpartition(".")[0]
+        names = [name for name in names if name.rpartition(".")[0] == beside]
         if holder in names:
             at = names.index(holder)
             found.update({name: -1 if number < at else 1 for number, name in enumerate(names)})

@@ -23,7 +23,7 @@ from unipar_torch.stage_plan import rank_of_stage
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MOST_DIMS = 8
-_HEADER = 3 + _MOST_DIMS + 2 * NUM_COMPARED
+_HEADER = 4 + _MOST_DIMS + 2 * NUM_COMPARED
 
 Kind = tuple[torch.Size, torch.dtype]
 Key = tuple[int, int]
@@ -291,11 +291,9 @@ def _header(stage: Stage, output: torch.Tensor) -> torch.Tensor:
     header = torch.zeros(_HEADER, dtype=torch.float64, device="cpu")
     filled = [output.ndim, _DTYPES.index(output.dtype), len(numbers), *output.shape]
     header[: len(filled)] = torch.tensor(filled, dtype=torch.float64, device="cpu")
-    if numbers:
-        begin = 3 + _MOST_DIMS
-        header[begin : begin + len(numbers)] = torch.tensor(
-            numbers, dtype=torch.float64, device="cpu"
-        )
+    begin = 3 + _MOST_DIMS
+    values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+    header[begin : begin + len(numbers)] = values
     return header
 
 

@@ -368,6 +368,22 @@ def dividing_experts(strategy: type[MeshStrategy]) -> Callable[[], Strategy]:
     return lambda: strategy(MeshOptions(ep=2))
 
 
+class LastMicrobatchDroppedStrategy(MeshStrategy):
+    """A pipeline that runs no more than the micro-batches that it has begun with in full."""
+
+    def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
+        engine = super().prepare(spec, world)
+        assert engine._pipeline is not None
+        schedule: Any = engine._pipeline.schedule
+        run = schedule.run
+        schedule.run = lambda calls, *, training: run(calls[:-1] or calls, training=training)
+        return engine
+
+
+def staged() -> Strategy:
+    return LastMicrobatchDroppedStrategy(MeshOptions(pp=2))
+
+
 def dividing(strategy: type[MeshStrategy]) -> Callable[[], Strategy]:
     """A maker of ``mesh`` whose two ranks divide layers, broken in one way."""
     return lambda: strategy(MeshOptions(tp=2))

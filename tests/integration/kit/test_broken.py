@@ -17,6 +17,12 @@ made_of = broken.with_classes
 
 BROKEN = [
     (
+        "the last micro-batch dropped",
+        broken.staged,
+        "accumulates",
+        "the (loss|number of items|gradient norm) of step 1 ",
+    ),
+    (
         "clip ignored",
         made_of(stepper=broken.ClipIgnored),
         "clips",

@@ -24,7 +24,7 @@ STAMP = re.compile(
 )
 COMMON = {
     *("_foreach_mul_", "_foreach_copy_", "_version", "_base", "_C", "_dynamo", "_pytree"),
-    *("_parameters", "_buffers", "_asdict", "_exit"),
+    *("_parameters", "_buffers", "_asdict", "_replace", "_exit"),
 }
 """Of torch and Python, to be had in no other way, and older than any version that is supported."""
 

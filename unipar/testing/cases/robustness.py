@@ -19,7 +19,7 @@ from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assemble, assemble_weights, assert_equal_weights
 from unipar.testing.harness import Exported, batches, learning_rates, train
 from unipar.testing.kit import Kit, merge
-from unipar.testing.scenarios import NUM_SAMPLES, Scenario, sgd, warmup_and_decay
+from unipar.testing.scenarios import NUM_SAMPLES, Scenario, sgd, warmup_and_decay, watched
 from unipar.world import World
 
 POISONED = Scenario(
@@ -213,6 +213,12 @@ def skips_overflow(kit: Kit) -> None:
         )
 
 
+def _enlarged(loss: Loss) -> Loss:
+    if isinstance(loss, LossSum):
+        return LossSum(loss.total * 1e30, loss.count)
+    return loss * 1e30
+
+
 def _overflow(
     strategy: Strategy, world: World, scenario: Scenario
 ) -> tuple[list[bool], Exported, Exported, tuple[Any, Any]]:
@@ -220,13 +226,8 @@ def _overflow(
     stream = batches(scenario, world)
     before, rates = Exported.of(engine), learning_rates(engine)
 
-    def huge(model: Any, batch: Any) -> Loss:
-        loss = scenario.loss(model, batch)
-        # Finite in the forward pass; its gradient is infinite in fp16 once the scaler is through.
-        if isinstance(loss, LossSum):
-            return LossSum(loss.total * 1e30, loss.count)
-        return loss * 1e30
-
+    # Finite in the forward pass; its gradient is infinite in fp16 once the scaler is through.
+    huge = watched(scenario.loss, lambda: None, _enlarged)
     overflowed = engine.train_step(next(stream), huge)
     after, later = Exported.of(engine), learning_rates(engine)
     usual = engine.train_step(next(stream), scenario.loss)

@@ -1,0 +1,396 @@
+"""Models cut into stages on two ranks: models of several kinds, schedules, wrong cuts, resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_mesh import SIZES, llama, olmo2, phi3, predict, qwen3
+from torch import nn
+
+import unipar
+from unipar import checkpoint
+from unipar.data.batch import Batch, MicroBatch
+from unipar.errors import ConfigError
+from unipar.strategy import Strategy
+from unipar.testing import models
+from unipar.testing.cases import ALL
+from unipar.testing.cases.numbers import PLAIN, TOKENS
+from unipar.testing.cases.shapes import DECODER
+from unipar.testing.kit import Kit, Target
+from unipar.testing.pool import WorldPools
+from unipar.testing.scenarios import NUM_SAMPLES, sgd
+from unipar.world import Placement
+from unipar_torch.mesh import MeshOptions, MeshStrategy
+
+CASES = {case.name: case for case in ALL}
+
+
+def made(**options: Any) -> Callable[[], Strategy]:
+    return lambda: MeshStrategy(MeshOptions(**{"pp": 2, **options}))
+
+
+def kit_of(world_pool: WorldPools, size: int = 2, **options: Any) -> Kit:
+    return Kit(Target(f"mesh with {options}", made(**options)), size, world_pool)
+
+
+# -- the conformance kit's cases that cover most ---------------------------------------------------
+
+
+COVERING = (
+    "equals_the_reference",
+    "clips",
+    "weighs_tokens",
+    "keeps_tied_weights_tied",
+    "keeps_buffers",
+    "evaluates_every_sample_once",
+    "skips_a_loss_that_is_not_finite",
+    "resumes",
+    "keeps_to_bf16",
+    "skips_overflow",
+)
+
+
+@pytest.mark.parametrize("name", COVERING)
+def test_it_is_the_same_run(name: str, world_pool: WorldPools) -> None:
+    CASES[name].check(kit_of(world_pool))
+
+
+# -- schedules -------------------------------------------------------------------------------------
+
+
+class Deep(models.Network):
+    """A block for each of four stages, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(9) for _ in range(5))
+
+
+class DeepTied(models.Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(9) for _ in range(4))
+
+
+SCHEDULES = ("gpipe", "interleaved", "zero-bubble", "dualpipev")
+"""Another than the default."""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_makes_the_same_run(schedule: str, world_pool: WorldPools) -> None:
+    """Global batches of five micro-batches, which divide by nothing, and a last one of one."""
+    scenarios = [
+        replace(PLAIN, model=Deep, accumulation=5, num_steps=7, max_grad_norm=0.5, optimizer=sgd),
+        replace(TOKENS, model=DeepTied, accumulation=4, num_steps=5),
+    ]
+    kit = kit_of(world_pool, schedule=schedule)
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario)
+
+
+def test_activations_are_recomputed_on_each_stage(world_pool: WorldPools) -> None:
+    scenario = replace(PLAIN, activation_checkpointing="full", accumulation=4, num_steps=5)
+    kit = kit_of(world_pool)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def gpt2() -> nn.Module:
+    import transformers
+
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=12, n_embd=16, n_head=4, n_layer=2, n_positions=16, n_inner=24,
+            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def mistral() -> nn.Module:
+    import transformers
+
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES))
+
+
+def gemma2() -> nn.Module:
+    """It scales its embeddings, and has layers of two kinds in turn."""
+    import transformers
+
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=4))
+
+
+MODELS = [
+    llama,
+    *(
+        pytest.param(m, marks=pytest.mark.thorough)
+        for m in (gpt2, qwen3, olmo2, phi3, mistral, gemma2)
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_models_of_transformers_train_the_same_run(
+    model: Callable[[], nn.Module], world_pool: WorldPools
+) -> None:
+    scenario = replace(
+        DECODER, model=model, terms=predict, optimizer=sgd, accumulation=2, num_steps=5
+    )
+    kit = kit_of(world_pool)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+# -- cuts ------------------------------------------------------------------------------------------
+
+
+class Skipping(models.Network):
+    """The head sees what the blocks began with, which the last stage does not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.inward(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outward(x + first)
+
+
+class Counting(models.Network):
+    """Blocks go by how many there were before them, as they themselves note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Weighed(9) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, seen = self.inward(x), []
+        for block in self.blocks:
+            x = block(x, seen)
+        return self.outward(x)
+
+
+class Weighed(models.Block):
+    def forward(self, x: torch.Tensor, seen: list[int]) -> torch.Tensor:  # pyright: ignore
+        seen.append(len(seen))
+        return super().forward(x / len(seen))
+
+
+class Residual(models.Network):
+    """Two tensors go from block to block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adding(9) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.inward(x)
+        for block in self.blocks:
+            x = block(x, first)
+        return self.outward(x)
+
+
+class Adding(models.Block):
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return super().forward(x + first)
+
+
+class Twice(models.Network):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.outward(x)
+
+
+class HeadFirst(models.Network):
+    """Its modules stand in another order than that in which they run."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.outward = nn.Linear(9, models.CLASSES)
+        self.inward = nn.Linear(models.FEATURES, 9)
+        self.blocks = nn.ModuleList(models.Block(9) for _ in range(2))
+
+
+WRONG = {
+    Skipping: r"stage 1 \(blocks\.1\) needs inward\.\w+, inward\.\w+, which other stages have",
+    Counting: r"cannot begin before 'blocks\.1': .* arguments of another structure",
+    Residual: r"stage 1 \(blocks\.1\) needs inward",
+    Twice: r"calls 'blocks\.0' out of order, or twice",
+    HeadFirst: r"needs outward\.\w+, outward\.\w+, which other stages have",
+    models.Clamped: r"changes weights in its forward|written-to tensor",
+}
+
+
+@pytest.mark.parametrize("model", WRONG)
+def test_a_cut_that_changes_the_model_is_refused_in_the_first_pass(
+    model: type[nn.Module], world_pool: WorldPools
+) -> None:
+    with pytest.raises((ConfigError, RuntimeError), match=WRONG[model]):
+        kit_of(world_pool).train(replace(PLAIN, model=model, num_steps=1))
+
+
+def test_what_the_user_says_goes_first(world_pool: WorldPools) -> None:
+    """Parts of each stage by name; a part that two stages need is in both, and kept equal."""
+    cuts: dict[type[nn.Module], Any] = {
+        HeadFirst: (("inward", "blocks.0"), ("blocks.1", "outward")),
+        Skipping: (("inward", "blocks.0"), ("inward", "blocks.1", "outward")),
+    }
+    for model, stages in cuts.items():
+        scenario = replace(PLAIN, model=model, num_steps=4, accumulation=2)
+        kit = kit_of(world_pool, stages=stages)
+        (run,) = kit.train(scenario)
+        kit.check(run, scenario)
+
+
+REFUSED = {
+    "fewer blocks than stages": ({"pp": 3}, models.Network, 3, r"Set pp to 2 at most"),
+    "no blocks": ({}, models.Sparse, 2, r"has none .*stages=\[\["),
+    "an unknown name": (
+        {"stages": (("inward", "blocks.0"), ("blocks.one",))},
+        models.Network,
+        2,
+        r"'blocks\.one', which is no module or parameter",
+    ),
+    "a block left out": (
+        {"stages": (("inward", "blocks.0"), ("outward",))},
+        models.Network,
+        2,
+        r"names block 'blocks\.1' 0 times",
+    ),
+    "another order": (
+        {"stages": (("blocks.1",), ("blocks.0",))},
+        models.Network,
+        2,
+        r"in their order",
+    ),
+    "stages of others": ({}, models.Network, 4, r"pp=2 with other axes .* is not built"),
+    "processes": ({}, models.Network, 3, r"does not divide the 3 processes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_refused_before_any_process_starts(name: str) -> None:
+    options, model, size, said = REFUSED[name]
+    strategy = made(**options)()
+    placement = Placement(size=size, local_size=size)
+    with pytest.raises(ConfigError, match=said):
+        strategy.check(replace(PLAIN, model=model).spec(1), placement)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pp": 1, "schedule": "gpipe"}, "pp is 1"),
+        ({"schedule": "zero-bubble", "virtual_stages": 3}, "has 2 stages on each rank"),
+        ({"schedule": "interleaved", "virtual_stages": 1}, "is '1f1b'"),
+        ({"cpu_offload": True}, "cpu_offload with pp is not built"),
+    ],
+)
+def test_options_that_say_nothing_together_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        made(**options)()
+
+
+def test_stages_are_balanced_and_shown() -> None:
+    strategy = made(schedule="interleaved")()
+    assert isinstance(strategy, MeshStrategy)
+    spec = replace(PLAIN, model=Deep).spec(1)
+    said = dict(strategy.placements(spec, Placement(size=2, local_size=2)))
+    assert [key for key in said if key.startswith("stage ")] == [
+        "stage 0, pp 0",
+        "stage 1, pp 1",
+        "stage 2, pp 0",
+        "stage 3, pp 1",
+    ]
+    assert said["stage 0, pp 0"].startswith("blocks.0, with inward: 1,")
+    assert "outward" in said["stage 3, pp 1"]
+
+
+# -- dropout, and runs that go on elsewhere --------------------------------------------------------
+
+
+class Dropping(models.Network):
+    """Of ones, the first block keeps some, and the second some of these."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.5, self.training)
+        return self.outward(x)
+
+
+def draws(placement: Placement) -> list[float]:
+    """What a stage's generator gives after it has been prepared."""
+    with unipar.Session("mesh:pp=2", device="cpu", placement=placement) as session:
+        session.prepare(
+            Dropping(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        return torch.rand(4).tolist()
+
+
+def test_stages_draw_different_numbers(world_pool: WorldPools) -> None:
+    first, second = world_pool(2).run(draws)
+    assert first != second
+
+
+OBJECTIVE = unipar.Objective(
+    lambda batch: (batch["x"],),
+    lambda output, batch: nn.functional.cross_entropy(output, batch["y"]),
+)
+
+
+def part_of_run(
+    placement: Placement, strategy: Any, directory: Path, start: int, stop: int
+) -> list[float]:
+    """Steps of a session, from the checkpoint of the last one if there is one; their losses."""
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        torch.manual_seed(3)
+        engine = session.prepare(
+            Deep(), optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01)
+        )
+        if start:
+            checkpoint.load(directory / f"step-{start:08d}", session.engines, session.world)
+        losses = []
+        for step in range(start, stop):
+            losses.append(engine.train_step(batch_of(step), OBJECTIVE).loss)
+        checkpoint.save(directory, session.engines, session.world, step=stop, strategy="any")
+        return losses
+
+
+def batch_of(step: int) -> Batch:
+    data = models.points(NUM_SAMPLES).batch(list(range(8 * step, 8 * step + 8)))
+    parts = [{key: value[a:b] for key, value in data.items()} for a, b in ((0, 3), (3, 5), (5, 8))]
+    return Batch(tuple(MicroBatch(part, len(part["x"])) for part in parts), 8)
+
+
+def plain_run() -> list[float]:
+    """The same steps in plain PyTorch."""
+    torch.manual_seed(3)
+    model, losses = Deep(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(6):
+        data = models.points(NUM_SAMPLES).batch(list(range(8 * step, 8 * step + 8)))
+        loss = nn.functional.cross_entropy(model(data["x"]), data["y"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_run_goes_on_under_other_strategies_and_comes_back(
+    world_pool: WorldPools, tmp_path: Path
+) -> None:
+    staged = {"name": "mesh", "pp": 2, "schedule": "interleaved"}
+    first = world_pool(2).run(part_of_run, "mesh:pp=2", tmp_path, 0, 2)[0]
+    second = world_pool(1).run(part_of_run, "single", tmp_path, 2, 4)[0]
+    third = world_pool(2).run(part_of_run, staged, tmp_path, 4, 6)[0]
+    assert [*first, *second, *third] == pytest.approx(plain_run(), rel=1e-5)
