@@ -157,8 +157,7 @@ class Stage:
                 # Others' may be what positions or masks are made of, outside of blocks.
                 within = any(name.startswith(f"{block}.") for block in self.plan.chain)
                 if value is not None and within and not self.owns(name):
-                    del part._buffers[key]
-                    part._non_persistent_buffers_set.discard(key)
+                    delattr(part, key)
                     part.__dict__[key] = self._stand_in(name, value, device)
 
     def _stand_in(self, name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
