@@ -15,6 +15,7 @@ from unipar.combined import optimizers_in
 from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import DDPReducer, ModuleState, OptimizerStepper, StepEngine
 from unipar.loss import LossFn, LossSum
+from unipar.objective import Objective
 from unipar.state import EngineState
 from unipar.strategy import EngineSpec, StepResult, Strategy
 from unipar.world import World
@@ -397,7 +398,9 @@ class Unshifted(ContextParallel):
 
     def dividing(self, model: nn.Module, microbatch: MicroBatch, loss_fn: Any) -> Any:
         self._checked = {True, False}
-        return super().dividing(model, microbatch, replace(loss_fn, shifts_labels=False))
+        if isinstance(loss_fn, Objective):
+            loss_fn = replace(loss_fn, shifts_labels=False)
+        return super().dividing(model, microbatch, loss_fn)
 
 
 class OwnAttentionOnly(ContextParallel):
