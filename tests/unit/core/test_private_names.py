@@ -91,6 +91,36 @@ def overridden(name: str, by: ast.ClassDef) -> Iterator[str]:
         yield from own & set(overridden(name, base))
 
 
+def imported(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Lines, modules of unipar's, and what private names are imported of them."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [(node.module or "", alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in found:
+            private = [part for part in (*module.split("."), name) if is_private(part)]
+            if module.startswith("unipar") and private:
+                yield node.lineno, module, private[0]
+
+
+def test_no_package_imports_a_private_name_of_another() -> None:
+    """Also one that has a private name like it, which the test below lets pass."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {module} {name}"
+        for path in SOURCES
+        for line, module, name in imported(path)
+        if ".".join(module.split(".")[: package(path).count(".") + 1]) != package(path)
+    ]
+    assert not found, f"a package uses what is private to another one: {found}"
+
+
+def test_what_stands_beside_the_core_is_looked_at() -> None:
+    assert {"unipar.testing", "unipar.benchmark", "unipar.migrate"} <= DEFINED.keys()
+
+
 @pytest.mark.parametrize("name", sorted(DEFINED))
 def test_no_other_package_uses_a_private_name(name: str) -> None:
     elsewhere = set().union(*(names for other, names in DEFINED.items() if other != name))
