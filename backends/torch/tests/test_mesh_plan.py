@@ -259,7 +259,6 @@ def test_other_numbers_of_processes_are_refused(options: Any, size: int, named: 
     [
         ("pp=2", r"pp \(pipeline parallelism\) is not built yet"),
         ("cp=2", r"cp \(context parallelism\) is not built yet"),
-        ("ep=2", r"ep \(expert parallelism\) is not built yet"),
         ("sequence_parallel=true", "sequence_parallel=true divides sequences among .* tp is 1"),
         ("plan={a: colwise}", "plan says how layers are divided .* tp is 1"),
         ("sharding=hybrid", "sharding"),

@@ -104,11 +104,11 @@ class MeshOptions(ShardingOptions):
                 "experts names modules that the ranks of ep divide, and ep is 1. Set ep=2 or more, "
                 "or leave experts out"
             )
-        if self.ep > 1 and self.tp > 1:
-            raise ValueError(
-                f"ep={self.ep} with tp={self.tp} is not built yet: experts inside of divided "
-                "layers. Leave one of them out"
-            )
+        for axis in ("tp", "pp", "cp"):
+            if self.ep > 1 and (size := getattr(self, axis, 1)) > 1:
+                raise ValueError(
+                    f"ep={self.ep} with {axis}={size} is not built yet. Leave one of them out"
+                )
         return self
 
 
