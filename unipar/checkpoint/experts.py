@@ -138,5 +138,5 @@ def _stacked(name: str, parts: list[dict[int, TensorIndex]]) -> TensorIndex:
             for chunk in part[expert].chunks:
                 (first, left), sizes = chunk.box
                 box = Box((expert, at * rows + first, left), (1, *sizes))
-                chunks.append(chunk._replace(box=box))
+                chunks.append(Chunk(box, chunk.file, chunk.start, chunk.digests))
     return TensorIndex((number, len(parts) * rows, columns), dtype, tuple(chunks))

@@ -86,7 +86,9 @@ class _Check:
 
     def _problem(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> str:
         experts, ranks = self._experts, self._group.size()
-        held = {k: p for k, p in experts._parameters.items() if isinstance(p, DTensor)}
+        held: dict[str, Any] = {
+            key: p for key, p in experts._parameters.items() if isinstance(p, DTensor)
+        }
         number = min(_EXPERTS, *(p.to_local().shape[0] for p in held.values()))
         with _apart(experts, self._world.device):
             own = {
