@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from unipar.testing import PRELOAD
+
 if TYPE_CHECKING:
     from unipar.testing.checkpoints import Saved
     from unipar.testing.kit import Measurements
     from unipar.testing.pool import WorldPools
 
 _ADDED = "_unipar_options_added"
-PRELOAD = "_UNIPAR_TESTING_PRELOAD"
-"""Names a function, as ``module:function``, that imports what more a suite of tests shares.
-No setting of a run, as a name without the underscore would be."""
 
 
 def add_options(parser: pytest.Parser) -> None:

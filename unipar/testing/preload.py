@@ -5,7 +5,7 @@ import importlib
 import os
 import warnings
 
-from unipar.testing.plugin import PRELOAD
+from unipar.testing import PRELOAD
 from unipar.utils.garbage_collection import no_collection
 
 warnings.simplefilter("ignore")
