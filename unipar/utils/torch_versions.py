@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 from unipar.errors import ConfigError
 
@@ -21,7 +22,7 @@ def meta_device() -> torch.device:
     # torch 2.8, _dynamo/variables/torch_function.py: its import computes with tensors, and where
     # there is a default device that asks for torch._dynamo again. transformers imports it with a
     # class of models. 2.11 can; an import too many does no harm, so here a number will do.
-    if torch.torch_version.TorchVersion(torch.__version__) < (2, 11):
+    if TorchVersion(torch.__version__) < "2.11":
         importlib.import_module("torch._dynamo")
     return torch.device("meta")
 

@@ -92,5 +92,6 @@ def test_torchrun(tmp_path):
         timeout=60,
         check=False,
     )
-    assert sorted(own(done.stdout).splitlines()) == ["0 2 0 3.0", "1 2 1 3.0"]
+    # Ranks share a pipe, and gloo of torch 2.8 writes to it in pieces that fall into each other.
+    assert sorted(re.findall(r"\d 2 \d 3\.0\n", done.stdout)) == ["0 2 0 3.0\n", "1 2 1 3.0\n"]
     assert done.returncode == 0
