@@ -534,7 +534,7 @@ def test_options_that_say_nothing_are_refused(options: dict[str, Any], said: str
 
 
 def test_numbers_of_processes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"cp=2 \* tp=1 does not divide the 3 processes"):
+    with pytest.raises(ConfigError, match="cp=2 does not divide the 3 processes"):
         MeshStrategy(MeshOptions(cp=2)).layout(Placement(size=3, local_size=3))
 
 

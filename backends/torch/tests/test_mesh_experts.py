@@ -349,7 +349,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_starts(name: str) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"ep": 2, "tp": 2}, r"ep=2 with tp=2 is not built yet"),
+        ({"ep": 2, "tp": 2}, "tp=2 with ep=2 is not built"),
         ({"ep": 1, "experts": ("a",)}, r"ep is 1\. Set ep=2 or more"),
     ],
 )

@@ -117,8 +117,7 @@ class MeshOptions(ShardingOptions):
             if getattr(self, axis) > 1:
                 continue
             for option in options:
-                given = getattr(self, option)
-                if given != type(self).model_fields[option].default:
+                if option in self.model_fields_set and getattr(self, option) not in (None, False):
                     raise ValueError(
                         f"{option} says how the ranks of {axis} are used, and {axis} is 1. Set "
                         f"{axis}=2 or more, or leave {option} out"
