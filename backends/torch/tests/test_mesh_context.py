@@ -152,6 +152,15 @@ def test_attention_over_ranks_is_that_over_the_whole(
 # -- whole runs ------------------------------------------------------------------------------------
 
 
+PLAN = {
+    "blocks.*.attention.q": "colwise",
+    "blocks.*.attention.k": "colwise",
+    "blocks.*.attention.v": "colwise",
+    "blocks.*.attention.out": "rowwise",
+}
+"""Its blocks take angles, which no rule knows of."""
+
+
 @pytest.mark.parametrize(
     ("size", "options"),
     [
@@ -160,8 +169,10 @@ def test_attention_over_ranks_is_that_over_the_whole(
         pytest.param(4, {"dp_shard": 2}, marks=pytest.mark.thorough),
         pytest.param(4, {"dp_replicate": 2, "sharding": "grad_op"}, marks=pytest.mark.thorough),
         pytest.param(4, {"cp": 4}, marks=pytest.mark.thorough),
-        pytest.param(4, {"tp": 2}, marks=pytest.mark.thorough),
-        pytest.param(4, {"tp": 2, "cp_kind": "all_gather"}, marks=pytest.mark.thorough),
+        pytest.param(4, {"tp": 2, "plan": PLAN}, marks=pytest.mark.thorough),
+        pytest.param(
+            4, {"tp": 2, "plan": PLAN, "cp_kind": "all_gather"}, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_sequences_are_divided_in_each_way(
