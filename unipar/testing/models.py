@@ -275,11 +275,12 @@ class Decoder(nn.Module):
 class RotaryAttention(Attention):
     """:class:`Attention` whose queries and keys are turned by their positions."""
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k = self.k(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
         v = self.v(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
-        q, k = (_turned(t, cos, sin) for t in (q, k))
+        if cos is not None:
+            q, k = (_turned(t, cos, sin) for t in (q, k))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -294,7 +295,7 @@ class RotaryBlock(DecoderBlock):
         super().__init__(width, heads, kv_heads)
         self.attention = RotaryAttention(width, heads, kv_heads)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
         x = x + self.attention(self.norm_attention(x), cos, sin)
         normed = self.norm_feed(x)
         return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
