@@ -156,6 +156,9 @@ class Frozen(Network):
 class Buffered(nn.Module):
     """BatchNorm whose statistics are fixed, and a buffer of its own."""
 
+    scale: torch.Tensor
+    scratch: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.net = Network(outputs=9)
@@ -421,7 +424,8 @@ def with_experts(model: nn.Module) -> nn.Module:
     embeds = isinstance(layer, nn.Embedding)
     layer.add_module("mixture", Mixture(layer.weight.shape[1 if embeds else 0]))
     # No hook: of those, torch.compile has no guards, and blocks are compiled once for all.
-    layer.__class__ = _EmbeddingAndMixture if embeds else _LinearAndMixture
+    with_mixture: Any = _EmbeddingAndMixture if embeds else _LinearAndMixture
+    layer.__class__ = with_mixture
     return model
 
 

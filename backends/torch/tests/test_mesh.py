@@ -25,7 +25,8 @@ from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
 from unipar.testing.scenarios import predict_tokens, sgd
 from unipar.world import Placement
-from unipar_torch.mesh import MeshOptions, MeshStrategy
+from unipar_torch.mesh import MeshStrategy
+from unipar_torch.mesh_options import MeshOptions
 
 CASES = {case.name: case for case in ALL}
 PAIRS = {
@@ -355,7 +356,7 @@ def test_sequences_that_do_not_divide_are_refused(world_pool: WorldPools) -> Non
 class Mixing(models.Decoder):
     """Something between blocks sees the whole sequence."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x).cumsum(1)
@@ -377,7 +378,7 @@ def test_what_happens_between_blocks_is_refused_where_sequences_are_divided(
 class Dropping(models.Decoder):
     """Drops what all ranks have whole, and would learn apart from different masks."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, position_ids: Any = None) -> torch.Tensor:
         x = nn.functional.dropout(self.tokens(tokens), 0.5, self.training)
         for block in self.blocks:
             x = nn.functional.dropout(block(x), 0.5, self.training)

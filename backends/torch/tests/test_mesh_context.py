@@ -34,7 +34,8 @@ from unipar.testing.scenarios import NUM_SAMPLES, Scenario, reference_trace, sgd
 from unipar.world import Placement, World, joined
 from unipar_torch import divided_attention
 from unipar_torch.divided_attention import ring_attention, to_heads, to_positions
-from unipar_torch.mesh import MeshOptions, MeshStrategy
+from unipar_torch.mesh import MeshStrategy
+from unipar_torch.mesh_options import MeshOptions
 from unipar_torch.sequence_parts import BatchParts, Parts
 
 CASES = {case.name: case for case in ALL}
@@ -121,19 +122,21 @@ def attends(placement: Placement, kind: str, plain: bool) -> dict[str, float]:
 def _apart(group: dist.ProcessGroup, kind: str, causal: bool, length: int) -> float:
     torch.manual_seed(0)
     whole = [torch.randn(2, heads, length, 16) for heads in (8, 4, 4)]
+    attend: Any = functional.scaled_dot_product_attention
     expected = [t.clone().requires_grad_() for t in whole]
-    out = functional.scaled_dot_product_attention(*expected, is_causal=causal, enable_gqa=True)
+    out = attend(*expected, is_causal=causal, enable_gqa=True)
     weights = torch.randn_like(out)
     (out * weights).sum().backward()
     parts = Parts(length, group.size(), group.rank(), kind != "ulysses")
     own = [parts.own(t, 2).clone().requires_grad_() for t in whole]
     if kind == "ulysses":
         heads = [to_heads(t, parts, group) for t in own]
-        mixed = functional.scaled_dot_product_attention(*heads, is_causal=causal, enable_gqa=True)
+        mixed = attend(*heads, is_causal=causal, enable_gqa=True)
         found = to_positions(mixed, parts, group)
     else:
+        q, k, v = own
         gathers = kind == "all_gather"
-        found = ring_attention(*own, parts, group, causal=causal, scale=0.25, gathers=gathers)
+        found = ring_attention(q, k, v, parts, group, causal=causal, scale=0.25, gathers=gathers)
     (found * parts.own(weights, 2)).sum().backward()
     pairs = [(found, out), *((a.grad, b.grad) for a, b in zip(own, expected, strict=True))]
     return max((a - parts.own(b, 2)).abs().max().item() for a, b in pairs)
@@ -439,7 +442,9 @@ class Wrong(models.LongDecoder):
             }
         )
 
-    def forward(self, tokens: torch.Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tokens: torch.Tensor, position_ids: Any = None, **kwargs: Any
+    ) -> Any:
         x = self.tokens(tokens)
         if self.how == "positions":
             position_ids = None
@@ -451,7 +456,7 @@ class Wrong(models.LongDecoder):
             q = x.unflatten(-1, (2, 8)).transpose(1, 2)
             length = tokens.shape[1]
             mask = torch.ones(length, length, dtype=torch.bool).tril()
-            options = {"attn_mask": mask} if self.how == "mask" else {"dropout_p": 0.5}
+            options: Any = {"attn_mask": mask} if self.how == "mask" else {"dropout_p": 0.5}
             mixed = functional.scaled_dot_product_attention(q, q, q, **options)
             x = x + mixed.transpose(1, 2).flatten(2)
         if self.how == "sum":
@@ -552,7 +557,7 @@ def test_numbers_of_processes_that_do_not_divide_are_refused() -> None:
 def with_metrics(placement: Placement) -> str:
     with unipar.Session("mesh:cp=2", device="cpu", placement=placement) as session:
         engine = session.prepare(models.LongDecoder())
-        data = models.sentences(4, models.LONG_LENGTH)
+        data: Any = models.sentences(4, models.LONG_LENGTH)
         with pytest.raises(ConfigError) as refused:
             session.evaluate(engine, data, None, metrics={"exact": lambda p, t: (p == t).mean()})
         return str(refused.value)

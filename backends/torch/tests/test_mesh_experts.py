@@ -26,7 +26,8 @@ from unipar.testing.reference import Trace
 from unipar.testing.scenarios import Scenario, predict_tokens, sgd
 from unipar.world import Placement, World
 from unipar_torch.expert_plan import make_expert_plan
-from unipar_torch.mesh import MeshOptions, MeshStrategy
+from unipar_torch.mesh import MeshStrategy
+from unipar_torch.mesh_options import MeshOptions
 
 SIZES: dict[str, Any] = {
     "vocab_size": 12,
@@ -64,7 +65,8 @@ def mixtral() -> Any:
 def qwen3_moe() -> Any:
     import transformers
 
-    config = transformers.Qwen3MoeConfig(
+    make: Any = transformers.Qwen3MoeConfig
+    config = make(
         **SIZES, head_dim=4, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2
     )
     return transformers.Qwen3MoeForCausalLM(config)
@@ -216,7 +218,8 @@ def by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     for batch in sentences().split(BATCH):
         parts = [counted(model, part) for part in batch.chunk(PARTS)]
-        loss = sum(one * count for one, count in parts) / sum(count for _, count in parts)  # type: ignore
+        total = torch.stack([one * count for one, count in parts]).sum()
+        loss = total / sum(int(count) for _, count in parts)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -406,7 +409,9 @@ def test_experts_that_are_others_when_divided_are_refused_in_the_first_pass(
 
 
 def test_a_dry_run_shows_where_experts_go() -> None:
-    told = dict(made()().placements(EngineSpec(mixtral()), Placement(size=4, local_size=4)))
+    strategy = made()()
+    assert isinstance(strategy, MeshStrategy)
+    told = dict(strategy.placements(EngineSpec(mixtral()), Placement(size=4, local_size=4)))
     assert told["experts divided over ep"] == "the model's own plan (_ep_plan)"
     assert told["model.layers.0.mlp.experts"] == "4 experts, 2 on each rank of ep=2"
     assert told["model.layers.0.mlp.experts.down_proj"] == (

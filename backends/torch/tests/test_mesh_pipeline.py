@@ -25,7 +25,8 @@ from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
 from unipar.testing.scenarios import NUM_SAMPLES, sgd
 from unipar.world import Placement
-from unipar_torch.mesh import MeshOptions, MeshStrategy
+from unipar_torch.mesh import MeshStrategy
+from unipar_torch.mesh_options import MeshOptions
 
 CASES = {case.name: case for case in ALL}
 

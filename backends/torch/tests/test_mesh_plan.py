@@ -14,7 +14,8 @@ from unipar.layout import Layout
 from unipar.strategy import EngineSpec, registry
 from unipar.testing import models
 from unipar.world import Placement
-from unipar_torch.mesh import MeshOptions, MeshStrategy
+from unipar_torch.mesh import MeshStrategy
+from unipar_torch.mesh_options import MeshOptions
 from unipar_torch.tensor_plan import make_plan
 
 DECODER = {

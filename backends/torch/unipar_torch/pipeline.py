@@ -39,7 +39,7 @@ from unipar_torch.stage_schedule import StageSchedule
 from unipar_torch.stage_state import StagesState, Whole
 
 if TYPE_CHECKING:
-    from unipar_torch.mesh import MeshOptions
+    from unipar_torch.mesh_options import MeshOptions
 
 _PIECE_BYTES = 2**26
 

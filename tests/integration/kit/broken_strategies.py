@@ -24,7 +24,8 @@ from unipar_torch.context_parallel import ContextParallel
 from unipar_torch.ddp import DDPOptions, DDPStrategy
 from unipar_torch.fsdp import FSDPOptions, FSDPStrategy
 from unipar_torch.layer_cuts import Activations
-from unipar_torch.mesh import MeshOptions, MeshStrategy
+from unipar_torch.mesh import MeshStrategy
+from unipar_torch.mesh_options import MeshOptions
 
 # -- wrong parts -----------------------------------------------------------------------------------
 

@@ -37,7 +37,8 @@ def mixtral() -> Any:
 def qwen() -> Any:
     import transformers
 
-    config = transformers.Qwen3MoeConfig(
+    make: Any = transformers.Qwen3MoeConfig
+    config = make(
         **SIZES, head_dim=4, moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2
     )
     return transformers.Qwen3MoeForCausalLM(config)
