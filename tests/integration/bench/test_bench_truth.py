@@ -187,7 +187,8 @@ def test_memory_is_what_the_formulas_say(result: BenchResult) -> None:
             assert rank.memory.parameters == whole // share
             assert rank.memory.gradients == whole // share
             assert rank.memory.optimizer == whole // share
-            assert rank.memory.activations is not None and rank.memory.activations > 0
+            assert rank.memory.activations is not None
+            assert rank.memory.activations > 0
             assert rank.memory.peak > rank.memory.tensors
 
 
