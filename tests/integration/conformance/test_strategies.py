@@ -17,5 +17,8 @@ STRATEGIES = [
     "mesh:tp=2",
     # On four ranks the experts of each rank are sharded over two.
     "mesh:ep=2",
+    # On four ranks two pairs of them, on other samples.
+    "mesh:cp=2",
+    "mesh:pp=2",
 ]
-BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid", "mesh:ep=2"]
+BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid", "mesh:ep=2", "mesh:cp=2", "mesh:pp=2"]
