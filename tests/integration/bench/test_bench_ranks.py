@@ -20,6 +20,7 @@ from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.server import Forked, Server
 from unipar.benchmark.store import Finding
+from unipar.testing import programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -30,7 +31,8 @@ DATA = torch.zeros(16, 4)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with contextlib.closing(Server(sys.executable)) as made:
+    # Its ranks are known by its command, which a forked program has not.
+    with programs.new_interpreters(), contextlib.closing(Server(sys.executable)) as made:
         yield made
 
 
