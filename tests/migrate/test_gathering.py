@@ -10,14 +10,14 @@ import pytest
 
 from unipar.migrate.launchers import command
 
+# A script does the same however its interpreter has begun; what a user's own does is proved by
+# test_verify_command.py.
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 SCRIPT = """\
 import torch
 from torch import nn
 from unipar.migrated import script
-
-# A script does the same however its interpreter has begun; what a user's own does is proved by
-# test_verify_command.py.
-pytestmark = pytest.mark.usefixtures("forked_programs")
 
 script.open()
 rank = script.world().rank
