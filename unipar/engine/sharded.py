@@ -99,8 +99,17 @@ def total_norm_of_shards(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     norms: list[torch.Tensor] = []
     for group in by_mesh.values() or [[]]:
         norm = nn.utils.get_total_norm(group)
-        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms.append(_whole_norm(norm) if isinstance(norm, DTensor) else norm)
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+
+
+def _whole_norm(norm: DTensor) -> torch.Tensor:
+    """The norm of which ranks along some dimensions of a mesh have parts. Collective."""
+    squared = norm.to_local().double().square()
+    for dim, placement in enumerate(norm.placements):
+        if placement.is_partial():
+            dist.all_reduce(squared, group=norm.device_mesh.get_group(dim))
+    return squared.sqrt().to(norm.dtype)
 
 
 class MeshScaler(GradScaler):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_to_all_single
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from unipar.errors import ConfigError
@@ -148,12 +148,8 @@ def dispatched(
     # The one wait for the device in a layer: lists of sizes are what the collective takes.
     to, come = torch.stack((sent, received)).view(2, ranks, number).sum(2).tolist()
 
-    def exchange(rows: torch.Tensor, to: list[int], come: list[int]) -> torch.Tensor:
-        empty = rows.new_empty(sum(come), *rows.shape[1:])
-        return all_to_all_single(empty, rows.contiguous(), come, to, group)  # pyright: ignore
-
-    tokens = exchange(hidden.reshape(-1, hidden.shape[-1])[order // k], to, come)
-    shares = exchange(weights.reshape(-1)[order], to, come)
+    tokens = _Exchange.apply(hidden.reshape(-1, hidden.shape[-1])[order // k], to, come, group)
+    shares = _Exchange.apply(weights.reshape(-1)[order], to, come, group)
     numbers = torch.arange(number, device=chosen.device).repeat(ranks)
     own = torch.repeat_interleave(numbers, received, output_size=sum(come))
     if not sum(come):
@@ -162,9 +158,31 @@ def dispatched(
         tokens = torch.cat((tokens, tokens.new_zeros(1, tokens.shape[-1])))
         shares, own = torch.cat((shares, shares.new_zeros(1))), own.new_zeros(1)
     made = experts(tokens, own.unsqueeze(-1), shares.unsqueeze(-1))[: sum(come)]
-    back = exchange(made, come, to)
+    back = _Exchange.apply(made, come, to, group)
     # In the order of tokens, so that sums are the same in every run.
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    summed = back[places].view(-1, k, back.shape[-1]).sum(1)
-    return summed.view(*hidden.shape[:-1], back.shape[-1])
+    # No view, for FSDP's hooks on it would be lost where a model adds to it in place.
+    return back[places].view(*index.shape, back.shape[-1]).sum(-2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to and from all ranks; their gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, to: list[int], come: list[int], group: Any
+    ) -> torch.Tensor:
+        ctx.to, ctx.come, ctx.group = to, come, group
+        return _exchanged(rows, to, come, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore
+        return _exchanged(gradient, ctx.come, ctx.to, ctx.group), None, None, None
+
+
+def _exchanged(rows: torch.Tensor, to: list[int], come: list[int], group: Any) -> torch.Tensor:
+    received = rows.new_empty(sum(come), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), come, to, group=group)
+    return received
