@@ -14,6 +14,7 @@ import torch
 
 from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
+from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec, Strategy
 from unipar.strategy.registry import resolve
 from unipar.testing.compare import (
@@ -117,9 +118,17 @@ class Kit:
         return self.target.make().capabilities()
 
     @property
+    def layout(self) -> Layout:
+        """How ranks are arranged; as one rank where the strategy refuses their number."""
+        try:
+            return self.target.make().layout(self.placement)
+        except ConfigError:
+            return Layout()
+
+    @property
     def experts(self) -> bool:
         """Whether ranks divide experts, so that models without any are refused."""
-        return self.target.make().layout(self.placement).ep > 1
+        return self.layout.ep > 1
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``fn(strategy, world, *args)`` on every rank; the results, by rank."""
@@ -138,7 +147,7 @@ class Kit:
             scenario = replace(scenario, precision="bf16" if "bf16" in able.precisions else "fp16")
         if scenario.max_grad_norm == math.inf and not able.clipping:
             scenario = replace(scenario, max_grad_norm=None)
-        if self.target.make().layout(self.placement).cp > 1:
+        if self.layout.cp > 1:
             scenario = scenario.in_sequences()
         if able.pipeline and scenario.objective is None:
             parts = in_parts(scenario.terms, weighted=scenario.weighted)

@@ -139,18 +139,22 @@ def test_a_rank_that_does_not_lead_is_heard(world_pool: WorldPools) -> None:
     assert world_pool(4).run(ask) == [True] * 4
 
 
-def draw(placement: Placement) -> float:
+def draw(placement: Placement, layout: Layout) -> float:
     session = Session("ddp", device="cpu", placement=placement)
-    session.strategy.layout = lambda placement: LAYOUT
+    session.strategy.layout = lambda placement: layout
     with session:
         session.prepare(make_model())
         return torch.rand(()).item()
 
 
-def test_ranks_of_a_replica_draw_alike(world_pool: WorldPools) -> None:
-    # Stages are apart: ranks 0 and 2 hold the first replica.
-    first, second, third, fourth = world_pool(4).run(draw)
-    assert first == third != second == fourth
+def test_ranks_that_compute_the_same_layers_of_a_replica_draw_alike(
+    world_pool: WorldPools,
+) -> None:
+    # Ranks 0 and 1 hold the first replica.
+    first, second, third, fourth = world_pool(4).run(draw, Layout(dp_replicate=2, tp=2))
+    assert first == second != third == fourth
+    # Stages have other layers, whose masks must not be the same.
+    assert len(set(world_pool(4).run(draw, LAYOUT))) == 4
 
 
 def disagree(placement: Placement) -> str:

@@ -119,7 +119,7 @@ def divides_a_decoder(kit: Kit) -> None:
     One run by token weights, one clipped and accumulated, whose norm counts what all ranks have
     once.
     """
-    layout = kit.target.make().layout(kit.placement)
+    layout = kit.layout
     scenarios = [
         DECODER,
         replace(DECODER, optimizer=sgd, accumulation=4, max_grad_norm=0.25),
@@ -147,7 +147,7 @@ def divides_sequences(kit: Kit) -> None:
     after it, which another rank may have; clipped, accumulated, and computed twice.
     """
     scenarios = [scenario for scenario in (LONG, OWN_LOSS) if not kit.refuses(scenario)]
-    if kit.target.make().layout(kit.placement).cp == 1 or not scenarios:
+    if kit.layout.cp == 1 or not scenarios:
         return
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.terms.__name__}")
@@ -159,7 +159,7 @@ def divides_experts(kit: Kit) -> None:
 
     One run by token weights, one clipped and accumulated, whose norm counts each element once.
     """
-    layout = kit.target.make().layout(kit.placement)
+    layout = kit.layout
     scenarios = [
         MIXED,
         replace(MIXED, optimizer=sgd, accumulation=4, max_grad_norm=0.25),
