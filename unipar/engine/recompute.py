@@ -7,12 +7,16 @@ also keeps what takes long to compute for its size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -89,7 +93,7 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
         targets = modules_of_classes(model, policy, "activation_checkpointing")
     for module in targets:
         if policy == "selective":
-            module.forward = _recomputed(_casting_each_time(module.forward), context_fn=_contexts)
+            module.forward = _kept_in_part(_casting_each_time(module.forward))
         else:
             module.forward = _recomputed(module.forward)
 
@@ -100,11 +104,20 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
     return undo
 
 
-def _recomputed(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     # A function of its own: torch.compile would take a partial of torch's for nothing to compile
     # where the module itself is compiled.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **how, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed
+
+
+def _kept_in_part(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        # Compiled code changes nothing in place.
+        contexts = _contexts if torch.compiler.is_compiling() else _watched_contexts
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return recomputed
 
@@ -116,6 +129,70 @@ def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 
 _contexts = functools.partial(create_selective_checkpoint_contexts, _keep)
+
+
+def _watched_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What surrounds both computations of a region where nothing is compiled."""
+    keeping, taking = _contexts()
+    return _Both(keeping, _Unchanged()), taking
+
+
+class _Both(contextlib.AbstractContextManager[None]):
+    """Two contexts, the second one inside."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts, self._entered = contexts, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for one in self._contexts:
+            self._entered.enter_context(one)
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+class _Unchanged(TorchDispatchMode):
+    """Refuses to change in place what is kept: the second computation would change it again.
+
+    Torch looks at versions (torch 2.13, utils/checkpoint.py, _VersionWrapper), and the output of a
+    linear layer without a bias is another tensor of the same memory, with a version of its own
+    (``aten::_unsafe_view``).
+
+    Raises:
+        ConfigError: an operation writes to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Kept tensors live at least as long as this.
+        self._kept: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            taken = func._schema.arguments
+            given = {**dict(zip((one.name for one in taken), args, strict=False)), **kwargs}
+            for one in taken:
+                if one.alias_info is not None and one.alias_info.is_write:
+                    self._refuse(func, given.get(one.name))
+        made = func(*args, **kwargs)
+        if func.name() in KEPT:
+            self._kept.update(map(_memory, tree_leaves(made)))
+        return made
+
+    def _refuse(self, operation: Any, value: Any) -> None:
+        if self._kept & set(map(_memory, tree_leaves(value))) - {0}:
+            raise ConfigError(
+                "activation_checkpointing='selective' keeps the outputs of matrix products, and "
+                f"the model changes one in place ({operation.name()}), so that it would be changed "
+                "twice. Let the model compute a new tensor (x = x + y in place of x += y), or set "
+                "activation_checkpointing='full'."
+            )
+
+
+def _memory(tensor: Any) -> int:
+    # Not its address, which tensors of tensors have not (torch 2.13, storage.py).
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else 0
 
 
 def _casting_each_time(forward: Callable[..., Any]) -> Callable[..., Any]:
