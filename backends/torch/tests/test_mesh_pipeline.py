@@ -561,6 +561,24 @@ def test_a_buffer_that_stages_of_one_rank_change_is_refused(world_pool: WorldPoo
     assert "buffer 'seen' changes in the forward passes of stages 0, 1, 2, 3" in said
 
 
+class NormsFirst(models.Network):
+    """Every stage runs what comes before the blocks, and only the first has its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Sequential(self.inward, nn.BatchNorm1d(9))  # pyright: ignore
+        self.outward = nn.Sequential(nn.BatchNorm1d(9), self.outward)  # pyright: ignore
+
+
+def test_statistics_before_the_blocks_are_those_of_their_stage(
+    world_pool: WorldPools, tmp_path: Path
+) -> None:
+    expected = world_pool(1).run(counted, "single", tmp_path / "one", NormsFirst, 1)[0]
+    found = world_pool(2).run(counted, "mesh:pp=2", tmp_path / "two", NormsFirst, 1)[0]
+    again = world_pool(1).run(counted, "single", tmp_path / "two", NormsFirst, 0)[0]
+    assert [found, again] == pytest.approx([expected, expected], rel=1e-5)
+
+
 def counted(placement: Placement, strategy: Any, directory: Path, model: Any, step: int) -> float:
     """Train a step and save, or load it; a loss of evaluation after that."""
     with unipar.Session(strategy, device="cpu", placement=placement) as session:

@@ -59,16 +59,24 @@ class StageSchedule:
         self.known: dict[tuple[int, Any], Kind] = {}
         """What goes into a stage, by the shapes of the model's inputs."""
         self.unchecked = set(self.stages)
-        self.changes: BufferChanges | None = BufferChanges()
-        """Until the first batch of training is over."""
+        self.changes: BufferChanges | None = None
+        """Of the first batch of training."""
+        self._compared = False
 
     def run(self, calls: Sequence[StageCall], *, training: bool) -> None:
         virtual = self.num_stages // self.pp
         args = (self.name, self.pp, virtual, len(calls), self._place)
-        _Batch(self, calls, training=training).run(order_of(*args, training=training))
-        if training and self.changes is not None:
-            (stage, *_), changes, self.changes = self.stages.values(), self.changes, None
-            changes.check(stage, self.peers, self.name, self.world)
+        batch = _Batch(self, calls, training=training)
+        if not training or self._compared:
+            batch.run(order_of(*args, training=training))
+            return
+        self.changes = BufferChanges()
+        try:
+            batch.run(order_of(*args, training=training))
+            self.changes.check(self.stages[self._place], self.peers, self.name, self.world)
+        finally:
+            self.changes = None
+        self._compared = True
 
     def share(self, values: torch.Tensor) -> None:
         dist.broadcast(values, self.peers[-1], group=self.group)
@@ -129,7 +137,7 @@ class _Batch:
         if received is not None and self._training:
             received.requires_grad_()
         check = self._training and index in self._schedule.unchecked
-        changes = self._schedule.changes if self._training else None
+        changes = self._schedule.changes
         watching = changes.counting(stage) if changes is not None else nullcontext()
         with call.computing(), watching:
             run = run_checked if check else Stage.run
