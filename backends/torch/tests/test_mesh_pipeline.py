@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_mesh import SIZES, llama, olmo2, phi3, predict, qwen3
 from torch import nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 import unipar
 from unipar import checkpoint
@@ -619,7 +620,7 @@ class Recomputing(models.Network):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inward(x)
         for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            x = recomputed(block, x, use_reentrant=False)
         return self.outward(x)
 
 
