@@ -9,6 +9,7 @@ import torch
 from unipar.data.batch import Batch, MicroBatch
 from unipar.data.feed import on_device
 from unipar.engine.average import LossAverage
+from unipar.engine.guard import GradientGuard
 from unipar.engine.losses import check_loss_of_rank
 from unipar.engine.precision import PrecisionPolicy
 from unipar.engine.schedule import Schedule, StageCall, drawing_nothing
@@ -26,12 +27,18 @@ class Pipeline:
         world: the joined processes.
         precision: surrounds forward passes, and scales losses.
         average: what losses are added to.
+        guard: refuses losses that leave gradients.
     """
 
     def __init__(
-        self, schedule: Schedule, world: World, precision: PrecisionPolicy, average: LossAverage
+        self,
+        schedule: Schedule,
+        world: World,
+        precision: PrecisionPolicy,
+        average: LossAverage,
+        guard: GradientGuard,
     ) -> None:
-        self.schedule = schedule
+        self.schedule, self._guard = schedule, guard
         self._world, self._precision, self._average = world, precision, average
 
     def train(self, batch: Batch, loss_fn: LossFn, step: int) -> None:
@@ -66,10 +73,12 @@ class Pipeline:
             return moved[0]
 
         def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return drawing_nothing(lambda: objective.arguments(data()))
+            return drawing_nothing(lambda: objective.arguments(data()), self._world.device)
 
         def loss(output: Any) -> torch.Tensor:
+            marks = self._guard.mark()
             found = objective.loss_of(output, data(), count)
+            self._guard.compare(marks, begun=True)
             check_loss_of_rank(found, self._world, training=training)
             if isinstance(found, LossSum):
                 total, items = found.total.float(), found.count

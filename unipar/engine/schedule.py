@@ -41,17 +41,29 @@ class Schedule(Protocol):
         ...
 
 
-def drawing_nothing(inputs: Callable[[], Any]) -> Any:
+def drawing_nothing(inputs: Callable[[], Any], device: torch.device) -> Any:
     """Call ``inputs``, which every stage does for itself.
+
+    Args:
+        inputs: makes what the model is given.
+        device: where it is made, beside the host.
 
     Raises:
         ConfigError: it is drawn at random.
     """
-    before = torch.get_rng_state()
+    before = _generators(device)
     given = inputs()
-    if not torch.equal(before, torch.get_rng_state()):
+    if not all(map(torch.equal, before, _generators(device))):
         raise ConfigError(
             "the objective's inputs(batch) draws random numbers, and the stages of a pipeline "
             "would draw different ones. Draw them in the dataset, or train without a pipeline."
         )
     return given
+
+
+def _generators(device: torch.device) -> list[torch.Tensor]:
+    """The states of the host's generator and the device's own, which are on the host too."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states

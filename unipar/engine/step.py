@@ -107,12 +107,12 @@ class StepEngine(Engine):
         self.stepper = stepper
         self.state = ModuleState(module, optimizer, world) if state is None else state
         self.average = LossAverage(world)
+        self._guard = GradientGuard(self.reducer)
         self._pipeline = None
         if schedule is not None:
-            self._pipeline = Pipeline(schedule, world, precision, self.average)
+            self._pipeline = Pipeline(schedule, world, precision, self.average, self._guard)
         self._whole_steps = schedule is not None or divider is not None
         self._divider = Whole() if divider is None else divider
-        self._guard = GradientGuard(self.reducer)
         self._undo = [self.reducer.close, *undo]
         if optimizer is not None:
             clearing = self.reducer.hides_gradients

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from test_mesh import SIZES, llama, olmo2, phi3, predict, qwen3
 from torch import nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 import unipar
 from unipar import checkpoint
@@ -27,6 +28,7 @@ from unipar.testing.scenarios import NUM_SAMPLES, sgd
 from unipar.world import Placement
 from unipar_torch.mesh import MeshStrategy
 from unipar_torch.mesh_options import MeshOptions
+from unipar_torch.stage_schedule import _shapes
 
 CASES = {case.name: case for case in ALL}
 
@@ -395,3 +397,279 @@ def test_a_run_goes_on_under_other_strategies_and_comes_back(
     second = world_pool(1).run(part_of_run, "single", tmp_path, 2, 4)[0]
     third = world_pool(2).run(part_of_run, staged, tmp_path, 4, 6)[0]
     assert [*first, *second, *third] == pytest.approx(plain_run(), rel=1e-5)
+
+
+# -- what would be lost without a word -------------------------------------------------------------
+
+
+class Trial(NamedTuple):
+    """A few steps of a small model.
+
+    Attributes:
+        model: what is trained.
+        optimizer: with a learning rate of 0.1.
+        arguments: of the model, beside ``x``.
+    """
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    arguments: Callable[[], tuple[Any, ...]] = tuple
+
+
+def tried(placement: Placement, strategy: Any, trial: Trial, num_steps: int = 3) -> Any:
+    """The losses of a run."""
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        torch.manual_seed(3)
+        engine = session.prepare(
+            trial.model(),
+            optimizer=lambda named: trial.optimizer([p for _, p in named], lr=0.1),
+        )
+        objective = unipar.Objective(lambda batch: (batch["x"], *trial.arguments()), OBJECTIVE.loss)
+        return [engine.train_step(one_by_one(step), objective).loss for step in range(num_steps)]
+
+
+def one_by_one(step: int) -> Batch:
+    """Micro-batches of one sample, so many that schedules come to all their kinds of passes."""
+    data = models.points(NUM_SAMPLES).batch(list(range(8 * step, 8 * step + 8)))
+    parts = ({key: value[at : at + 1] for key, value in data.items()} for at in range(8))
+    return Batch(tuple(MicroBatch(part, 1) for part in parts), 8)
+
+
+def refused(world_pool: WorldPools, trial: Trial, **options: Any) -> str:
+    strategy = {"name": "mesh", "pp": 2, **options}
+    with pytest.raises(ConfigError) as error:
+        world_pool(2).run(tried, strategy, trial)
+    return str(error.value)
+
+
+class OfAll(torch.optim.SGD):
+    """Its step is as long whatever the gradient, of all tensors together."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        parameters = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+        for parameter in parameters:
+            parameter.sub_(0.1 * parameter.grad / norm)
+
+
+def test_an_optimizer_that_looks_at_all_tensors_is_refused(world_pool: WorldPools) -> None:
+    said = refused(world_pool, Trial(models.Network, OfAll))
+    assert "OfAll cannot be used where ranks divide" in said
+
+
+class Stopped(models.Network):
+    """No gradient goes back to the first of the two blocks of the third stage of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.Block(9) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x)
+        for number, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(number > 4 and torch.is_grad_enabled()):
+                x = block(x)
+        return self.outward(x)
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "dualpipev"])
+def test_weights_behind_a_stopped_gradient_are_trained(
+    schedule: str, world_pool: WorldPools
+) -> None:
+    strategy = {"name": "mesh", "pp": 2, "schedule": schedule}
+    found = world_pool(2).run(tried, strategy, Trial(Stopped))[0]
+    assert found == pytest.approx(world_pool(1).run(tried, "single", Trial(Stopped))[0], rel=1e-5)
+
+
+class Extra:
+    """Its name has its address in it."""
+
+
+class WithExtra(models.Network):
+    def forward(self, x: torch.Tensor, extra: Any) -> torch.Tensor:  # pyright: ignore
+        return super().forward(x)
+
+
+def an_object() -> tuple[Any, ...]:
+    return (Extra(),)
+
+
+def test_inputs_that_say_nothing_of_shapes_are_refused(world_pool: WorldPools) -> None:
+    said = refused(world_pool, Trial(WithExtra, arguments=an_object))
+    assert "the model is given a Extra ([0][1] of its args, kwargs)" in said
+
+
+def test_shapes_follow_from_no_fraction() -> None:
+    given = torch.ones(2), 3, None, "a" * 90
+    assert _shapes((given, {"rate": 0.1})) == _shapes((given, {"rate": 0.2}))
+    assert _shapes((given, {"rate": 1})) != _shapes((given, {"rate": 2}))
+    assert _shapes(("a" * 90 + "b",)) != _shapes(("a" * 90 + "c",))
+
+
+class CountsAtTheEnd(models.Network):
+    """A buffer of the model itself, which stages count as coming first."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x) * self.seen.clone()
+        self.note()
+        return x
+
+    def note(self) -> None:
+        if self.training:
+            self.seen.add_(1)
+
+
+class Replaces(CountsAtTheEnd):
+    def note(self) -> None:
+        self.seen = self.seen + 1
+
+
+class CountsAtBothEnds(CountsAtTheEnd):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.note()
+        return super().forward(x)
+
+
+class CountsFirst(Deep):
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [CountsAtTheEnd, Replaces, CountsAtBothEnds])
+def test_a_buffer_that_changes_where_it_is_not_written_from_is_refused(
+    model: type[nn.Module], world_pool: WorldPools
+) -> None:
+    assert "buffer 'seen' changes on stage 1" in refused(world_pool, Trial(model))
+
+
+def test_a_buffer_that_stages_of_one_rank_change_is_refused(world_pool: WorldPools) -> None:
+    said = refused(world_pool, Trial(CountsFirst), schedule="interleaved")
+    assert "buffer 'seen' changes in the forward passes of stages 0, 1, 2, 3" in said
+
+
+class NormsFirst(models.Network):
+    """Every stage runs what comes before the blocks, and only the first has its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Sequential(self.inward, nn.BatchNorm1d(9))  # pyright: ignore
+        self.outward = nn.Sequential(nn.BatchNorm1d(9), self.outward)  # pyright: ignore
+
+
+def test_statistics_before_the_blocks_are_those_of_their_stage(
+    world_pool: WorldPools, tmp_path: Path
+) -> None:
+    expected = world_pool(1).run(counted, "single", tmp_path / "one", NormsFirst, 1)[0]
+    found = world_pool(2).run(counted, "mesh:pp=2", tmp_path / "two", NormsFirst, 1)[0]
+    again = world_pool(1).run(counted, "single", tmp_path / "two", NormsFirst, 0)[0]
+    assert [found, again] == pytest.approx([expected, expected], rel=1e-5)
+
+
+def counted(placement: Placement, strategy: Any, directory: Path, model: Any, step: int) -> float:
+    """Train a step and save, or load it; a loss of evaluation after that."""
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        torch.manual_seed(3)
+        engine = session.prepare(
+            model(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        if step:
+            engine.train_step(batch_of(0), OBJECTIVE)
+            checkpoint.save(directory, session.engines, session.world, step=step, strategy="any")
+        else:
+            checkpoint.load(directory / "step-00000001", session.engines, session.world)
+        found = engine.eval_batch(batch_of(1), OBJECTIVE)
+        return float(found.total / found.count)
+
+
+def test_every_stage_is_given_the_buffers_that_it_computes_with(
+    world_pool: WorldPools, tmp_path: Path
+) -> None:
+    (expected,) = world_pool(1).run(counted, "single", tmp_path, CountsAtTheEnd, 1)
+    assert world_pool(2).run(counted, "mesh:pp=2", tmp_path, CountsAtTheEnd, 0)[0] == (
+        pytest.approx(expected, rel=1e-5)
+    )
+
+
+def test_a_buffer_goes_where_the_user_says(world_pool: WorldPools, tmp_path: Path) -> None:
+    strategy = {
+        "name": "mesh",
+        "pp": 2,
+        "stages": [["inward", "blocks.0"], ["blocks.1", "outward", "seen"]],
+    }
+    expected = world_pool(2).run(counted, strategy, tmp_path, CountsAtTheEnd, 1)[0]
+    (found,) = world_pool(1).run(counted, "single", tmp_path, CountsAtTheEnd, 0)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Recomputing(models.Network):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = recomputed(block, x, use_reentrant=False)
+        return self.outward(x)
+
+
+def test_a_model_that_recomputes_blocks_itself_is_told_what_to_do(world_pool: WorldPools) -> None:
+    said = refused(world_pool, Trial(Recomputing))
+    assert "recomputes its blocks itself" in said
+    assert "activation_checkpointing='full'" in said
+
+
+class Spare(models.Network):
+    """It has a layer that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+
+
+def decayed(placement: Placement, strategy: Any) -> bool:
+    """Whether a step has changed what nothing has used."""
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            Spare(),
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named], weight_decay=0.1),
+        )
+        spare = dict(engine.module.named_parameters())["spare.weight"]
+        before = spare.detach().clone()
+        engine.train_step(batch_of(0), OBJECTIVE)
+        return not torch.equal(before, spare)
+
+
+def test_a_tied_parameter_that_no_stage_uses_is_left_alone(world_pool: WorldPools) -> None:
+    stages = [["inward", "blocks.0", "spare"], ["spare", "blocks.1", "outward"]]
+    strategy = {"name": "mesh", "pp": 2, "stages": stages}
+    assert world_pool(2).run(decayed, strategy) == [False, False]
+
+
+def with_backward(placement: Placement) -> None:
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        found = OBJECTIVE.loss(output, batch)
+        found.backward(retain_graph=True)
+        return found
+
+    with unipar.Session("mesh:pp=2", device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            models.Network(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        engine.train_step(batch_of(0), unipar.Objective(OBJECTIVE.inputs, loss))
+
+
+def test_a_loss_that_runs_the_backward_pass_itself_is_refused(world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match="gradient"):
+        world_pool(2).run(with_backward)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from unipar.combined import optimizers_in
 from unipar.engine import (
+    ByTensor,
     OptimizerStepper,
     PrecisionPolicy,
     Reducer,
@@ -24,6 +25,7 @@ from unipar.engine import (
     checkpoint_activations,
     refuse_parameter_hooks,
     sparse_parameters,
+    with_divisible_optimizer,
 )
 from unipar.engine.broadcast import in_pieces
 from unipar.errors import ConfigError
@@ -67,7 +69,7 @@ def prepare(spec: EngineSpec, world: World, options: MeshOptions, plan: StagePla
         undo += stage.install()
     ties = Ties(held, whole, plan, options, world)
     named = _name_all(held, whole, world)
-    optimizer = _build_optimizer(spec, held, named)
+    optimizer = _build_optimizer(spec, held, named, world)
     state = StagesState(held, optimizer, whole, _owned(plan, stages), world)
     if optimizer is not None:
         state.name_groups({id(parameter): name for name, parameter in named})
@@ -203,11 +205,13 @@ def _name_all(held: nn.Module, whole: Whole, world: World) -> list[tuple[str, nn
 
 
 def _build_optimizer(
-    spec: EngineSpec, held: nn.Module, named: Iterable[tuple[str, nn.Parameter]]
+    spec: EngineSpec, held: nn.Module, named: Iterable[tuple[str, nn.Parameter]], world: World
 ) -> Optimizer | None:
     """The user's optimizer over the whole model, so that its groups are the same on every rank."""
     if spec.optimizer is None:
         return None
+    spec = with_divisible_optimizer(spec, "mesh", world, ByTensor())
+    assert spec.optimizer is not None
     with fused_by_default(sparse_parameters(held)):
         return spec.optimizer(named)
 
@@ -279,22 +283,29 @@ class Ties:
         if not pairs:
             return
         transfers: list[dist.P2POp] = []
-        received: list[torch.Tensor] = []
+        received: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         for parameter, peer in pairs:
+            used = parameter.grad is not None
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             own = local_part(parameter.grad).contiguous()
-            other = torch.empty_like(own)
-            received.append(other)
-            transfers += [
-                dist.P2POp(dist.isend, own, peer, self._group),
-                dist.P2POp(dist.irecv, other, peer, self._group),
-            ]
+            there = torch.full((1,), int(used), dtype=torch.int32, device=own.device)
+            others = torch.empty_like(own), torch.empty_like(there)
+            received.append((*others, used))
+            for sent, other in zip((own, there), others, strict=True):
+                transfers += [
+                    dist.P2POp(dist.isend, sent, peer, self._group),
+                    dist.P2POp(dist.irecv, other, peer, self._group),
+                ]
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
-        for (parameter, _), other in zip(pairs, received, strict=True):
+        for (parameter, _), (other, there, used) in zip(pairs, received, strict=True):
             assert parameter.grad is not None
             local_part(parameter.grad).add_(other)
+            # Optimizers leave out what has no gradient, and decay what has one of zeros. Only a
+            # rank that has none needs to wait for the other's word.
+            if not used and not there.item():
+                parameter.grad = None
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

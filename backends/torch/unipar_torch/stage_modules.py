@@ -49,6 +49,7 @@ class Stage:
         others: what a pass has given the next stage's first block beside the hidden state, after a
             pass; the arguments with the hidden state taken out.
         entered: what a pass has given this stage's first block likewise.
+        runs: how many passes there were.
         stand_ins: one number for each tensor of another stage, by name.
     """
 
@@ -59,6 +60,7 @@ class Stage:
         self.is_first, self.is_last = index == 0, index == plan.num_stages - 1
         self.others: Any = None
         self.entered: Any = None
+        self.runs = 0
         self.stand_ins: dict[str, torch.Tensor] = {}
         self._received: torch.Tensor | None = None
         self._inside = self._over = False
@@ -110,6 +112,7 @@ class Stage:
         """
         self._received, self._inside, self._over = received, False, False
         self.others = self.entered = None
+        self.runs += 1
         try:
             output = self.module(*args, **kwargs)
         finally:
@@ -234,6 +237,8 @@ def _checked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _out_of_order(name: str) -> ConfigError:
     return ConfigError(
         f"mesh: the model calls '{name}' out of order, or twice. pp needs a model that calls its "
-        "blocks once and in their order, in every forward pass. Cut it elsewhere by "
-        "stages=[[…], […]], or use dp_shard, which divides any model."
+        "blocks once and in their order, in every forward pass. If the model recomputes its blocks "
+        "itself (torch.utils.checkpoint), which calls them again in the backward pass, turn that "
+        "off and set activation_checkpointing='full'. Else cut it elsewhere by stages=[[…], […]], "
+        "or use dp_shard, which divides any model."
     )

@@ -6,16 +6,20 @@ model's inputs, which all stages have: it is told, from host to host, once for e
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_flatten
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from unipar.engine import StageCall, backward_pass
 from unipar.errors import ConfigError
 from unipar.world import World
+from unipar_torch.stage_buffers import BufferChanges
 from unipar_torch.stage_checks import NUM_COMPARED, compare, digest, run_checked
 from unipar_torch.stage_modules import Stage
 from unipar_torch.stage_orders import STYLES, Action, ScheduleName, order_of
@@ -55,11 +59,24 @@ class StageSchedule:
         self.known: dict[tuple[int, Any], Kind] = {}
         """What goes into a stage, by the shapes of the model's inputs."""
         self.unchecked = set(self.stages)
+        self.changes: BufferChanges | None = None
+        """Of the first batch of training."""
+        self._compared = False
 
     def run(self, calls: Sequence[StageCall], *, training: bool) -> None:
         virtual = self.num_stages // self.pp
         args = (self.name, self.pp, virtual, len(calls), self._place)
-        _Batch(self, calls, training=training).run(order_of(*args, training=training))
+        batch = _Batch(self, calls, training=training)
+        if not training or self._compared:
+            batch.run(order_of(*args, training=training))
+            return
+        self.changes = BufferChanges()
+        try:
+            batch.run(order_of(*args, training=training))
+            self.changes.check(self.stages[self._place], self.peers, self.name, self.world)
+        finally:
+            self.changes = None
+        self._compared = True
 
     def share(self, values: torch.Tensor) -> None:
         dist.broadcast(values, self.peers[-1], group=self.group)
@@ -120,7 +137,9 @@ class _Batch:
         if received is not None and self._training:
             received.requires_grad_()
         check = self._training and index in self._schedule.unchecked
-        with call.computing():
+        changes = self._schedule.changes
+        watching = changes.counting(stage) if changes is not None else nullcontext()
+        with call.computing(), watching:
             run = run_checked if check else Stage.run
             output = run(stage, args, kwargs, received)
             if key in self._told:
@@ -172,8 +191,15 @@ class _Batch:
             gradients = None if gradient is None else [gradient]
             first, _ = _torch_backwards()
             given, weights = [self._inputs[key]], stage.module.parameters()
+            start = get_gradient_edge(output), gradient
+            if gradient is None:
+                start = start[0], torch.ones_like(output)
             with backward_pass():
-                _, self._split[key] = first([output], gradients, given, weights)
+                (found,), self._split[key] = first([output], gradients, given, weights)
+            if found is None:
+                # Torch finds weights on the way to the input, and no way leads there (the model
+                # stops gradients). Then all of it is the backward pass of weights.
+                self._split[key] = start
         self._input_done(key)
 
     def _backward_of_weights(self, index: int, number: int) -> None:
@@ -183,9 +209,13 @@ class _Batch:
             return
         self._count_backward(stage)
         groups = self._split.pop((index, number), None)
-        if groups is not None:
-            _, second = _torch_backwards()
-            with backward_pass():
+        if groups is None:
+            return
+        with backward_pass():
+            if isinstance(groups, tuple):
+                torch.autograd.backward(*groups)
+            else:
+                _, second = _torch_backwards()
                 second(stage.module.parameters(), groups)
 
     def _count_backward(self, stage: Stage) -> None:
@@ -272,11 +302,24 @@ class _Batch:
 
 
 def _shapes(given: Any) -> Any:
-    """What the shapes of all that goes between stages follow from."""
-    leaves, structure = tree_flatten(given)
-    return str(structure), tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
-        for leaf in leaves
+    """What the shapes of all that goes between stages follow from; equal on every rank."""
+    leaves, structure = tree_flatten_with_path(given)
+    return str(structure), tuple(_shape(keystr(path), leaf) for path, leaf in leaves)
+
+
+def _shape(place: str, leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    if leaf is None or isinstance(leaf, numbers.Integral | str | torch.dtype):
+        return type(leaf).__name__, leaf
+    if isinstance(leaf, numbers.Number):
+        # It may be another in each step, and shapes do not follow from fractions.
+        return type(leaf).__name__
+    raise ConfigError(
+        f"mesh: the model is given a {type(leaf).__name__} ({place} of its args, kwargs), and the "
+        "stages of a pipeline cannot tell from it, each for itself, which shapes they send each "
+        "other. Give the model tensors, numbers, strings and None, in tuples, lists and dicts; in "
+        "Objective(inputs=…) if there is one."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unipar.engine import ModuleState
-from unipar.state import LocalState, TensorInfo, named_weights
+from unipar.state import LocalState, StateSource, TensorInfo, named_weights
 from unipar.world import World
 
 
@@ -97,11 +97,18 @@ class StagesState(ModuleState):
         return self.optimizer is not None
 
     def weights(self) -> list[LocalState]:
+        return self._described(lambda name: name in self._owned)
+
+    def import_weights(self, source: StateSource) -> None:
+        # Stages also compute with buffers outside of blocks that another one writes.
+        source.fill_weights(self._described(lambda _: True))
+
+    def _described(self, chosen: Callable[[str], bool]) -> list[LocalState]:
         aliases = self._whole.aliases
         held = {
             aliases.get(name, name): tensor
             for name, tensor in self.module.state_dict(keep_vars=True).items()
-            if name in self._owned
+            if chosen(name)
         }
         return [
             LocalState.of(name, held[name]) if name in held else LocalState.absent(name, *info)

@@ -14,6 +14,8 @@ from torch import nn
 from unipar import checkpoint
 from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import Schedule, StageCall, Stages, StepEngine, build_optimizer
+from unipar.engine.schedule import drawing_nothing
+from unipar.errors import ConfigError
 from unipar.evaluation.evaluate import evaluate
 from unipar.objective import Objective
 from unipar.strategy import EngineSpec
@@ -159,3 +161,22 @@ def test_a_loop_of_ones_own_is_refused() -> None:
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"different tensors named 'layers\.0\.bias'"):
         Stages([build(), build()])
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_inputs_that_draw_on_the_device_are_refused(
+    drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda", 0)
+    state = torch.zeros(16, dtype=torch.uint8)
+
+    def inputs() -> str:
+        state[0] += drawn
+        return "given"
+
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda on: state.clone())
+    if not drawn:
+        assert drawing_nothing(inputs, device) == "given"
+        return
+    with pytest.raises(ConfigError, match=r"draws random numbers"):
+        drawing_nothing(inputs, device)
