@@ -34,6 +34,7 @@ HUB = {
 HubForm = Literal["mixtral", "qwen"]
 
 _FUSED = re.compile(r"(.*\.|)mlp\.experts\.(gate_up_proj|down_proj)")
+_EXPERTS = re.compile(r"((?:.*\.|)mlp\.experts)\.(.+)")
 _OF_ONE = re.compile(
     r"(.*\.|)(?:"
     r"block_sparse_moe\.experts\.(?P<m>\d+)\.(?P<mixtral>w[123])|"
@@ -68,22 +69,19 @@ def separated(weights: Mapping[str, TensorIndex], form: HubForm) -> dict[str, Pa
         form: the family of models whose names they are given.
 
     Raises:
-        CheckpointError: a tensor of experts does not have the shape of one.
+        CheckpointError: a layer's experts are not those two tensors, in the shapes that the hub's
+            names stand for.
     """
+    _refuse_others(weights, form)
     hub, found = HUB[form], {}
     for name, index in weights.items():
         match = _FUSED.fullmatch(name)
-        if match is None or len(index.shape) != 3:
+        if match is None:
             renamed = re.sub(r"(^|\.)mlp\.", rf"\g<1>{hub.holder}.", name)
             found[renamed] = Part(name, whole(index.shape), index.shape)
             continue
         number, rows, columns = index.shape
         halves = [hub.down] if match[2] == "down_proj" else [hub.gate, hub.up]
-        if rows % len(halves):
-            raise CheckpointError(
-                f"Tensor '{name}' of shape {index.shape} is none of gates and what they gate: its "
-                "second dimension is odd."
-            )
         rows //= len(halves)
         for expert in range(number):
             for at, key in enumerate(halves):
@@ -91,6 +89,31 @@ def separated(weights: Mapping[str, TensorIndex], form: HubForm) -> dict[str, Pa
                 box = Box((expert, at * rows, 0), (1, rows, columns))
                 found[own] = Part(name, box, (rows, columns))
     return found
+
+
+def _refuse_others(weights: Mapping[str, TensorIndex], form: str) -> None:
+    """Refuse experts that have the same names, and mean something else by them.
+
+    GPT-OSS has biases, and columns in which gates alternate with what they gate; others have no
+    gates.
+    """
+    remedy = (
+        f"Experts '{form}' are written from gate_up_proj (experts, 2 * inner, width), gates first, "
+        "and down_proj (experts, width, inner), and nothing else. Write these by experts fused, "
+        "under the names that the model itself has."
+    )
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, index in weights.items():
+        if match := _EXPERTS.fullmatch(name):
+            layers.setdefault(match[1], {})[match[2]] = index.shape
+    for layer, shapes in layers.items():
+        if shapes.keys() != {"gate_up_proj", "down_proj"}:
+            raise CheckpointError(f"'{layer}' holds {first_few(sorted(shapes))}. {remedy}")
+        gates, down = shapes["gate_up_proj"], shapes["down_proj"]
+        if len(down) != 3 or gates != (down[0], 2 * down[2], down[1]):
+            raise CheckpointError(
+                f"'{layer}' holds gate_up_proj {list(gates)} and down_proj {list(down)}. {remedy}"
+            )
 
 
 def fused(weights: Mapping[str, TensorIndex]) -> dict[str, TensorIndex]:

@@ -92,23 +92,28 @@ def total_norm_of_shards(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
     They may be on several meshes (experts beside dense layers).
     """
-    by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    # DTensor's own norm of several is reduced one by one, and along one dimension after another.
+    alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     for one in gradients:
-        mesh = one.device_mesh if isinstance(one, DTensor) else None
-        by_mesh.setdefault(mesh, []).append(one)
-    norms: list[torch.Tensor] = []
-    for group in by_mesh.values() or [[]]:
-        norm = nn.utils.get_total_norm(group)
-        norms.append(_whole_norm(norm) if isinstance(norm, DTensor) else norm)
+        groups: tuple[Any, ...] = ()
+        if isinstance(one, DTensor):
+            mesh, placements = one.device_mesh, one.placements
+            if any(placement.is_partial() for placement in placements):
+                one = one.full_tensor()
+            else:
+                divided = [dim for dim, p in enumerate(placements) if not p.is_replicate()]
+                groups, one = tuple(map(mesh.get_group, divided)), one.to_local()
+        alike.setdefault(groups, []).append(one)
+    norms = [_whole_norm(shards, groups) for groups, shards in alike.items()]
     return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
-def _whole_norm(norm: DTensor) -> torch.Tensor:
-    """The norm of which ranks along some dimensions of a mesh have parts. Collective."""
-    squared = norm.to_local().double().square()
-    for dim, placement in enumerate(norm.placements):
-        if placement.is_partial():
-            dist.all_reduce(squared, group=norm.device_mesh.get_group(dim))
+def _whole_norm(shards: list[torch.Tensor], groups: Iterable[Any]) -> torch.Tensor:
+    """The norm of tensors of which the ranks of some groups have shards. Collective."""
+    norm = nn.utils.get_total_norm(shards)
+    squared = norm.double().square()
+    for group in groups:
+        dist.all_reduce(squared, group=group)
     return squared.sqrt().to(norm.dtype)
 
 

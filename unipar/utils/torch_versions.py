@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,19 @@ def meta_device() -> torch.device:
     if TorchVersion(torch.__version__) < "2.11":
         importlib.import_module("torch._dynamo")
     return torch.device("meta")
+
+
+def forget_meshes() -> None:
+    """Let DTensors forget meshes whose process groups are gone.
+
+    torch 2.13 keeps what operations give, and the mesh of it, for as long as the process lives
+    (distributed/tensor/_sharding_prop.py); a later mesh of the same ranks is equal to it, and its
+    results would have groups that are closed, or others of the same name.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        debug = importlib.import_module("torch.distributed.tensor.debug")
+        if clear := getattr(debug, "_clear_sharding_prop_cache", None):
+            clear()
 
 
 def sharded_groups(module: Any) -> list[Any]:

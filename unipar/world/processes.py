@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.utils.host_copy import HostCopy, to_device
+from unipar.utils.torch_versions import forget_meshes
 from unipar.world.meeting import meet
 from unipar.world.placement import Placement
 
@@ -132,6 +133,8 @@ class World:
         # Takes as long to import as torch itself, and only some strategies ask for it.
         from torch.distributed.device_mesh import DeviceMesh
 
+        if not self._meshes:
+            forget_meshes()
         ranks = torch.tensor(self.layout.ranks(), device="cpu")
         ranks = ranks.view([getattr(self.layout, axis) for axis in grid])
         for at, axis in enumerate(grid):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from unipar.testing.pool import WorldPools
 from unipar.testing.reference import Trace
 from unipar.testing.scenarios import Scenario, predict_tokens, sgd
 from unipar.world import Placement, World
+from unipar_torch.expert_parallel import routed
 from unipar_torch.expert_plan import make_expert_plan
 from unipar_torch.mesh import MeshStrategy
 from unipar_torch.mesh_options import MeshOptions
@@ -190,6 +193,78 @@ def test_a_rank_whose_experts_get_no_token_goes_along(size: int, world_pool: Wor
         kit.check(run, scenario)
 
 
+class Balanced(models.Mixture):
+    """Reads how many experts there are, as losses of routers do; calls them in another order."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, -2)
+        scores = self.router(tokens).float().softmax(-1)
+        weights, index = scores.topk(2, dim=-1)
+        made = self.experts(tokens, top_k_weights=weights, top_k_index=index)
+        return (made * self.experts.num_experts).view_as(x)
+
+
+def balanced() -> nn.Module:
+    model = models.with_experts(models.Network())
+    mixture = model.get_submodule("blocks.1.up.mixture")
+    mixture.__class__ = Balanced
+    return model
+
+
+def test_others_find_how_many_experts_there_are(world_pool: WorldPools) -> None:
+    scenario = replace(PLAIN, model=balanced, num_steps=5)
+    kit = kit_of(world_pool)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+class Factored(models.Experts):
+    """A number for each expert, which is not learned."""
+
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__(width, number)
+        self.scale = nn.Parameter(torch.arange(1.0, number + 1), requires_grad=False)
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        scaled = top_k_weights * self.scale[top_k_index]
+        return super().forward(hidden_states, top_k_index, scaled)
+
+
+def factored() -> nn.Module:
+    return of_experts(Factored)()
+
+
+def test_parameters_of_experts_may_be_frozen(world_pool: WorldPools) -> None:
+    scenario = replace(PLAIN, model=factored, num_steps=5)
+    kit = kit_of(world_pool)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+def train_strictly(strategy: Strategy, world: World) -> list[str]:
+    """Train in two steps in which every warning is an error; what torch has logged of DTensors."""
+    engine = strategy.prepare(OF_TRANSFORMERS.spec(world.data_size), world)
+    logged: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("torch.distributed.tensor")
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for batch in batches(replace(OF_TRANSFORMERS, num_steps=2), world):
+                engine.train_step(batch, OF_TRANSFORMERS.loss)
+    finally:
+        logger.removeHandler(handler)
+        engine.close()
+    return logged
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_nothing_warns(size: int, world_pool: WorldPools) -> None:
+    assert not any(kit_of(world_pool, size).run(train_strictly))
+
+
 STEPS, BATCH, PARTS = 4, 8, 4
 
 
@@ -305,6 +380,24 @@ class Listed(nn.Module):
         return sum((expert(x) for expert in self.experts), torch.zeros(()))
 
 
+class Replaced(models.Experts):
+    """Its forward is put on the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.forward = lambda tokens, index, weights: tokens
+
+
+class Buffered(models.Experts):
+    """A number for each expert that is no parameter."""
+
+    scale: torch.Tensor
+
+    def __init__(self, width: int = 4, number: int = 4) -> None:
+        super().__init__(width, number)
+        self.register_buffer("scale", torch.arange(1.0, number + 1))
+
+
 class Scaled(models.Experts):
     """A parameter that is no expert's."""
 
@@ -331,6 +424,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int, str]] = {
         {"ep": 4},
         28,
         r"has the shape \[1, 6, 5\], and no dimension of it divides by 7",
+    ),
+    "a forward on the module": (
+        lambda: nn.Sequential(Replaced()),
+        {},
+        2,
+        r"'0' \(Replaced\) have a forward of their own.*subclass",
+    ),
+    "buffers of experts": (
+        lambda: nn.Sequential(Buffered()),
+        {},
+        2,
+        r"'0' \(Buffered\) have buffers with a row for each of them \(scale\).*requires_grad=False",
     ),
     "other parameters": (
         lambda: nn.Sequential(Scaled()),
@@ -381,6 +486,17 @@ class Counting(models.Experts):
         return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
+class Capped(models.Experts):
+    """Lets each expert have so many tokens, and drops the others."""
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        capacity = int(1.25 * top_k_index.numel() / self.num_experts)
+        chosen = nn.functional.one_hot(top_k_index.flatten(), self.num_experts)
+        place = (chosen.cumsum(0) * chosen).sum(-1).view_as(top_k_index)
+        kept = top_k_weights * (place <= capacity)
+        return super().forward(hidden_states, top_k_index, kept)
+
+
 def of_experts(kind: type[models.Experts]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = models.with_experts(models.Network())
@@ -395,6 +511,7 @@ def of_experts(kind: type[models.Experts]) -> Callable[[], nn.Module]:
     ("kind", "said"),
     [
         (Averaged, r"experts of 'blocks\.1\.up\.mixture\.experts' \(Averaged.*the output is \d"),
+        (Capped, r"\(Capped.*the output is \d"),
         (Counting, r"\(Counting.*divided, it raises RuntimeError"),
     ],
 )
@@ -403,6 +520,32 @@ def test_experts_that_are_others_when_divided_are_refused_in_the_first_pass(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         kit_of(world_pool).train(replace(PLAIN, model=of_experts(kind), num_steps=1))
+
+
+@pytest.mark.parametrize(
+    ("args", "names", "said"),
+    [
+        (1, (), r"Experts, whose .* missing a required argument: 'top_k_index'"),
+        (1, ("weights", "index"), "called otherwise than its forward says"),
+        (3, ("top_k_index",), "multiple values"),
+        (4, (), "too many positional"),
+    ],
+)
+def test_calls_that_experts_do_not_take_are_refused(
+    args: int, names: tuple[str, ...], said: str
+) -> None:
+    one = torch.ones(2, 2)
+    with pytest.raises(ConfigError, match=said):
+        routed(models.Experts(4, 4), (one,) * args, dict.fromkeys(names, one))
+
+
+def test_numbers_of_experts_are_known_by_their_dtype() -> None:
+    tokens, index, weights = torch.ones(2, 4), torch.ones(2, 1).long(), torch.ones(2, 1)
+    experts = models.Experts(4, 4)
+    found = routed(experts, (tokens,), {"top_k_weights": weights, "top_k_index": index})
+    assert found == (tokens, index, weights)
+    with pytest.raises(ConfigError, match=r"numbers of experts of torch\.float32.*in this order"):
+        routed(experts, (tokens, weights, index), {})
 
 
 # -- what is told ----------------------------------------------------------------------------------

@@ -47,6 +47,18 @@ def check_in_first_pass(
         _Check(name, model.get_submodule(name), plan, world, dispatched).install()
 
 
+def _uneven(tokens: int, k: int, experts: int) -> torch.Tensor:
+    """Different experts for each token: many go to the first, and the rest evenly to the others.
+
+    Not as the router says, which may leave almost all without any; and not evenly, for then experts
+    that take only so many tokens would drop none.
+    """
+    others = torch.arange(tokens * max(k - 1, 1)).view(tokens, -1) % (experts - 1) + 1
+    if k == 1:
+        return others.masked_fill((torch.arange(tokens) < (tokens + 1) // 2).unsqueeze(-1), 0)
+    return torch.cat((torch.zeros_like(others[:, :1]), others), 1)
+
+
 class _Check:
     def __init__(
         self, name: str, experts: nn.Module, plan: ExpertPlan, world: World, dispatched: Dispatched
@@ -72,7 +84,7 @@ class _Check:
     def _compare(self, args: Any, kwargs: Any) -> None:
         from unipar_torch.expert_parallel import routed
 
-        found = self._problem(*routed(args, kwargs))
+        found = self._problem(*routed(self._experts, args, kwargs))
         problem = next(filter(None, self._world.gather(found)), None)
         if problem:
             raise ConfigError(
@@ -96,12 +108,12 @@ class _Check:
                 for place, (key, p) in enumerate(held.items())
             }
             whole = {key: self._gathered(part) for key, part in own.items()}
-            k = min(index.shape[-1], number * ranks)
+            # Of more than two, the last gets no token.
+            used = max(number * ranks - 1, 2)
+            k = min(index.shape[-1], used)
             tokens = hidden.detach().reshape(-1, hidden.shape[-1])[:_TOKENS].float()
             shares = weights.detach().reshape(-1, index.shape[-1])[:_TOKENS, :k].float()
-            # Not as the router says, which may leave some without any.
-            numbers = torch.arange(tokens.shape[0] * k, device=index.device).view(-1, k)
-            numbers = (numbers % (number * ranks)).to(index.dtype)
+            numbers = _uneven(len(tokens), k, used).to(index)
 
             def run(experts: Any) -> torch.Tensor:
                 return self._whole(self._experts, *experts)

@@ -11,6 +11,7 @@ arXiv:2006.16668, without its capacity.)
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,9 +58,6 @@ def divide_experts(module: nn.Module, plan: ExpertPlan, world: World) -> list[Un
 
 def _divide(experts: nn.Module, counts: tuple[str, ...], number: int, group: Any) -> Undo:
     whole: Any = type(experts).forward
-    before = {key: getattr(experts, key) for key in counts}
-    for key in counts:
-        setattr(experts, key, number)
 
     def local(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return whole(experts, hidden, index, weights)
@@ -67,33 +65,49 @@ def _divide(experts: nn.Module, counts: tuple[str, ...], number: int, group: Any
     # How many tokens go where is known on the device alone, and lists of sizes are the host's.
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        hidden, index, weights = routed(args, kwargs)
-        with local_parameters(experts):
+        hidden, index, weights = routed(experts, args, kwargs)
+        with local_parameters(experts, counts, number):
             return dispatched(local, hidden, index, weights, number, group)
 
     experts.forward = forward
 
     def take_back() -> None:
         experts.__dict__.pop("forward", None)
-        for key, value in before.items():
-            setattr(experts, key, value)
 
     return take_back
 
 
-def routed(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, and the numbers and weights of their experts, by place or by whatever name.
+def routed(
+    experts: nn.Module, args: Any, kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, and the numbers and weights of their experts, in the order of experts' own forward.
+
+    By place or by whatever names it has for them.
 
     Raises:
         ConfigError: experts were called with anything else.
     """
-    given = [*args, *kwargs.values()]
-    if len(given) != len(TAKES) or not all(isinstance(one, torch.Tensor) for one in given):
+    try:
+        bound = inspect.signature(type(experts).forward).bind(experts, *args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"mesh: {type(experts).__name__}, whose experts ranks divide, was called otherwise "
+            f"than its forward says: {error}."
+        ) from error
+    given, others = bound.args[1:], bound.kwargs
+    tensors = all(isinstance(one, torch.Tensor) for one in given)
+    if others or len(given) != len(TAKES) or not tensors:
         raise ConfigError(
             f"mesh: experts that ranks divide take {', '.join(TAKES)}, and were called with "
-            f"{', '.join(type(one).__name__ for one in given)}. Call them with these alone."
+            f"{', '.join(type(one).__name__ for one in (*given, *others.values()))}. Call them "
+            "with these alone, and let their forward name each."
         )
     hidden, index, weights = given
+    if index.is_floating_point():
+        raise ConfigError(
+            f"mesh: {type(experts).__name__} was called with numbers of experts of {index.dtype}. "
+            f"Let its forward take {', '.join(TAKES)}, in this order."
+        )
     if index.shape != weights.shape or index.shape[:-1] != hidden.shape[:-1]:
         raise ConfigError(
             "mesh: experts were called with tokens of shape "
@@ -104,16 +118,23 @@ def routed(args: Any, kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 @contextlib.contextmanager
-def local_parameters(experts: nn.Module) -> Iterator[None]:
-    """Let experts find what this rank holds of their parameters, as plain tensors."""
-    held = dict(experts._parameters)
+def local_parameters(experts: nn.Module, counts: tuple[str, ...], number: int) -> Iterator[None]:
+    """Let experts find what this rank holds of their parameters, as plain tensors, and how many.
+
+    Others who read how many experts there are (router losses) mean all of them.
+    """
+    held, before = dict(experts._parameters), {key: getattr(experts, key) for key in counts}
     try:
+        for key in counts:
+            setattr(experts, key, number)
         for key, parameter in held.items():
             if isinstance(parameter, DTensor):
                 experts._parameters[key] = parameter.to_local()  # pyright: ignore
         yield
     finally:
         experts._parameters.update(held)
+        for key, value in before.items():
+            setattr(experts, key, value)
 
 
 def dispatched(

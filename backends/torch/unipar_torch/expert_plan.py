@@ -159,7 +159,19 @@ def _number(name: str, module: nn.Module) -> int:
             f"mesh: experts '{name}' ({type(module).__name__}) hold parameters in modules of their "
             "own. Hold them in the module itself."
         )
+    if "forward" in vars(module):
+        raise ConfigError(
+            f"mesh: experts '{name}' ({type(module).__name__}) have a forward of their own, set on "
+            "the module itself, and ranks that divide them call the one of its class. Write it as "
+            "the forward of a subclass."
+        )
     (number,) = numbers
+    if whole := [key for key, b in module.named_buffers() if b.shape[:1] == (number,)]:
+        raise ConfigError(
+            f"mesh: experts '{name}' ({type(module).__name__}) have buffers with a row for each of "
+            f"them ({first_few(whole)}), and only parameters are divided. Make them parameters "
+            "(with requires_grad=False where nothing is learned), or keep them in another module."
+        )
     return number
 
 

@@ -93,6 +93,41 @@ def test_the_form_of_experts_has_to_be_said(tmp_path: Path) -> None:
     assert_same(load_model(kept, mixtral()), model)
 
 
+@pytest.mark.parametrize("form", ["mixtral", "qwen"])
+@pytest.mark.parametrize(
+    ("shapes", "said"),
+    [
+        # As GPT-OSS has them: with biases, and the other way round.
+        (
+            {"gate_up_proj": (2, 8, 6), "gate_up_proj_bias": (2, 6), "down_proj": (2, 3, 8)},
+            r"holds down_proj, gate_up_proj, gate_up_proj_bias\. .*fused",
+        ),
+        (
+            {"gate_up_proj": (2, 8, 6), "down_proj": (2, 3, 8)},
+            r"gate_up_proj \[2, 8, 6\] and down_proj \[2, 3, 8\]",
+        ),
+        ({"gate_up_proj": (2, 8), "down_proj": (2, 8)}, r"gate_up_proj \[2, 8\]"),
+        # Without gates.
+        ({"up_proj": (2, 6, 8), "down_proj": (2, 8, 6)}, "holds down_proj, up_proj"),
+        ({"gate_up_proj": (2, 6, 8)}, "holds gate_up_proj"),
+    ],
+)
+def test_other_experts_of_the_same_names_are_refused(
+    form: Any, shapes: dict[str, tuple[int, ...]], said: str, tmp_path: Path
+) -> None:
+    tensors = {f"layers.0.mlp.experts.{key}": torch.ones(shape) for key, shape in shapes.items()}
+    # Beside them, one layer as it should be: without any nothing is to be written.
+    tensors |= {
+        "layers.1.mlp.experts.gate_up_proj": torch.ones(2, 6, 8),
+        "layers.1.mlp.experts.down_proj": torch.ones(2, 8, 3),
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    own = from_safetensors(tmp_path / "a.safetensors", tmp_path / "own")
+    with pytest.raises(CheckpointError, match=rf"'layers\.0\.mlp\.experts'.*{said}"):
+        to_safetensors(own, tmp_path / "out", experts=form)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     names = {f"mlp.experts.{e}.{key}_proj.weight" for e in range(3) for key in ("gate", "up")}
     save_file(
