@@ -7,8 +7,9 @@ also keeps what takes long to compute for its size.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,9 +90,10 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
         targets = modules_of_classes(model, policy, "activation_checkpointing")
     for module in targets:
         if policy == "selective":
-            module.forward = _recomputed(_casting_each_time(module.forward), context_fn=_contexts)
+            forward = _casting_each_time(module.forward)
+            module.forward = _recomputed(module, forward, context_fn=_contexts)
         else:
-            module.forward = _recomputed(module.forward)
+            module.forward = _recomputed(module, module.forward)
 
     def undo() -> None:
         for module in targets:
@@ -100,13 +102,133 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
     return undo
 
 
-def _recomputed(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+def _recomputed(module: nn.Module, forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    constant: Constant = {}
+    # Where the compiler gives a region up (a graph break), it is to compile what this calls, and
+    # not this: it would take is_compiling() for true in what is then an ordinary call. The code is
+    # one for all regions. Imported here, for it takes a second, which checkpoint() takes as well.
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(_updating_once(module, forward, constant).__code__)
+
     # A function of its own: torch.compile would take a partial of torch's for nothing to compile
     # where the module itself is compiled.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **how, **kwargs)
+        region = _updating_once(module, forward, constant)
+        return checkpoint(region, *args, use_reentrant=False, **how, **kwargs)
 
     return recomputed
+
+
+def _updating_once(
+    module: nn.Module, forward: Callable[..., Any], constant: Constant
+) -> Callable[..., Any]:
+    """A forward pass of a region which, done again, begins with the same buffers and leaves them.
+
+    Without that, BatchNorm would count each batch twice, and what is read before it is updated
+    would be another thing the second time.
+    """
+    before: list[Buffers] = []
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        # The compiler itself sees what is written to buffers, and writes it once.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if before:
+            with _buffers_as(before[0]):
+                return forward(*args, **kwargs)
+        here = _Before(module)
+        output = forward(*args, **kwargs)
+        before.append(here.keep(constant))
+        return output
+
+    return once
+
+
+Buffers = list[tuple[nn.Module, dict[str, torch.Tensor | None]]]
+"""What each module of a region has for buffers."""
+Constant = dict[tuple[bool, ...], set[tuple[int, str]]]
+"""Buffers that a region only reads: by which of its modules train, the module's number and name."""
+
+
+class _Before:
+    """A region's buffers before its forward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers: Buffers = [(one, dict(one._buffers)) for one in module.modules()]
+        self._copies = _Copied()
+        for _, buffers in self._buffers:
+            for buffer in buffers.values():
+                self._copies.of(buffer)
+
+    def keep(self, constant: Constant) -> Buffers:
+        """The buffers as they were: copies of those that change, and the rest themselves.
+
+        A version says nothing of what a kernel or ``.data`` has written (BatchNorm's statistics
+        are such), so values are compared, once for each way in which the region's modules train:
+        a mask or a table of angles would otherwise be kept once for each forward pass.
+        """
+        trains = tuple(one.training for one, _ in self._buffers)
+        found = constant.get(trains)
+        if found is None:
+            found = constant[trains] = {
+                (number, name)
+                for number, (_, buffers) in enumerate(self._buffers)
+                for name, buffer in buffers.items()
+                if buffer is not None and torch.equal(buffer, self._copies.of(buffer))
+            }
+        return [
+            (
+                one,
+                {
+                    name: buffer
+                    if (number, name) in found and not self._copies.moved(buffer)
+                    else self._copies.of(buffer)
+                    for name, buffer in buffers.items()
+                },
+            )
+            for number, (one, buffers) in enumerate(self._buffers)
+        ]
+
+
+class _Copied:
+    """Copies of tensors, one of each, so that what two modules share stays shared."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def of(self, buffer: Any) -> Any:
+        """The copy of a tensor, made when it is first asked for."""
+        if buffer is None:
+            return None
+        if id(buffer) not in self._made:
+            # With the tensor, or another could have its id.
+            copy = buffer.detach().clone()
+            self._made[id(buffer)] = buffer, buffer._version, copy
+        return self._made[id(buffer)][2]
+
+    def moved(self, buffer: Any) -> bool:
+        """Whether a tensor is known to be changed since it was copied."""
+        return buffer is not None and self._made[id(buffer)][1] != buffer._version
+
+
+@contextlib.contextmanager
+def _buffers_as(before: Buffers) -> Iterator[None]:
+    """Compute with copies of these buffers; then the modules have their own again.
+
+    Copies, for the backward pass may come more than once.
+    """
+    copied = _Copied()
+    owned = [(one, dict(one._buffers)) for one, _ in before]
+    try:
+        for one, buffers in before:
+            one._buffers.clear()
+            one._buffers.update({name: copied.of(buffer) for name, buffer in buffers.items()})
+        yield
+    finally:
+        for one, buffers in owned:
+            one._buffers.clear()
+            one._buffers.update(buffers)
 
 
 def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -185,6 +186,107 @@ def test_an_output_that_is_changed_in_place_is_no_wrong_gradient(x: torch.Tensor
     checkpoint_activations(model, "selective")
     with pytest.raises(RuntimeError, match="selective activation checkpoint has been mutated"):
         gradients(model, x)
+
+
+class Normed(nn.Module):
+    """A block with statistics of batches, a codebook that follows them, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("centre", torch.ones(WIDTH))
+        self.register_buffer("last", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril())
+        self.alias = nn.Module()
+        self.alias.register_buffer("centre", self.centre)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.linear(x)) * self.centre.clone() @ self.mask
+        if self.training:
+            # Read first, so that a second computation with what comes next is another one.
+            self.centre.data.lerp_(y.detach().mean(0), 0.5)
+            self.last = self.alias.centre.sum()
+        return x + y.sin()
+
+
+def normed(policy: str | tuple[str, ...]) -> nn.Module:
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(Normed(), Normed()))
+    checkpoint_activations(model, policy)
+    return model
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", ("Normed",)], ids=str)
+def test_a_recomputed_block_updates_its_buffers_once(
+    x: torch.Tensor, policy: str | tuple[str, ...]
+) -> None:
+    expected, model = normed("off"), normed(policy)
+    for step in range(3):
+        for one in (expected, model):
+            one.zero_grad()
+            # Fixed at first: what is constant then is not so later.
+            one.train(step > 0)
+            kept = [dict(block.named_buffers()) for block in one[0]]
+            # Several in one backward pass: each computes with what was there before its own.
+            loss = sum((one(part).square().mean() for part in x), torch.zeros(()))
+            if policy != "selective":
+                loss.backward(retain_graph=True)
+            loss.backward()
+            after = [dict(block.named_buffers()) for block in one[0]]
+            assert all(a["centre"] is b["centre"] for a, b in zip(kept, after, strict=True))
+        for name, buffer in expected.state_dict().items():
+            assert torch.equal(model.state_dict()[name], buffer), (step, name)
+        for (name, one), other in zip(expected.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad), (step, name)  # pyright: ignore
+
+
+def test_of_constant_buffers_no_copies_are_kept(x: torch.Tensor) -> None:
+    def masks() -> int:
+        gc.collect()
+        shapes = [one.shape for one in gc.get_objects() if type(one) is torch.Tensor]
+        return shapes.count(torch.Size([WIDTH, WIDTH]))
+
+    model = normed("full")
+    for _ in range(2):
+        before = masks()
+        loss = model(x[0]).square().mean()
+        assert masks() == before
+        del loss
+
+
+class Counts(nn.Module):
+    """A block that the compiler takes as a whole, or ``broken`` in two."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.broken = broken
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.linear(x))
+        if self.broken:
+            torch._dynamo.graph_break()
+        with torch.no_grad():
+            self.seen.add_(1)
+        return x + y.sin()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_compiled_block_updates_its_buffers_once(
+    x: torch.Tensor, policy: str, broken: bool
+) -> None:
+    model = nn.Sequential(nn.Sequential(Counts(broken), Counts(broken)))
+    expected = copy.deepcopy(model)
+    checkpoint_activations(model, policy)
+    for block in model[0]:  # pyright: ignore
+        block.compile(backend="aot_eager_decomp_partition")
+    for one in (expected, model):
+        one(x[0]).square().mean().backward()
+    for name, buffer in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], buffer, rtol=1e-5, atol=1e-6)
 
 
 # -- on the host -----------------------------------------------------------------------------------
