@@ -460,7 +460,8 @@ def test_copies_under_way_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyP
         copies._leaving.append((number, torch.empty(size, dtype=torch.uint8)))  # pyright: ignore
         copies._let_go(60, 1)
         left.append(len(copies._leaving))
-    assert left == [1, 2, 2, 1] and waited == [0, 1, 2]
+    assert left == [1, 2, 2, 1]
+    assert waited == [0, 1, 2]
     copies._let_go(0)
     assert waited == [0, 1, 2, 3]
 
