@@ -24,15 +24,19 @@ from unipar.engine.transforms import Undo, repeated_blocks
 
 SMALLEST = 1024
 """Bytes of a storage from which on it is moved; smaller are seeds, counts and the like."""
-_LEAVING = 4
-"""Storages whose memory waits for their copies, so that the forward pass need not."""
+_LEAVING = 64 * 2**20
+"""Bytes whose memory may wait for their copies, so that the forward pass need not.
+
+At 25 GB/s they take 3 ms. One storage may wait whatever its size.
+"""
 
 
-def offload_activations(model: nn.Module, asked: bool) -> Undo:
+def offload_activations(model: nn.Module, asked: bool, device: torch.device | None = None) -> Undo:
     """Move what repeated blocks save to host memory until the backward pass takes it.
 
     Of a model without repeated blocks, what the whole model saves. What stays on the device:
-    parameters, storages below :data:`SMALLEST`, and what the model's output and the loss save.
+    parameters and what autocast makes of them, storages below :data:`SMALLEST`, and what the
+    model's output and the loss save.
 
     ``forward`` is replaced on the instances, so that no parameter changes its name. Call it after
     :func:`~unipar.engine.checkpoint_activations`, whose regions then save their inputs on the host.
@@ -40,11 +44,13 @@ def offload_activations(model: nn.Module, asked: bool) -> Undo:
     Args:
         model: the whole model.
         asked: whether to do so at all.
+        device: the one that computes. What is saved elsewhere stays there; parameters do not tell,
+            for they may wait on the host. Any, if it is not said.
     """
     if not asked:
         return lambda: None
     regions = repeated_blocks(model) or [model]
-    offload = _Offload()
+    offload = _Offload(device)
     for region in regions:
         region.forward = offload.around(region, region.forward)
 
@@ -58,7 +64,8 @@ def offload_activations(model: nn.Module, asked: bool) -> Undo:
 class _Offload:
     """The storages of a model that are on the host, in the order in which they went there."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
         self._known: Any = WeakIdKeyDictionary()
         self._last: weakref.ref[Offloaded] | None = None
         self._copies: dict[torch.device, Copies] = {}
@@ -68,43 +75,83 @@ class _Offload:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             # Now, for a strategy that shards parameters has gathered them for this pass.
-            parameters = list(region.parameters())
-            weights = {_local(p).untyped_storage().data_ptr() for p in parameters}
-            device = parameters[0].device if parameters else None
+            weights = {_place(parameter) for parameter in region.parameters()}
 
             def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
-                if not _can_move(tensor, device):
+                if not _can_move(tensor, self._device) or _is_cast_of(tensor, weights):
                     return tensor
                 storage = tensor.untyped_storage()
                 if storage.nbytes() < SMALLEST or storage.data_ptr() in weights:
                     return tensor
-                held = self._held(storage, tensor)
+                watch = _Watch(tensor)
+                held = self._held(storage, tensor, watch)
                 offset = int(tensor.storage_offset())
-                return _Saved(held, tensor.dtype, tensor.shape, tensor.stride(), offset)
+                return _Saved(held, watch, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
             with saved_tensors_hooks(pack, _unpack):
                 return forward(*args, **kwargs)
 
         return offloaded
 
-    def _held(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> Offloaded:
-        version, known = self._known.get(storage, (None, None))
-        found = None if known is None else known()
-        # What was changed in place since is another thing.
-        if found is None or version != tensor._version:
+    def _held(
+        self, storage: torch.UntypedStorage, tensor: torch.Tensor, watch: _Watch
+    ) -> Offloaded:
+        found, seen, good = self._known.get(storage, (None, None, []))
+        found = None if found is None else found()
+        if found is None or not watch.sees_what(seen):
+            # What was changed in place since is another thing.
+            found, good = None, []
+        # Autograd knows what is written to what it follows. In other memory, kernels and ``.data``
+        # write parts without a word: only what has been saved before was there at that time.
+        part = (0, storage.nbytes()) if tensor.requires_grad else _range(tensor)
+        if found is None or not any(
+            first <= _range(tensor)[0] and _range(tensor)[1] <= last for first, last in good
+        ):
             before = None if self._last is None else self._last()
             if tensor.device not in self._copies:
                 self._copies[tensor.device] = Copies(tensor.device)
             found = Offloaded(storage, self._copies[tensor.device], before)
             self._last = weakref.ref(found)
-            self._known[storage] = tensor._version, self._last
+            self._known[storage] = self._last, watch, [*good, part]
         return found
+
+
+class _Watch:
+    """Says whether a tensor has been changed in place, and does not keep its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.version = tensor._version
+        with torch.no_grad():
+            # It shares the count of changes; other memory in its place leaves that alone.
+            self._counts = tensor.detach()
+            self._counts.data = tensor.new_empty(0)
+
+    def sees_what(self, other: _Watch) -> bool:
+        """Whether both have one count of changes, and nothing was changed between them."""
+        if self.version != other.version or other._counts._version != self.version:
+            return False
+        # The count is put back (torch 2.13, autograd/grad_mode.py).
+        with torch.autograd._unsafe_preserve_version_counter(self._counts):
+            torch.autograd.graph.increment_version(self._counts)
+            return other._counts._version != self.version
+
+    def check(self, kind: str) -> None:
+        """Raise as autograd does, which leaves it to the hooks, if the tensor was changed."""
+        now = self._counts._version
+        if now != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{kind}] is at version {now}; expected version "
+                f"{self.version} instead. Let that operation make a new tensor. (It was saved on "
+                "the host, by activation_offload; without that it is an error as well.)"
+            )
 
 
 class _Saved(NamedTuple):
     """A saved tensor: where its storage is, and which part of that it was."""
 
     held: Offloaded
+    watch: _Watch
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -114,6 +161,7 @@ class _Saved(NamedTuple):
 def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
+    saved.watch.check(f"{saved.dtype} {list(saved.shape)}")
     storage = saved.held.fetch()
     tensor = torch.empty(0, dtype=saved.dtype, device=storage.device)
     return tensor.set_(storage, saved.offset, saved.shape, saved.stride)
@@ -208,7 +256,7 @@ class Copies:
         left = torch.cuda.Event()
         left.record(stream)
         self._leaving.append((left, flat))
-        self._let_go(_LEAVING)
+        self._let_go(_LEAVING, 1)
         return host, left
 
     def back(
@@ -243,9 +291,13 @@ class Copies:
         if event is not None:
             torch.cuda.current_stream(self._device).wait_event(event)
 
-    def _let_go(self, most: int) -> None:
-        while len(self._leaving) > most:
-            self.wait(self._leaving.popleft()[0])
+    def _let_go(self, most: int, anyway: int = 0) -> None:
+        """Let no more than these bytes wait for their copies, but so many storages anyway."""
+        waiting = sum(flat.nbytes for _, flat in self._leaving)
+        while waiting > most and len(self._leaving) > anyway:
+            event, flat = self._leaving.popleft()
+            waiting -= flat.nbytes
+            self.wait(event)
 
 
 def _can_move(tensor: torch.Tensor, device: torch.device | None) -> bool:
@@ -254,6 +306,30 @@ def _can_move(tensor: torch.Tensor, device: torch.device | None) -> bool:
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     return device is None or tensor.device == device
+
+
+def _is_cast_of(tensor: torch.Tensor, weights: set[int]) -> bool:
+    """Whether it is, or is a view of, what autocast has made of a weight."""
+    whole = tensor if tensor._base is None else tensor._base
+    made: Any = whole.grad_fn
+    if made is None or made.name() != "ToCopyBackward0":
+        return False
+    leaf = getattr(made.next_functions[0][0], "variable", None)
+    return leaf is not None and _place(leaf) in weights
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a storage that a tensor may have, and the one after its last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return first, first + (steps + 1) * tensor.itemsize
+
+
+def _place(parameter: torch.Tensor) -> int:
+    """Where the memory of a parameter is."""
+    return _local(parameter).untyped_storage().data_ptr()
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

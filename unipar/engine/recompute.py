@@ -92,16 +92,56 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
     else:
         targets = modules_of_classes(model, policy, "activation_checkpointing")
     for module in targets:
-        if policy == "selective":
-            module.forward = _kept_in_part(_casting_each_time(module.forward))
-        else:
-            module.forward = _recomputed(module.forward)
+        forward = _refusing_updates(module, module.forward)
+        selective = policy == "selective"
+        module.forward = _kept_in_part(forward) if selective else _recomputed(forward)
 
     def undo() -> None:
         for module in targets:
             module.__dict__.pop("forward", None)
 
     return undo
+
+
+def _refusing_updates(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a region that writes to its buffers, as it would do again in the backward pass.
+
+    Looked at in its first pass, in training and in evaluation mode.
+
+    Raises:
+        ConfigError: it does, as BatchNorm does.
+    """
+    known: set[bool] = set()
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        # The compiler sees what is written, and writes it once.
+        if torch.compiler.is_compiling() or module.training in known:
+            return forward(*args, **kwargs)
+        before = {name: _here(buffer).clone() for name, buffer in module.named_buffers()}
+        output = forward(*args, **kwargs)
+        for name, buffer in module.named_buffers():
+            if name in before and not _same(_here(buffer), before[name]):
+                raise ConfigError(
+                    f"activation_checkpointing computes {type(module).__name__} twice, and its "
+                    f"forward changes its buffer '{name}', which would be changed twice (as the "
+                    "statistics of BatchNorm would). Recompute other modules, by their classes: "
+                    "activation_checkpointing=('MyBlock',); or turn it off."
+                )
+        known.add(module.training)
+        return output
+
+    return checked
+
+
+def _here(buffer: Any) -> torch.Tensor:
+    to_local = getattr(buffer, "to_local", None)
+    return buffer.detach() if to_local is None else to_local().detach()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +154,8 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kept_in_part(forward: Callable[..., Any]) -> Callable[..., Any]:
+    forward = _casting_each_time(forward)
+
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         # Compiled code changes nothing in place.
         contexts = _contexts if torch.compiler.is_compiling() else _watched_contexts

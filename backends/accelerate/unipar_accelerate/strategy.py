@@ -113,7 +113,7 @@ class AccelerateStrategy(Strategy):
 
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
-        undo.append(offload_activations(module, spec.activation_offload))
+        undo.append(offload_activations(module, spec.activation_offload, world.device))
         undo.append(compile_modules([module], spec.compile))
         accelerator = make_accelerator(self._framework, self.options, spec, module, world)
         if self.options.plugin == "ddp":

@@ -139,7 +139,7 @@ class DeepSpeedStrategy(Strategy):
         _check_parameters(module, self.name)
         undo = [
             checkpoint_activations(module, spec.activation_checkpointing),
-            offload_activations(module, spec.activation_offload),
+            offload_activations(module, spec.activation_offload, world.device),
             compile_modules([module], spec.compile),
         ]
         if options.stage > 0:

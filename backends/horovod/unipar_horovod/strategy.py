@@ -191,7 +191,7 @@ class HorovodStrategy(Strategy):
 
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
-        undo.append(offload_activations(module, spec.activation_offload))
+        undo.append(offload_activations(module, spec.activation_offload, world.device))
         undo.append(compile_modules([module], spec.compile))
         return make_engine(spec, world, module, undo, self.options)
 

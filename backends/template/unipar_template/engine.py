@@ -31,7 +31,7 @@ def make_engine(spec: EngineSpec, world: World, options: TemplateOptions) -> Ste
     module = seeded_model(spec).to(world.device)
     undo = [
         checkpoint_activations(module, spec.activation_checkpointing),
-        offload_activations(module, spec.activation_offload),
+        offload_activations(module, spec.activation_offload, world.device),
         compile_modules([module], spec.compile),
     ]
     reducer = AllReducer(module, world, bucket_bytes=round(options.bucket_mb * 2**20))

@@ -116,7 +116,7 @@ class DDPStrategy(Strategy):
         undo = [
             compute_in_float8(module, spec.precision),
             checkpoint_activations(module, spec.activation_checkpointing),
-            offload_activations(module, spec.activation_offload),
+            offload_activations(module, spec.activation_offload, world.device),
         ]
         if options.sync_batchnorm:
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)

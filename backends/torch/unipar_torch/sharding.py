@@ -97,7 +97,7 @@ def prepare(
         parallelize(module, spec.parallelize, world)
     undo += [
         checkpoint_activations(module, spec.activation_checkpointing),
-        offload_activations(module, spec.activation_offload),
+        offload_activations(module, spec.activation_offload, world.device),
         # The second backward pass needs weights that the first one lets go of.
         refuse_inner_gradients(module, name, only_graphs=True),
     ]

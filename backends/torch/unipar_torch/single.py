@@ -70,7 +70,7 @@ class SingleStrategy(Strategy):
         undo = [
             compute_in_float8(module, spec.precision),
             checkpoint_activations(module, spec.activation_checkpointing),
-            offload_activations(module, spec.activation_offload),
+            offload_activations(module, spec.activation_offload, world.device),
             compile_modules([module], spec.compile),
         ]
         return StepEngine(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from unipar.engine import checkpoint_activations, offload_activations
 from unipar.engine.checks import check_capabilities
-from unipar.engine.offload import Offloaded
+from unipar.engine.offload import Copies, Offloaded
 from unipar.errors import ConfigError
 from unipar.strategy import Capabilities, Engine, EngineSpec, Strategy, StrategyOptions
 from unipar.strategy.registry import resolve
@@ -193,6 +194,43 @@ def test_an_output_that_is_changed_in_place_is_no_wrong_gradient(
         gradients(model, x)
 
 
+class Normed(nn.Module):
+    """A block with statistics of batches, and a mask that stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mask", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.norm(self.linear(x)) * self.mask).sin()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", ("Normed",)], ids=str)
+def test_a_block_that_changes_its_buffers_is_refused(
+    x: torch.Tensor, policy: str | tuple[str, ...]
+) -> None:
+    model = nn.Sequential(nn.Sequential(Normed(), Normed()))
+    checkpoint_activations(model, policy)
+    model.eval()
+    model(x[0]).square().mean().backward()
+    model.train()
+    with pytest.raises(ConfigError, match=r"Normed twice, .* 'norm\.running_mean'.*MyBlock"):
+        model(x[0])
+
+
+def test_a_compiled_block_updates_its_buffers_once(x: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Sequential(Normed(), Normed()))
+    expected = copy.deepcopy(model)
+    checkpoint_activations(model, "full")
+    for block in model[0]:  # pyright: ignore
+        block.compile(backend="aot_eager_decomp_partition")
+    for one in (expected, model):
+        one(x[0]).square().mean().backward()
+    for name, buffer in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], buffer, rtol=1e-5, atol=1e-6)
+
+
 # -- on the host -----------------------------------------------------------------------------------
 
 
@@ -269,27 +307,105 @@ def test_views_come_back_as_views_of_one_storage(on_host: Callable[[], list[Offl
     del output, kept, mine
 
 
-def test_what_is_changed_in_place_afterwards_is_saved_as_it_was(
-    on_host: Callable[[], list[Offloaded]],
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_changed_in_place_afterwards_is_an_error_of_autograds(
+    on_host: Callable[[], list[Offloaded]], offload: bool
 ) -> None:
     class Changing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            first = x * x
-            y = first * 1.0
-            squared = y * y.detach()
+            y = x * 1.0
+            squared = y * y
             with torch.no_grad():
-                y.add_(1.0)
-            return squared + y * y.detach()
+                y[:8].add_(1.0)
+            return squared
 
     model = Changing()
-    offload_activations(model, True)
-    given = torch.full((512,), 3.0, requires_grad=True)
-    output = model(given)
-    output.sum().backward()
-    # d/dx of x² · 9 + x² · 10: each product goes with what the other factor was when it was saved.
-    assert given.grad is not None
-    assert torch.equal(given.grad, torch.full((512,), 2 * 3.0 * (9.0 + 10.0)))
+    offload_activations(model, offload)
+    output = model(torch.ones(512, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r"inplace operation: .* version 1; expected version 0"):
+        output.sum().backward()
     del output
+
+
+def test_what_is_changed_in_place_before_is_none(on_host: Callable[[], list[Offloaded]]) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 64))
+    x = torch.randn(8, 64)
+    expected = gradients(copy.deepcopy(model), x)
+    offload_activations(model, True)
+    for name, gradient in gradients(model, x).items():
+        assert torch.equal(gradient, expected[name])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_memory_that_is_written_part_by_part_is_saved_as_it_was(
+    on_host: Callable[[], list[Offloaded]], whole: bool
+) -> None:
+    class Filling(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            space = torch.zeros(2, 512)
+            total = torch.zeros(512)
+            for number, row in enumerate(space):
+                if whole:
+                    # As a kernel does it: by the address.
+                    place = torch.from_numpy(space.numpy())[number]
+                else:
+                    place = row = space.data[number]
+                place.fill_(number + 2.0)
+                total = total + x * row
+            return total
+
+    model = Filling()
+    offload_activations(model, True)
+    given = torch.ones(512, requires_grad=True)
+    model(given).sum().backward()
+    assert torch.equal(given.grad, torch.full((512,), 5.0))  # pyright: ignore
+
+
+def test_what_is_saved_elsewhere_than_where_it_is_computed_stays(
+    x: torch.Tensor, on_host: Callable[[], list[Offloaded]]
+) -> None:
+    model = build()
+    for block in model.blocks:
+        # Wherever the parameters wait.
+        block.register_parameter("waits", nn.Parameter(torch.empty(1, device="meta")))
+        block._parameters = dict(reversed(block._parameters.items()))  # pyright: ignore
+    offload_activations(model, True, torch.device("cpu"))
+    output = model(x)
+    assert on_host()
+    del output
+    model = build()
+    offload_activations(model, True, torch.device("cuda", 0))
+    output = model(x)
+    assert not on_host()
+    del output
+
+
+def test_what_autocast_makes_of_weights_stays(
+    x: torch.Tensor, on_host: Callable[[], list[Offloaded]]
+) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(2)))
+    offload_activations(model, True)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(torch.randn(4, 256))
+    assert on_host()
+    assert max(one.nbytes for one in on_host()) < 256 * 256
+    del output
+
+
+def test_copies_under_way_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Copies(torch.device("cpu"))
+    waited: list[Any] = []
+    monkeypatch.setattr(copies, "wait", waited.append)
+    sizes = [40, 20, 30, 200]
+    left = []
+    for number, size in enumerate(sizes):
+        copies._leaving.append((number, torch.empty(size, dtype=torch.uint8)))  # pyright: ignore
+        copies._let_go(60, 1)
+        left.append(len(copies._leaving))
+    assert left == [1, 2, 2, 1]
+    assert waited == [0, 1, 2]
+    copies._let_go(0)
+    assert waited == [0, 1, 2, 3]
 
 
 def test_a_graph_that_is_kept_can_be_gone_through_again(
