@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten
 from unipar.engine import StageCall, backward_pass
 from unipar.errors import ConfigError
 from unipar.world import World
-from unipar_torch.stage_checks import NUM_COMPARED, compare, digest, run_checked
+from unipar_torch.stage_checks import NUM_COMPARED, check_loss, compare, digest, run_checked
 from unipar_torch.stage_modules import Stage
 from unipar_torch.stage_orders import STYLES, Action, ScheduleName, order_of
 from unipar_torch.stage_plan import rank_of_stage
@@ -54,7 +54,8 @@ class StageSchedule:
         self._place = min(self.stages)
         self.known: dict[tuple[int, Any], Kind] = {}
         """What goes into a stage, by the shapes of the model's inputs."""
-        self.unchecked = set(self.stages)
+        # A model may compute something else in evaluation.
+        self.unchecked = {(stage, training) for stage in self.stages for training in (True, False)}
 
     def run(self, calls: Sequence[StageCall], *, training: bool) -> None:
         virtual = self.num_stages // self.pp
@@ -119,7 +120,7 @@ class _Batch:
         received = self._inputs.get(key)
         if received is not None and self._training:
             received.requires_grad_()
-        check = self._training and index in self._schedule.unchecked
+        check = (index, self._training) in self._schedule.unchecked
         with call.computing():
             run = run_checked if check else Stage.run
             output = run(stage, args, kwargs, received)
@@ -127,7 +128,9 @@ class _Batch:
                 compare(stage, self._told.pop(key))
             if stage.is_last:
                 output = call.loss(output)
-        self._schedule.unchecked -= {index} if check else set()
+                if check:
+                    check_loss(stage, output, received)
+        self._schedule.unchecked -= {(index, self._training)} if check else set()
         if self._training or not (stage.is_last or index + 1 in self._stages):
             self._outputs[key] = output
         if not self._training:
