@@ -126,7 +126,7 @@ def digest(others: Any) -> list[float]:
     for leaf in _compared(leaves):
         values = _tensor(leaf).flatten()
         if not values.is_floating_point():
-            numbers += [float(zlib.crc32(values.cpu().numpy())), float(len(values))]
+            numbers += [float(zlib.crc32(values.cpu().numpy().tobytes())), float(len(values))]
             continue
         # On a scale where the -1e9 of a mask hides nothing, and what is infinite is a number.
         values = values.double().nan_to_num(0.5, 1e30, -1e30)
