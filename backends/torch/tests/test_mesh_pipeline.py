@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -238,6 +239,179 @@ def test_a_cut_that_changes_the_model_is_refused_in_the_first_pass(
 ) -> None:
     with pytest.raises((ConfigError, RuntimeError), match=WRONG[model]):
         kit_of(world_pool).train(replace(PLAIN, model=model, num_steps=1))
+
+
+class Noised(models.Network):
+    """The loss is over noise that the first block is given, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn_like(x[:, :1])
+        x = self.inward(x) + noise
+        for block in self.blocks:
+            x = block(x)
+        return self.outward(x) - noise
+
+
+class Dropped(models.Network):
+    """What is drawn before the blocks goes into the first one alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(self.inward(x), 0.5)
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), 0.5)
+        return self.outward(x)
+
+
+class Costly(models.Block):
+    """A block that leaves a cost behind, as routers do."""
+
+    cost = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.cost = x.square().mean()
+        return x
+
+
+class Costs(models.Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Costly(9) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + sum(block.cost for block in self.blocks)  # pyright: ignore
+
+
+class CostsAside(models.Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Costly(9) for _ in range(2))
+
+
+class Shuffled(models.Network):
+    """Blocks are given an order that is another on each stage."""
+
+    integers = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Ordered(9) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = torch.arange(9).roll(torch.distributed.get_rank())
+        x = self.inward(x)
+        for block in self.blocks:
+            x = block(x, order if self.integers else order.float())
+        return self.outward(x)
+
+
+class ShuffledFloats(Shuffled):
+    integers = False
+
+
+class Ordered(models.Block):
+    def forward(self, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return super().forward(x[:, order.long()])
+
+
+@dataclass
+class Wrapped:
+    logits: torch.Tensor
+
+
+class SkippingWrapped(Skipping):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Wrapped(super().forward(x))
+
+
+class Slotted:
+    __slots__ = ("logits",)
+
+
+class SkippingSlotted(Skipping):
+    def forward(self, x: torch.Tensor) -> Any:
+        output = Slotted()
+        output.logits = super().forward(x)
+        return output
+
+
+def loss_of(output: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(getattr(output, "logits", output), batch["y"])
+
+
+def of_one_session(
+    placement: Placement, make: Callable[[], nn.Module], term: str, evaluate: bool = False
+) -> Any:
+    """A step's loss, or what evaluation gives."""
+    torch.manual_seed(3)
+    model = make()
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        extra = {
+            "costs": lambda: sum(block.cost for block in model.blocks),  # pyright: ignore
+            "weights": lambda: sum(p.square().sum() for p in model.parameters()),
+        }.get(term, lambda: 0.0)
+        return loss_of(output, batch) + extra()
+
+    objective = unipar.Objective(lambda batch: (batch["x"],), loss)
+    with unipar.Session("mesh:pp=2", device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            model, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        if not evaluate:
+            return engine.train_step(batch_of(0), objective).loss
+        tally = engine.eval_batch(batch_of(0), objective)
+        if term == "later":
+            model.late = True  # pyright: ignore
+            tally = engine.eval_batch(batch_of(0), objective)
+        return float(tally.total / tally.count)
+
+
+class Late(models.Network):
+    """Sees what the blocks began with when it is told to."""
+
+    late = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.inward(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.outward(x + first if self.late else x)
+
+
+SEEN = {
+    "noise that the head sees": (Noised, "", r"stage 1 .* depends on random numbers"),
+    "costs in forward": (Costs, "", r"depends on '?(blocks\.1|what the stage before)"),
+    "costs in the loss": (CostsAside, "costs", r"depends on '?(blocks\.1|what the stage before)"),
+    "a penalty": (models.Network, "weights", r"depends on 'blocks\.1\.\w+.*weight_decay"),
+    "an order": (Shuffled, "", r"cannot begin before 'blocks\.1'.* is given another"),
+    "an order of floats": (ShuffledFloats, "", r"cannot begin before .* is given another"),
+    "a dataclass": (SkippingWrapped, "", r"stage 1 \(blocks\.1\) needs inward"),
+    "an object with slots": (SkippingSlotted, "", r"gives a Slotted, .* Have it give tensors"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_a_stage_does_not_know_is_refused(name: str, world_pool: WorldPools) -> None:
+    make, term, said = SEEN[name]
+    with pytest.raises(ConfigError, match=said):
+        world_pool(2).run(of_one_session, make, term)
+
+
+def test_what_is_drawn_before_the_blocks_may_go_into_them(world_pool: WorldPools) -> None:
+    losses = world_pool(2).run(of_one_session, Dropped, "")
+    assert all(isinstance(one, float) and math.isfinite(one) for one in losses), losses
+
+
+def test_evaluation_is_checked_too(world_pool: WorldPools) -> None:
+    with pytest.raises(ConfigError, match=r"stage 1 \(blocks\.1\) needs outward\."):
+        world_pool(2).run(of_one_session, HeadFirst, "", True)
+
+
+def test_what_is_missing_is_not_a_number_in_later_passes(world_pool: WorldPools) -> None:
+    found = world_pool(2).run(of_one_session, Late, "later", True)
+    assert all(math.isnan(one) for one in found), found
 
 
 def test_what_the_user_says_goes_first(world_pool: WorldPools) -> None:

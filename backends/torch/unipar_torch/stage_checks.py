@@ -1,11 +1,15 @@
-"""A cut held against numbers: in the first pass of training, nothing that counts may depend on what
-stands in for other stages' tensors, and neighbors have to agree on what their blocks are given.
+"""A cut held against numbers: in the first pass of training, and in the first one of evaluation,
+nothing that counts may depend on what stands in for other stages' tensors, and neighbors have to
+agree on what their blocks are given.
 
-A stage is run twice on its first micro-batch, with the same random numbers: what is missing is not
-a number in one, and a half in the other. A result that differs was computed from something that
-another stage has. And beside the hidden state, which is sent, the next stage's first block is given
-tensors (masks, rotary tables) that this stage and the next one both make: those are compared. So
-each stage by itself computes what the whole model does, and no rank ever needs the whole.
+A stage is run twice on its first micro-batch, with the same random numbers in its own blocks, and
+others before them: what is missing is a half in one, and not a number in the other. A result that
+differs was computed from something that another stage has, or draws for itself. And beside the
+hidden state, which is sent, the next stage's first block is given tensors (masks, rotary tables)
+that this stage and the next one both make: those are compared. So each stage by itself computes
+what the whole model does, and no rank ever needs the whole.
+
+What blocks give besides the hidden state is seen on the last stage, where the loss depends on it.
 """
 
 from __future__ import annotations
@@ -13,19 +17,23 @@ from __future__ import annotations
 import contextlib
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
 
 from unipar.errors import ConfigError, first_few
+from unipar_torch.sequences import hidden_of
 from unipar_torch.stage_modules import Stage
 
 TOLERANCE = 1e-3
 """The largest difference that is rounding, relative to the largest element of a tensor."""
 NUM_COMPARED = 24
 """Tensors beside the hidden state that neighbors compare."""
+_WITHOUT_NUMBERS = str | bytes | None | type | torch.dtype | torch.device | nn.Module
 _REMEDY = (
     "Name the parts of each stage by stages=[[…], […]]; what two stages need is named in both, and "
     "is kept equal. Or use dp_shard, which divides any model."
@@ -35,46 +43,98 @@ _REMEDY = (
 def run_checked(
     stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], received: torch.Tensor | None
 ) -> Any:
-    """The stage's first pass, and a second one that has to agree with it.
+    """The stage's first pass, after another one that it has to agree with.
 
     Returns:
         What the first pass gives.
 
     Raises:
-        ConfigError: the stage cannot run without the others' tensors, depends on them, or changes
-            its weights.
+        ConfigError: the stage cannot run without the others' tensors, depends on them or on random
+            numbers that they draw for themselves, or changes its weights.
     """
-    weights = list(stage.module.parameters())
-    versions = [weight._version for weight in weights]
-    with _repeatable(stage) as begin_again:
-        with stage.standing_in(math.nan):
-            output = _run(stage, args, kwargs, received)
-        seen = stage.entered, stage.others
-        begin_again()
-        with stage.standing_in(0.5):
-            again = _run(stage, args, kwargs, received)
-        if _differ(output, again):
-            raise ConfigError(_culprits(stage, args, kwargs, received, again, begin_again))
-    if [weight._version for weight in weights] != versions:
+    weights = _Weights(stage)
+    again = _Again(stage)
+    # It comes before the pass that counts, which is the one that modules remember things of.
+    with torch.no_grad(), again.recording(), stage.standing_in(0.5):
+        expected = _run(stage, args, kwargs, received)
+    # Casts of weights that were made without a graph would take their gradients away.
+    torch.clear_autocast_cache()
+    with again.repeating(), _ends(stage), stage.standing_in(math.nan):
+        output = _run(stage, args, kwargs, received)
+    if weights.changed():
         raise ConfigError(
             f"mesh: {stage.name} changes weights in its forward pass, which pp runs twice for its "
             "first micro-batch. Change them after a step, or use strategy='ddp'."
         )
-    stage.entered, stage.others = seen
+    if _differ(output, expected):
+        raise ConfigError(_culprits(stage, args, kwargs, received, output, again))
     return output
+
+
+def check_loss(stage: Stage, loss: torch.Tensor, received: torch.Tensor | None) -> None:
+    """Hold that the loss depends on blocks by what the last one gives, and in no other way.
+
+    What blocks give besides (costs of routers), and their weights (a penalty over all of them), are
+    known here of the last stage's blocks alone.
+
+    Args:
+        stage: the last one, after :func:`run_checked`.
+        loss: computed from what it gave.
+        received: what the stage was given.
+
+    Raises:
+        ConfigError: it does.
+    """
+    ends, stage.ends = stage.ends, ()
+    outside = [name for name in stage.plan.owners if not _in_blocks(stage, name)]
+    named = dict(stage.module.named_parameters(remove_duplicate=False))
+    # A weight that is the head's too is all here.
+    allowed = {id(named[name]) for name in outside if name in named}
+    found: dict[int, str] = {
+        id(parameter): f"'{name}'"
+        for name, parameter in named.items()
+        if _in_blocks(stage, name) and id(parameter) not in allowed
+    }
+    found[id(received)] = "what the stage before has sent"
+    seen, left = set(ends), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [after for after, _ in node.next_functions]
+        what = found.get(id(getattr(node, "variable", None)))
+        if what is not None and type(node).__name__ == "AccumulateGrad":
+            raise ConfigError(
+                f"mesh: the loss depends on {what} other than by what the last block, "
+                f"'{stage.plan.chain[-1]}', gives. With pp, a term that is made from all blocks "
+                "(costs of routers, a penalty over the weights) would count those of the last "
+                "stage alone. Leave it out (output_router_logits=False, the optimizer's "
+                "weight_decay), or use dp_shard, which divides any model."
+            )
 
 
 def digest(others: Any) -> list[float]:
     """Numbers by which neighbors compare what a block is given beside the hidden state.
 
-    Of lists and mappings their structure; of each tensor its sum, and that of magnitudes. Objects
-    of other classes (caches) are left out.
+    Of lists and mappings their structure; of each tensor two numbers, which its order shows in.
+    Objects of other classes (caches) are left out.
     """
     leaves, structure = tree_flatten(others)
-    numbers = [float(zlib.crc32(str(structure).encode()))]
+    kinds = "".join("f" if _tensor(leaf).is_floating_point() else "i" for leaf in _compared(leaves))
+    numbers = [float(zlib.crc32(f"{structure} {kinds}".encode()))]
     for leaf in _compared(leaves):
-        values = torch.as_tensor(leaf).detach().double()
-        numbers += [values.sum().item(), values.abs().sum().item()]
+        values = _tensor(leaf).flatten()
+        if not values.is_floating_point():
+            numbers += [float(zlib.crc32(values.cpu().numpy().tobytes())), float(len(values))]
+            continue
+        # On a scale where the -1e9 of a mask hides nothing, and what is infinite is a number.
+        values = values.double().nan_to_num(0.5, 1e30, -1e30)
+        values = values.sign() * values.abs().log1p()
+        # Steps by the golden ratio, which begin again nowhere and come out even.
+        places = torch.arange(len(values), dtype=torch.float64, device=values.device)
+        weights = (places * 0.6180339887498949).frac() - 0.5
+        numbers += [(values * weights).sum().item(), values.abs().sum().item()]
     return numbers
 
 
@@ -94,12 +154,15 @@ def compare(stage: Stage, sent: list[float]) -> None:
         for path, leaf in tree_flatten_with_path(stage.entered)[0]
         if isinstance(leaf, torch.Tensor | float | int)
     ]
+    values = _compared(tree_leaves(stage.entered))
     block = stage.plan.blocks(stage.index)[0]
     same = own[0] == sent[0] and len(own) == len(sent)
     apart = "arguments of another structure"
     for number, place in enumerate(places[:NUM_COMPARED] if same else []):
         pairs = zip(own[1 + 2 * number :][:2], sent[1 + 2 * number :][:2], strict=True)
-        if not all(a == b or math.isclose(a, b, rel_tol=TOLERANCE) for a, b in pairs):
+        # Integers are not rounded.
+        bound = TOLERANCE if _tensor(values[number]).is_floating_point() else 0.0
+        if not all(a == b or math.isclose(a, b, rel_tol=bound) for a, b in pairs):
             same, apart = False, f"another {place} (of its args, kwargs)"
             break
     if not same:
@@ -112,6 +175,15 @@ def compare(stage: Stage, sent: list[float]) -> None:
 
 def _compared(leaves: list[Any]) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor | float | int)][:NUM_COMPARED]
+
+
+def _tensor(leaf: Any) -> torch.Tensor:
+    values = torch.as_tensor(leaf).detach()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def _in_blocks(stage: Stage, name: str) -> bool:
+    return any(name.startswith(f"{block}.") for block in stage.plan.chain)
 
 
 def _run(
@@ -130,49 +202,136 @@ def _run(
         ) from error
 
 
-@contextlib.contextmanager
-def _repeatable(stage: Stage) -> Iterator[Any]:
-    """Gives what takes random numbers and buffers back to the beginning; ends after one pass."""
-    device = stage.device
-    cuda = device.type == "cuda"
+class _Weights:
+    """Says whether weights have been changed, which some do behind autograd's back."""
 
-    def state() -> tuple[Any, ...]:
-        numbers = torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
-        return (*numbers, [buffer.clone() for buffer in stage.module.buffers()])
+    def __init__(self, stage: Stage) -> None:
+        self._weights = list(stage.module.parameters())
+        self._before = self._now()
 
-    def put(kept: tuple[Any, ...]) -> None:
-        torch.set_rng_state(kept[0])
-        if cuda:
-            torch.cuda.set_rng_state(kept[1], device)
-        for buffer, value in zip(stage.module.buffers(), kept[2], strict=True):
+    def changed(self) -> bool:
+        return self._now() != self._before
+
+    def _now(self) -> list[tuple[int, str]]:
+        # As text, in which what is not a number is equal to itself.
+        return [(one._version, repr(one.detach().sum().item())) for one in self._weights]
+
+
+class _Again:
+    """Lets a stage run again, with the same buffers.
+
+    Its own blocks, and what comes after them, draw the same random numbers again. What comes before
+    them on a stage that is not the first draws others, as it does on each stage of the pipeline.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._buffers = [buffer.clone() for buffer in stage.module.buffers()]
+        self._begin = self._numbers()
+        self._entry: Any = None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Surrounds the first pass."""
+
+        def note() -> None:
+            self._entry = self._numbers()
+
+        with self._entering(note):
+            yield
+        if not self._stage.is_first:
+            self._begin = self._numbers()
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Surrounds each one that is to be the same."""
+        for buffer, value in zip(self._stage.module.buffers(), self._buffers, strict=True):
             # A backward pass to come takes no change of these, which is none in the end.
             buffer.data.copy_(value)
+        self._put(self._begin)
+        with self._entering(lambda: self._put(self._entry)):
+            yield
 
-    begin = state()
-    after: list[tuple[Any, ...]] = []
+    @contextlib.contextmanager
+    def _entering(self, call: Callable[[], None]) -> Iterator[None]:
+        self._stage.at_entry = call
+        try:
+            yield
+        finally:
+            self._stage.at_entry = None
 
-    def begin_again() -> None:
-        if not after:
-            after.append(state())
-        put(begin)
+    def _numbers(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        device = self._stage.device
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return torch.get_rng_state(), cuda
 
-    yield begin_again
-    put(after[0])
+    def _put(self, numbers: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        torch.set_rng_state(numbers[0])
+        if numbers[1] is not None:
+            torch.cuda.set_rng_state(numbers[1], self._stage.device)
+
+
+@contextlib.contextmanager
+def _ends(stage: Stage) -> Iterator[None]:
+    """Note where the graph of what the last block gives begins."""
+
+    def note(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
+        tensors = [one for one in _numbers_in(output) if isinstance(one, torch.Tensor)]
+        given = getattr(hidden_of(args, kwargs), "shape", None)
+        # Beside it there may be weights of attention, and costs.
+        alike = [one for one in tensors if one.shape == given] or tensors
+        if not alike or not alike[0].requires_grad:
+            return None
+        hidden, copy = alike[0], alike[0].clone()
+        # What the block itself makes of it beside it is none of the copy's.
+        output = tree_map(lambda leaf: copy if leaf is hidden else leaf, output)
+        handed_on = any(leaf is copy for leaf in tree_leaves(output))
+        stage.ends = (get_gradient_edge(copy if handed_on else hidden).node,)
+        return output
+
+    if not (stage.is_last and torch.is_grad_enabled()):
+        yield
+        return
+    block = stage.module.get_submodule(stage.plan.chain[-1])
+    handle = block.register_forward_hook(note, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _numbers_in(data: Any, seen: set[int] | None = None) -> list[Any]:
+    """Tensors and numbers in what a model gives, objects of any class included."""
+    # What an object keeps besides (locks, streams) is its own affair.
+    whole = seen is None
+    seen, found = set() if seen is None else seen, []
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, torch.Tensor | float | int):
+            found.append(leaf)
+        elif isinstance(leaf, _WITHOUT_NUMBERS) or id(leaf) in seen:
+            continue
+        elif hasattr(leaf, "__dict__"):
+            seen.add(id(leaf))
+            found += _numbers_in(vars(leaf), seen)
+        elif whole:
+            raise ConfigError(
+                f"mesh: the model gives a {type(leaf).__name__}, and pp cannot see whether each "
+                "stage computes the numbers in it by itself. Have it give tensors, or lists, "
+                "mappings or dataclasses of them."
+            )
+    return found
 
 
 def _differ(one: Any, other: Any) -> bool:
-    pairs = zip(tree_leaves(one), tree_leaves(other), strict=False)
-    return len(tree_leaves(one)) != len(tree_leaves(other)) or any(
-        _apart(a.detach(), b.detach())
-        for a, b in pairs
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
-    )
+    ones, others = _numbers_in(one), _numbers_in(other)
+    pairs = zip(ones, others, strict=False)
+    return len(ones) != len(others) or any(a is not b and _apart(a, b) for a, b in pairs)
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _apart(one: Any, other: Any) -> bool:
+    one, other = _tensor(one).double(), _tensor(other).double()
     if one.shape != other.shape:
         return True
-    one, other = one.double(), other.double()
     largest = other[other.isfinite()].abs().amax() if other.isfinite().any() else 1.0
     return not torch.allclose(
         one, other, rtol=TOLERANCE, atol=TOLERANCE * float(largest), equal_nan=True
@@ -184,19 +343,28 @@ def _culprits(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     received: torch.Tensor | None,
-    expected: Any,
-    begin_again: Any,
+    output: Any,
+    again: _Again,
 ) -> str:
     """Say which of the missing tensors the stage depends on."""
-    found: list[str] = []
-    for name, one in stage.stand_ins.items():
-        if not one.is_floating_point():
-            continue
-        begin_again()
-        with stage.standing_in(0.5):
-            one.fill_(math.nan)
-            if _differ(stage.run(args, kwargs, received), expected):
-                found.append(name)
+
+    def run(missing: str | None = None) -> Any:
+        with torch.no_grad(), again.repeating(), stage.standing_in(0.5):
+            if missing is not None:
+                stage.stand_ins[missing].fill_(math.nan)
+            return stage.run(args, kwargs, received)
+
+    expected = run()
+    if not _differ(output, expected):
+        return (
+            f"mesh: {stage.name} depends on random numbers that the model's forward draws before "
+            "its blocks (noise, a mask), and each stage of a pipeline draws others. Draw them in "
+            "the dataset, or use dp_shard, which divides any model."
+        )
+    named = [
+        name for name, one in stage.stand_ins.items() if one.is_floating_point() or one.is_complex()
+    ]
+    found = [name for name in named if _differ(run(name), expected)]
     what = (
         f"{first_few(found)}, which other stages have"
         if found

@@ -4,7 +4,8 @@ Its forward is the model's own, called with the model's own inputs, so that mask
 whatever else is made from them are made on every stage. Blocks of earlier stages are passed by; the
 first block of the stage takes what the stage before has sent in the place of its input; where the
 next stage's first block is called, the stage is over. Tensors of other stages are stood in for by
-one number each, which costs no memory, and which nothing that counts is computed from.
+one number each, which costs no memory, and which nothing that counts is computed from: it is not a
+number, so what comes to depend on it later shows.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class Stage:
         entered: what a pass has given this stage's first block likewise.
         runs: how many passes there were.
         stand_ins: one number for each tensor of another stage, by name.
+        ends: nodes of autograd's graph by which the loss may depend on blocks, in a checked pass.
+        at_entry: called where a pass comes to the stage's first block.
     """
 
     def __init__(
@@ -62,6 +65,8 @@ class Stage:
         self.entered: Any = None
         self.runs = 0
         self.stand_ins: dict[str, torch.Tensor] = {}
+        self.ends: tuple[Any, ...] = ()
+        self.at_entry: Callable[[], None] | None = None
         self._received: torch.Tensor | None = None
         self._inside = self._over = False
         self._leave_out(device)
@@ -129,19 +134,20 @@ class Stage:
 
     @contextmanager
     def standing_in(self, value: float) -> Iterator[None]:
-        """Let another number than 0 stand in for what other stages have."""
-        for one in self.stand_ins.values():
-            # Counters and masks have no such value.
-            one.fill_(value if one.is_floating_point() else not math.isnan(value))
-        self._fill = value
+        """Let a number stand in for what other stages have."""
+        self._fill_in(value)
         try:
             yield
         finally:
-            for one in self.stand_ins.values():
-                one.zero_()
-            self._fill = None
+            self._fill_in(math.nan)
 
-    _fill: float | None = None
+    _fill = math.nan
+
+    def _fill_in(self, value: float) -> None:
+        self._fill = value
+        for one in self.stand_ins.values():
+            # Counters and masks cannot be what is not a number.
+            one.fill_(value if _is_inexact(one) else not math.isnan(value))
 
     @property
     def _next(self) -> str:
@@ -165,7 +171,8 @@ class Stage:
 
     def _stand_in(self, name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         if name not in self.stand_ins:
-            self.stand_ins[name] = torch.zeros((), dtype=value.dtype, device=device)
+            one = torch.zeros((), dtype=value.dtype, device=device)
+            self.stand_ins[name] = one.fill_(math.nan) if _is_inexact(one) else one
         return self.stand_ins[name].expand(value.shape)
 
     # -- on the way through the model ------------------------------------------------------------
@@ -174,7 +181,7 @@ class Stage:
         if self._inside:
             raise _out_of_order(name)
         hidden = hidden_of(args, kwargs)
-        if self._fill is None or not isinstance(hidden, torch.Tensor):
+        if not isinstance(hidden, torch.Tensor):
             return hidden
         dtype = hidden.dtype if hidden.is_floating_point() else torch.get_default_dtype()
         return torch.full_like(hidden, self._fill, dtype=dtype)
@@ -185,6 +192,8 @@ class Stage:
         if self._inside:
             raise _out_of_order(name)
         self._inside = True
+        if self.at_entry is not None:
+            self.at_entry()
         if self._received is None:
             return None
         self.entered = _checked(name, args, kwargs)
@@ -206,6 +215,10 @@ class Stage:
                 return over.hidden
 
         return until_over
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:

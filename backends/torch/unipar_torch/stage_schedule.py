@@ -20,7 +20,7 @@ from unipar.engine import StageCall, backward_pass
 from unipar.errors import ConfigError
 from unipar.world import World
 from unipar_torch.stage_buffers import BufferChanges
-from unipar_torch.stage_checks import NUM_COMPARED, compare, digest, run_checked
+from unipar_torch.stage_checks import NUM_COMPARED, check_loss, compare, digest, run_checked
 from unipar_torch.stage_modules import Stage
 from unipar_torch.stage_orders import STYLES, Action, ScheduleName, order_of
 from unipar_torch.stage_plan import rank_of_stage
@@ -58,7 +58,8 @@ class StageSchedule:
         self._place = min(self.stages)
         self.known: dict[tuple[int, Any], Kind] = {}
         """What goes into a stage, by the shapes of the model's inputs."""
-        self.unchecked = set(self.stages)
+        # A model may compute something else in evaluation.
+        self.unchecked = {(stage, training) for stage in self.stages for training in (True, False)}
         self.changes: BufferChanges | None = None
         """Of the first batch of training."""
         self._compared = False
@@ -136,7 +137,7 @@ class _Batch:
         received = self._inputs.get(key)
         if received is not None and self._training:
             received.requires_grad_()
-        check = self._training and index in self._schedule.unchecked
+        check = (index, self._training) in self._schedule.unchecked
         changes = self._schedule.changes
         watching = changes.counting(stage) if changes is not None else nullcontext()
         with call.computing(), watching:
@@ -146,7 +147,9 @@ class _Batch:
                 compare(stage, self._told.pop(key))
             if stage.is_last:
                 output = call.loss(output)
-        self._schedule.unchecked -= {index} if check else set()
+                if check:
+                    check_loss(stage, output, received)
+        self._schedule.unchecked -= {(index, self._training)} if check else set()
         if self._training or not (stage.is_last or index + 1 in self._stages):
             self._outputs[key] = output
         if not self._training:
