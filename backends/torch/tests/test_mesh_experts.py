@@ -385,7 +385,7 @@ class Replaced(models.Experts):
 
     def __init__(self) -> None:
         super().__init__(4, 4)
-        self.forward = lambda tokens, index, weights: tokens
+        self.forward = lambda hidden_states, top_k_index, top_k_weights: hidden_states
 
 
 class Buffered(models.Experts):

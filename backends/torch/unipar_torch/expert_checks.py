@@ -53,7 +53,8 @@ def _uneven(tokens: int, k: int, experts: int) -> torch.Tensor:
     Not as the router says, which may leave almost all without any; and not evenly, for then experts
     that take only so many tokens would drop none.
     """
-    others = torch.arange(tokens * max(k - 1, 1)).view(tokens, -1) % (experts - 1) + 1
+    rest = max(k - 1, 1)
+    others = torch.arange(tokens * rest).view(tokens, rest) % (experts - 1) + 1
     if k == 1:
         return others.masked_fill((torch.arange(tokens) < (tokens + 1) // 2).unsqueeze(-1), 0)
     return torch.cat((torch.zeros_like(others[:, :1]), others), 1)

@@ -92,7 +92,7 @@ def routed(
     except TypeError as error:
         raise ConfigError(
             f"mesh: {type(experts).__name__}, whose experts ranks divide, was called otherwise "
-            f"than its forward says: {error}."
+            f"than its forward says: {error}. Call it with {', '.join(TAKES)}."
         ) from error
     given, others = bound.args[1:], bound.kwargs
     tensors = all(isinstance(one, torch.Tensor) for one in given)
