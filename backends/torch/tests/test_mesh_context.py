@@ -706,12 +706,15 @@ def test_parameters_that_begin_at_zero_do_so_after_the_check(
 
 
 def said_of(
-    placement: Placement, losses: list[Any], given: list[dict[str, torch.Tensor]]
+    placement: Placement,
+    losses: list[Any],
+    given: list[dict[str, torch.Tensor]],
+    model: Callable[[], nn.Module] = models.LongDecoder,
 ) -> list[str]:
     """What each of several steps is refused for."""
     with unipar.Session("mesh:cp=2", device="cpu", placement=placement) as session:
         engine = session.prepare(
-            models.LongDecoder(),
+            model(),
             optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
         )
         said = []
@@ -752,6 +755,16 @@ def test_each_loss_function_is_checked(world_pool: WorldPools) -> None:
     for first, second in world_pool(2).run(said_of, losses, given):
         assert not first
         assert "items in whole sequences" in second
+
+
+def test_longer_sequences_are_checked_when_they_come(world_pool: WorldPools) -> None:
+    given = [
+        {name: t[:, :length] for name, t in long_batch().items() if t.ndim > 1}
+        for length in (20, 22, 40)
+    ]
+    for said in world_pool(2).run(said_of, [summed] * 3, given, partial(Hidden, "length")):
+        assert said[:2] == ["", ""]
+        assert "where shorter sequences agree" in said[2]
 
 
 def test_counts_may_be_sums_of_weights(world_pool: WorldPools) -> None:
