@@ -406,6 +406,22 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
 
 
+def llama4() -> nn.Module:
+    import transformers
+
+    sizes = {**SIZES, "intermediate_size_mlp": 24, "num_local_experts": 2, "head_dim": 4}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
+
+
+def rotary(kind: str, **options: Any) -> Callable[[], nn.Module]:
+    return partial(llama, rope_parameters={"rope_type": kind, "rope_theta": 1e4, **options})
+
+
+def counted_padding(step: int) -> dict[str, torch.Tensor]:
+    batch = ragged(step)
+    return {**batch, "labels": batch["input_ids"]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "data", "said"),
@@ -415,8 +431,31 @@ def bert() -> nn.Module:
         (partial(mistral, 8), ragged, "a mask of its own .*, a window of 8"),
         (partial(llama, attn_implementation="eager"), ragged, "attn_implementation='sdpa'"),
         (bert, ragged, "drops weights|sees all positions"),
+        (llama, counted_padding, "'labels' has labels where 'attention_mask' says padding"),
+        (rotary("dynamic", factor=4.0), ragged, "'LlamaForCausalLM' has rope_type='dynamic'"),
+        (
+            rotary(
+                "longrope",
+                short_factor=[1.0, 1.0],
+                long_factor=[2.0, 2.0],
+                original_max_position_embeddings=32,
+            ),
+            ragged,
+            "has rope_type='longrope'.*leave cp out",
+        ),
+        (llama4, ragged, "Set attn_temperature_tuning=False"),
     ],
-    ids=["padding on the left", "packing", "a window", "eager attention", "an encoder's padding"],
+    ids=[
+        "padding on the left",
+        "packing",
+        "a window",
+        "eager attention",
+        "an encoder's padding",
+        "labels of padding",
+        "dynamic angles",
+        "angles by length",
+        "temperature by place",
+    ],
 )
 def test_models_of_transformers_are_refused_where_masks_would_be_lost(
     model: Callable[[], nn.Module], data: Any, said: str, world_pool: WorldPools
@@ -594,6 +633,145 @@ def two_steps(placement: Placement) -> list[str]:
 def test_a_loss_is_checked_as_soon_as_it_counts_anything(world_pool: WorldPools) -> None:
     for said in world_pool(2).run(two_steps):
         assert "items in whole sequences" in said[-1]
+
+
+class Hidden(models.LongDecoder):
+    """Numbers or mixes positions in a way that its first outputs, or short sequences, hide."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.places = nn.Parameter(torch.zeros(1, 64, 16))
+        self.mix = nn.Linear(16, 16)
+        nn.init.zeros_(self.mix.weight)
+        nn.init.zeros_(self.mix.bias)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tokens: torch.Tensor, position_ids: Any = None
+    ) -> Any:
+        length = tokens.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(length)[None]
+        angles = position_ids[:, None, :, None] * torch.tensor(self.frequencies)
+        x = self.tokens(tokens)
+        if self.how == "places":
+            x = x + self.places[:, :length]
+        if self.how == "places by position_ids":
+            x = x + self.places[0][position_ids]
+        if self.how == "branch":
+            x = x + self.mix(x.cumsum(1))
+        if self.how == "small angles":
+            x = x + 1e-3 * torch.arange(length)[:, None].to(x)
+        if self.how == "length" and length > 24:
+            # More than a part has of 40.
+            x = 2 * x
+        for block in self.blocks:
+            x = block(x, angles.cos(), angles.sin())
+        return self.head(self.norm(x))
+
+
+HIDDEN = replace(LONG, data=partial(models.sentences, NUM_SAMPLES, 40), optimizer=sgd, num_steps=3)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("places", "call 1 of scaled_dot_product_attention|mixes positions"),
+        ("branch", r"output of 'mix' .*mixes positions"),
+        ("length", "where shorter sequences agree"),
+    ],
+)
+def test_what_zeros_or_short_sequences_hide_is_refused(
+    how: str, said: str, world_pool: WorldPools
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        kit_of(world_pool).train(replace(HIDDEN, model=partial(Hidden, how), num_steps=1))
+
+
+@pytest.mark.parametrize("param_dtype", ["fp32", "compute"])
+def test_what_half_precision_hides_is_refused(param_dtype: str, world_pool: WorldPools) -> None:
+    scenario = replace(HIDDEN, model=partial(Hidden, "small angles"), precision="bf16", num_steps=1)
+    with pytest.raises(ConfigError, match="position_ids"):
+        kit_of(world_pool, param_dtype=param_dtype).train(scenario)
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "grad_op"}])
+def test_parameters_that_begin_at_zero_do_so_after_the_check(
+    options: dict[str, Any], world_pool: WorldPools
+) -> None:
+    scenario = replace(HIDDEN, model=partial(Hidden, "places by position_ids"))
+    kit = kit_of(world_pool, **options)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
+def said_of(
+    placement: Placement,
+    losses: list[Any],
+    given: list[dict[str, torch.Tensor]],
+    model: Callable[[], nn.Module] = models.LongDecoder,
+) -> list[str]:
+    """What each of several steps is refused for."""
+    with unipar.Session("mesh:cp=2", device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            model(),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        )
+        said = []
+        for loss, batch in zip(losses, given, strict=True):
+            try:
+                engine.train_step(Batch((MicroBatch(batch, 8),), 8), loss)
+                said.append("")
+            except ConfigError as error:
+                said.append(str(error))
+        return said
+
+
+def summed(model: Any, batch: Any) -> LossSum:
+    logits, labels = model(batch["tokens"]), batch["labels"]
+    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    weights = batch.get("weights", torch.ones_like(labels, dtype=torch.float32)).flatten()
+    return LossSum((losses * weights).sum(), (weights * (labels.flatten() != -100)).sum())
+
+
+def shifted(model: Any, batch: Any) -> LossSum:
+    return LossSum(*shifted_inside(model, batch))
+
+
+def long_batch(prompt: int = 0) -> dict[str, torch.Tensor]:
+    batch = dict(models.sentences(8, 64).batch(list(range(8))))
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][:, :prompt] = -100
+    return batch
+
+
+def test_labels_shifted_in_the_loss_are_found_behind_a_prompt(world_pool: WorldPools) -> None:
+    for (said,) in world_pool(2).run(said_of, [shifted], [long_batch(prompt=13)]):
+        assert "items in whole sequences" in said
+
+
+def test_each_loss_function_is_checked(world_pool: WorldPools) -> None:
+    losses, given = [summed, shifted], [long_batch(), long_batch()]
+    for first, second in world_pool(2).run(said_of, losses, given):
+        assert not first
+        assert "items in whole sequences" in second
+
+
+def test_longer_sequences_are_checked_when_they_come(world_pool: WorldPools) -> None:
+    given = [
+        {name: t[:, :length] for name, t in long_batch().items() if t.ndim > 1}
+        for length in (20, 22, 40)
+    ]
+    for said in world_pool(2).run(said_of, [summed] * 3, given, partial(Hidden, "length")):
+        assert said[:2] == ["", ""]
+        assert "where shorter sequences agree" in said[2]
+
+
+def test_counts_may_be_sums_of_weights(world_pool: WorldPools) -> None:
+    # Sums of these differ by rounding between whole sequences and parts.
+    torch.manual_seed(3)
+    batch = {**long_batch(), "weights": torch.rand(8, 64)}
+    assert world_pool(2).run(said_of, [summed], [batch]) == [[""], [""]]
 
 
 def test_scenarios_of_the_kit_have_sequences() -> None:

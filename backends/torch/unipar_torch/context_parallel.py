@@ -10,7 +10,8 @@ import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from types import FunctionType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -21,11 +22,11 @@ from unipar.data.batch import MicroBatch
 from unipar.engine import PrecisionPolicy
 from unipar.engine.divider import PartOf
 from unipar.errors import ConfigError
-from unipar.loss import LossFn
+from unipar.loss import IGNORE_INDEX, LossFn
 from unipar.objective import Objective
 from unipar.world import World
 from unipar_torch.divided_attention import ring_attention, to_heads, to_positions
-from unipar_torch.sequence_checks import compare
+from unipar_torch.sequence_checks import MOST_POSITIONS, compare
 from unipar_torch.sequence_parts import (
     MASK,
     POSITIONS,
@@ -54,19 +55,23 @@ class ContextParallel:
         rank = mesh.get_local_rank()
         self._batches = BatchParts(mesh.size(), rank, zigzag=kind != "ulysses", dims=dims)
         self._precision = PrecisionPolicy("fp32", world.device)
-        self._checked: set[bool] = set()
+        # By mode, loss function and names of tensors: the greatest length compared, and the
+        # function, so that ids of what it has are not another's later.
+        self._checked: dict[Any, tuple[int, LossFn]] = {}
         self._now: Parts | None = None
         self._masks: str | None = None
 
     def install(self, module: nn.Module) -> list[Undo]:
         """Have a model given the positions of its part, before anything else is done to it."""
         refuse_other_attention(module)
+        refuse_lengths(module)
+        self._of_transformers = _of_transformers(module)
         self._signature = inspect.signature(module.forward)
         handle = module.register_forward_pre_hook(self._give_positions, with_kwargs=True)
         return [handle.remove]
 
-    def compute_by(self, precision: PrecisionPolicy) -> None:
-        """Note what surrounds forward passes."""
+    def check_by(self, precision: PrecisionPolicy) -> None:
+        """Check the model in a precision that cannot be left, and not in fp32."""
         self._precision = precision
 
     @contextlib.contextmanager
@@ -80,20 +85,31 @@ class ContextParallel:
 
         length, dims = self._batches.dims_of(aligned(microbatch.data))
         self._look_at_masks(microbatch.data)
-        # Recomputation and evaluation may take other ways through a model.
-        if model.training not in self._checked and compare(
+        self._check(model, aligned(microbatch.data), loss_fn, length)
+        with self.attending(length):
+            yield lambda data: self._batches.divided(aligned(data), length, dims)
+
+    def _check(self, model: nn.Module, data: Any, loss_fn: LossFn, length: int) -> None:
+        """Compare what has not been compared: modes, losses, tensors, lengths. Collective."""
+        # Recomputation and evaluation may take other ways through a model, so may other tensors.
+        key = model.training, _identity(loss_fn), frozenset(named_tensors(data))
+        longest, _ = self._checked.get(key, (0, loss_fn))
+        own = not longest, min(length, MOST_POSITIONS)
+        # Ranks with other samples may have others, and all have to come along.
+        all_own = self._world.gather(own) if self._world.data_size > 1 else [own]
+        new, now = any(new for new, _ in all_own), max(at for _, at in all_own)
+        if (new or now > longest) and compare(
             model,
-            aligned(microbatch.data),
+            data,
             loss_fn,
             self._batches,
             self.attending,
             self._precision,
             self._world,
             self._group,
+            only_length=not new,
         ):
-            self._checked.add(model.training)
-        with self.attending(length):
-            yield lambda data: self._batches.divided(aligned(data), length, dims)
+            self._checked[key] = max(now, longest), loss_fn
 
     @contextlib.contextmanager
     def attending(self, length: int) -> Iterator[None]:
@@ -242,7 +258,8 @@ class ContextParallel:
     def _look_at_masks(self, data: Any) -> None:
         """Refuse padding before the end of a sequence, and several sequences in one."""
         self._masks = None
-        for name, tensor in named_tensors(data).items():
+        tensors = named_tensors(data)
+        for name, tensor in tensors.items():
             last = name.rpartition(".")[2]
             if last == MASK and tensor.ndim == 2:
                 there = tensor != 0
@@ -252,6 +269,7 @@ class ContextParallel:
                         "(padding_side='right' of a tokenizer)"
                     )
                 self._masks = "whole" if bool(there.all()) else "padded"
+                self._refuse_labels_of_padding(name, ~there, tensors)
             if last == POSITIONS and tensor.ndim == 2:
                 usual = torch.arange(tensor.shape[1], device=tensor.device)
                 if not torch.equal(tensor, usual.expand_as(tensor).to(tensor)):
@@ -260,6 +278,22 @@ class ContextParallel:
                         "sequences packed into one, say, between which attention would not be "
                         "masked. Give each a row of its own, or leave cp out"
                     )
+
+    def _refuse_labels_of_padding(
+        self, mask: str, padding: torch.Tensor, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        """Refuse padding that counts: without a mask it sees other padding."""
+        for name, labels in tensors.items():
+            if name.rpartition(".")[2] not in ("labels", "shift_labels"):
+                continue
+            if not self._of_transformers or labels.shape != padding.shape:
+                continue
+            if bool((labels[padding] != IGNORE_INDEX).any()):
+                self._refuse(
+                    f"'{name}' has labels where '{mask}' says padding, whose outputs are others "
+                    f"when attention has no mask. Set these labels to {IGNORE_INDEX} in the data "
+                    "set"
+                )
 
     @contextlib.contextmanager
     def _masks_of_transformers(self) -> Iterator[None]:
@@ -303,6 +337,15 @@ class ContextParallel:
             known["sdpa"] = before
 
 
+def _identity(loss_fn: LossFn) -> Any:
+    """What tells loss functions apart, and not one that a loop makes anew in each step."""
+    if isinstance(loss_fn, FunctionType):
+        cells, defaults = loss_fn.__closure__ or (), loss_fn.__defaults__ or ()
+        parts = tuple(id(part) for part in (loss_fn.__globals__, *cells, *defaults))
+        return loss_fn.__code__, parts
+    return loss_fn if isinstance(loss_fn, Hashable) else id(loss_fn)
+
+
 def refuse_other_attention(module: nn.Module) -> None:
     """Refuse models of transformers whose attention is none of torch's.
 
@@ -317,6 +360,42 @@ def refuse_other_attention(module: nn.Module) -> None:
                 f"scaled_dot_product_attention, and '{name or type(part).__name__}' has "
                 f"attn_implementation='{kind}'. Build it with attn_implementation='sdpa'."
             )
+
+
+def refuse_lengths(module: nn.Module) -> None:
+    """Refuse models of transformers that compute by the length of what they are given.
+
+    A rank has a part of the sequence, and would take its length for the whole's; a short sequence
+    does not show it.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for name, part in module.named_modules():
+        config, named = getattr(part, "config", None), name or type(part).__name__
+        for kind in _rope_types(config):
+            if "dynamic" in kind or kind == "longrope":
+                raise ConfigError(
+                    f"mesh: cp divides each sequence, and '{named}' has rope_type='{kind}', whose "
+                    "frequencies depend on the greatest position that a rank has. Set another "
+                    "rope_type in the model's config ('default', 'linear', 'yarn', 'llama3'), or "
+                    "leave cp out."
+                )
+        if getattr(config, "attn_temperature_tuning", False):
+            raise ConfigError(
+                f"mesh: cp divides each sequence, and '{named}' has attn_temperature_tuning=True, "
+                "which numbers positions by itself. Set attn_temperature_tuning=False in the "
+                "model's config, or leave cp out."
+            )
+
+
+def _rope_types(config: Any) -> list[str]:
+    """The kinds of rotary embeddings that a config names, of each kind of layer."""
+    # The second is its name until transformers 5.
+    found = [getattr(config, key, None) for key in ("rope_parameters", "rope_scaling")]
+    found += [layer for one in found if isinstance(one, dict) for layer in one.values()]
+    kinds = [one.get(k) for one in found if isinstance(one, dict) for k in ("rope_type", "type")]
+    return [kind for kind in kinds if isinstance(kind, str)]
 
 
 def _of_transformers(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from unipar.errors import ConfigError
 from unipar.world import World
 from unipar_torch.expert_plan import ExpertPlan
-from unipar_torch.layer_checks import TOLERANCE, _apart, _difference, _factors, _seen, _settings
+from unipar_torch.layer_checks import TOLERANCE, _apart, _difference, _factors, _settings, visible
 
 Dispatched = Callable[..., torch.Tensor]
 
@@ -105,7 +105,7 @@ class _Check:
         number = min(_EXPERTS, *(p.to_local().shape[0] for p in held.values()))
         with _apart(experts, self._world.device):
             own = {
-                key: _seen(p.detach().to_local()[:number].float(), place).clone()
+                key: visible(p.detach().to_local()[:number].float(), place).clone()
                 for place, (key, p) in enumerate(held.items())
             }
             whole = {key: self._gathered(part) for key, part in own.items()}

@@ -316,7 +316,7 @@ def _replaced(
                 kept.append((part, key, parameter))
                 if id(parameter) not in copies:
                     own: Any = parameter.detach().float()
-                    value: Any = _seen(own.full_tensor(), len(copies))
+                    value: Any = visible(own.full_tensor(), len(copies))
                     if not whole:
                         value = distribute_tensor(
                             value, parameter.device_mesh, parameter.placements, src_data_rank=None
@@ -338,7 +338,7 @@ def _replaced(
             setattr(module, key, value)
 
 
-def _seen(value: torch.Tensor, number: int) -> torch.Tensor:
+def visible(value: torch.Tensor, number: int) -> torch.Tensor:
     """Values for a parameter that has none to speak of, the same on every rank."""
     if not value.numel() or value.abs().max() >= _NOTHING:
         return value

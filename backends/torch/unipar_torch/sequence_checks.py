@@ -1,7 +1,9 @@
 """A model held against itself before it trains: whole sequences, and their parts on several ranks.
 
-On a few samples and positions, without dropout and gradients: what attention gives, the outputs of
-the model's blocks and of what stands beside them, and the loss.
+On a few samples and positions, in fp32, without dropout and gradients: what attention gives, the
+outputs of the model's blocks and of what stands beside them, and the loss; then the loss alone of
+one longer sample, for some models do otherwise with more positions. Parameters that begin at
+nothing have other values meanwhile, for behind them nothing is seen.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
@@ -25,14 +29,26 @@ from unipar.data import move_to
 from unipar.engine import PrecisionPolicy, repeated_blocks
 from unipar.engine.losses import check_loss_of_rank
 from unipar.errors import ConfigError
-from unipar.loss import LossFn, LossSum
+from unipar.loss import IGNORE_INDEX, LossFn, LossSum
 from unipar.objective import Objective
+from unipar.utils.torch_versions import sharded_groups
 from unipar.world import World
-from unipar_torch.sequence_parts import MASK, BatchParts, Parts, map_named, named_tensors
+from unipar_torch.layer_checks import visible
+from unipar_torch.sequence_parts import (
+    MASK,
+    BatchParts,
+    Parts,
+    is_integer,
+    map_named,
+    named_tensors,
+)
 
-_SAMPLES, _POSITIONS, _MOST_POSITIONS = 2, 8, 2048
-"""How many samples are compared; positions for each rank, and in all where the first have no
-label."""
+_SAMPLES, _POSITIONS = 2, 8
+"""How many samples are compared, and positions for each rank."""
+MOST_POSITIONS = 2048
+"""The most positions of the one longer sample."""
+_COUNT_TOLERANCE = 1e-6
+"""Counts may be sums of weights of positions, in fp32."""
 _TOLERANCES = {True: (1e-4, 1e-5), False: (3e-2, 2e-3)}
 """The largest differences that are rounding in fp32, and in less: of a tensor, relative to its
 largest element, and of the loss of an item, relative to it or to 1."""
@@ -79,6 +95,8 @@ def compare(
     precision: PrecisionPolicy,
     world: World,
     group: dist.ProcessGroup,
+    *,
+    only_length: bool = False,
 ) -> bool:
     """Compare a model on a piece of a micro-batch with its parts on ``cp`` ranks. Collective.
 
@@ -88,37 +106,49 @@ def compare(
         loss_fn: the user's.
         batches: divides it.
         attending: has attention see all ranks.
-        precision: surrounds forward passes.
+        precision: surrounds forward passes; fp32, unless the run's cannot be left.
         world: the joined processes.
         group: the ranks along ``cp``.
+        only_length: whether shorter sequences have been compared, and only these are new.
 
     Returns:
-        Whether something was counted by the loss of any rank; otherwise it is to be asked again.
+        Whether the loss of any rank counted something, and that where chunks meet; otherwise it is
+        to be asked again.
 
     Raises:
         ConfigError: they differ, on any rank.
     """
     check = _Check(model, loss_fn, batches, attending, precision, world, group)
     length, dims = batches.dims_of(data)
-    longest = world.gather(length)
-    for most in (_POSITIONS * group.size(), min(max(longest), _MOST_POSITIONS)):
-        piece = _piece(data, min(length, most), dims)
-        # Outputs of more positions take memory, and show no more.
-        problem, counted = check.run(piece, outputs=most == _POSITIONS * group.size())
-        found = world.gather((problem, counted))
-        if said := next((said for said, _ in found if said), ""):
-            raise ConfigError(
-                f"mesh: cp={group.size()} divides each sequence among {group.size()} ranks, and "
-                f"that changes what the model computes: {said}. Tried on {_SAMPLES} samples of at "
-                f"most {most} positions."
-            )
-        if any(counted for _, counted in found):
-            return True
-    return False
+    short = _POSITIONS * group.size()
+    long = min(max(world.gather(length)), MOST_POSITIONS)
+    # Outputs of more positions take memory.
+    tries = [] if only_length else [(short, _SAMPLES, True)]
+    tries += [(long, 1, False)] if only_length or long > short else []
+    decided = False
+    with _in_fp32(model, precision), _exact_products(), _visible_parameters(model):
+        for most, samples, outputs in tries:
+            piece = _piece(data, min(length, most), dims, samples)
+            problem, counted = check.run(piece, outputs=outputs)
+            # Where parts meet has been looked at when only the length is new.
+            counted = counted and (only_length or _meet_labels(piece, batches))
+            found = world.gather((problem, counted))
+            if said := next((said for said, _ in found if said), ""):
+                at_length = "" if outputs else ", where shorter sequences agree"
+                raise ConfigError(
+                    f"mesh: cp={group.size()} divides each sequence among {group.size()} ranks, "
+                    f"and that changes what the model computes: {said}. Tried on {samples} "
+                    f"sample{'s' if samples > 1 else ''} of at most {most} positions{at_length}."
+                )
+            decided |= any(counted for _, counted in found)
+    return decided
 
 
-def _piece(data: Any, length: int, dims: dict[str, int]) -> Any:
-    """The first samples, and their first positions."""
+def _piece(data: Any, length: int, dims: dict[str, int], samples: int) -> Any:
+    """The first samples, and their first positions, with labels where these have none.
+
+    A prompt without labels would hide what a loss does where chunks meet.
+    """
     tensors = named_tensors(data)
     rows = {tensors[name].shape[0] for name, dim in dims.items() if dim % tensors[name].ndim}
 
@@ -127,11 +157,42 @@ def _piece(data: Any, length: int, dims: dict[str, int]) -> Any:
             tensor = tensor.narrow(dims[name], 0, length)
         of_samples = name not in dims or dims[name] % tensor.ndim
         if len(rows) == 1 and tensor.ndim and tensor.shape[0] in rows and of_samples:
-            tensor = tensor[:_SAMPLES]
+            tensor = tensor[:samples]
         # As a loader gives it; losses take views of labels.
         return tensor.contiguous()
 
-    return map_named(data, cut)
+    piece = map_named(data, cut)
+    padding = _padding(piece)
+
+    def label(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        # Elsewhere each place of a last dimension may have numbers of its own.
+        if name not in dims or tensor.ndim != 2 or not is_integer(tensor):
+            return tensor
+        missing = tensor == IGNORE_INDEX
+        if padding is not None and padding.shape == missing.shape:
+            # Without a mask its outputs are others.
+            missing &= ~padding
+        found = tensors[name][tensors[name] != IGNORE_INDEX]
+        if not found.numel() or not bool(missing.any()):
+            return tensor
+        count = int(missing.sum())
+        # Different ones, so that a label at another place shows.
+        return tensor.masked_scatter(missing, found.repeat(-(-count // found.numel()))[:count])
+
+    return map_named(piece, label)
+
+
+def _meet_labels(piece: Any, batches: BatchParts) -> bool:
+    """Whether labels stand wherever a chunk begins, so that a shift between chunks is seen."""
+    length, dims = batches.dims_of(piece)
+    parts = batches.parts_of(length)
+    starts = [at for rank in range(parts.size) for at, _ in parts.chunks(rank)]
+    for name, tensor in named_tensors(piece).items():
+        if name in dims and is_integer(tensor) and bool((tensor == IGNORE_INDEX).any()):
+            first = (tensor != IGNORE_INDEX).movedim(dims[name], 0)[starts]
+            if not bool(first.flatten(1).any(1).all()):
+                return False
+    return True
 
 
 def _padding(piece: Any) -> torch.Tensor | None:
@@ -157,8 +218,8 @@ class _Check:
         self._attending, self._precision = attending, precision
         self._world, self._group = world, group
         self._names = {module: name for name, module in model.named_modules()}
-        exact = precision.dtype is torch.float32
-        self._tolerance, self._loss_tolerance = _TOLERANCES[exact]
+        self._exact = precision.dtype is torch.float32
+        self._tolerance, self._loss_tolerance = _TOLERANCES[self._exact]
         self._padding: torch.Tensor | None = None
 
     def run(self, piece: Any, *, outputs: bool) -> tuple[str, bool]:
@@ -179,11 +240,11 @@ class _Check:
             self._both(piece, parts, [])
         whole, divided = self._both(piece, parts, outer if outputs else [])
         said = self._difference(whole, divided, parts)
-        if any(self._world.gather(bool(said))):
+        of_loss = self._loss_difference(whole, divided)
+        if any(self._world.gather(bool(said or (of_loss and not outputs)))):
             # Of the modules within a block another may be the first.
             again = self._both(piece, parts, list(self._model.modules()))
             said = self._difference(*again, parts) or said
-        of_loss = self._loss_difference(whole, divided)
         return said or of_loss, whole.count > 0 and math.isfinite(whole.total)
 
     def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
@@ -231,6 +292,13 @@ class _Check:
             with self._precision.forward():
                 loss = loss_fn(self._model, move_to(data, self._world.device))
         except RuntimeError as error:
+            if self._exact and any(word in str(error) for word in ("dtype", "scalar type")):
+                raise ConfigError(
+                    "mesh: cp compares the model with itself in fp32, without autocast, and there "
+                    f"it raises: {str(error)[:200]}. Have the model cast to the dtype of its "
+                    "weights (x.to(layer.weight.dtype)), not to one that is written down, or leave "
+                    "cp out."
+                ) from error
             if "does not require grad" not in str(error):
                 raise
             raise ConfigError(
@@ -296,7 +364,7 @@ class _Check:
         )
         dist.all_reduce(sums, group=self._group)
         total, count = sums.tolist()
-        if count != whole.count:
+        if abs(count - whole.count) > _COUNT_TOLERANCE * abs(whole.count):
             return (
                 f"the loss function counts {whole.count:g} items in whole sequences, and {count:g} "
                 "in their parts together. It has to count each position by itself: give labels "
@@ -313,6 +381,112 @@ class _Check:
             "(unipar.LossSum), each of its own output and label: shift labels in the data set, and "
             "leave out what is computed over all positions at once"
         )
+
+
+@contextlib.contextmanager
+def _visible_parameters(model: nn.Module) -> Iterator[None]:
+    """Give values to shards of parameters that have none to speak of."""
+    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    _reshard(model)
+    try:
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                own = _local(parameter)
+                if not own.is_floating_point():
+                    continue
+                value = visible(own, number + 1000 * _place(parameter))
+                if value is not own:
+                    kept.append((parameter, own.clone()))
+                    own.copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, saved in kept:
+                # Not the tensor of before: FSDP may take another in its first pass.
+                _local(parameter).copy_(saved)
+        # What was gathered is not to be used again.
+        _reshard(model)
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def _place(parameter: Any) -> int:
+    """Which of the shards of a parameter this rank has: equal ones would hide their order.
+
+    Ranks along ``tp`` have equal numbers, for what is whole on them is to stay equal.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh, place = parameter.device_mesh, 0
+    coordinates, names = mesh.get_coordinate() or [], mesh.mesh_dim_names or ()
+    for coordinate, name, size in zip(coordinates, names, mesh.shape, strict=True):
+        if name != "tp":
+            place = place * size + coordinate
+    return place
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextlib.contextmanager
+def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
+    """Have FSDP gather in fp32, for half precision hides small differences.
+
+    It has no way to change that (torch 2.13, distributed/fsdp/_fully_shard: _fsdp_param_group.py,
+    ``_init_mp_dtypes``; _fsdp_param.py, ``init_unsharded_param``, which keeps what it once made).
+    """
+    changed: list[tuple[Any, Any]] = []
+    gathered: list[tuple[Any, dict[str, Any]]] = []
+    _reshard(model)
+
+    def set_policy(state: Any, groups: list[Any], policy: Any) -> None:
+        state._mp_policy = policy
+        for group in groups:
+            group.mp_policy = policy
+            group._init_mp_dtypes()
+
+    names = ("_unsharded_param", "all_gather_outputs")
+    try:
+        for module in model.modules():
+            if not isinstance(module, FSDPModule) or precision.dtype is not torch.float32:
+                continue
+            state: Any = module._get_fsdp_state()
+            if state._mp_policy.param_dtype in (None, torch.float32):
+                continue
+            changed.append((module, state._mp_policy))
+            for group in sharded_groups(module):
+                for one in group.fsdp_params:
+                    before = {key: vars(one).pop(key) for key in names if key in vars(one)}
+                    gathered.append((one, before))
+                    one.all_gather_outputs = []
+            policy = replace(state._mp_policy, param_dtype=torch.float32)
+            set_policy(state, sharded_groups(module), policy)
+        yield
+    finally:
+        _reshard(model)
+        for one, before in gathered:
+            for key in names:
+                one.__dict__.pop(key, None)
+            one.__dict__.update(before)
+        for module, policy in changed:
+            set_policy(module._get_fsdp_state(), sharded_groups(module), policy)
+
+
+@contextlib.contextmanager
+def _exact_products() -> Iterator[None]:
+    """Leave TF32 out on GPUs, whatever the run allows: it rounds as half precision does."""
+    products = torch.backends.cuda.matmul
+    before = products.fp32_precision
+    products.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def _said_of_attention(number: int, apart: float) -> str:

@@ -137,8 +137,9 @@ def prepare(
     autocast = options.param_dtype == "fp32"
     scaler = scaler_of(module.parameters()) if spec.precision == "fp16" else None
     precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast, scaler=scaler)
-    if sequences is not None:
-        sequences.compute_by(precision)
+    if sequences is not None and spec.precision == "fp8":
+        # Its layers stay what they are.
+        sequences.check_by(precision)
     stepper = None
     if optimizer is not None:
         # Optimizers and clipping take the parameters of one mesh at a time.
