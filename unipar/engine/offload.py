@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -131,7 +132,7 @@ class _Watch:
         if self.version != other.version or other._counts._version != self.version:
             return False
         # The count is put back (torch 2.13, autograd/grad_mode.py).
-        with torch.autograd._unsafe_preserve_version_counter(self._counts):
+        with _unsafe_preserve_version_counter(self._counts):
             torch.autograd.graph.increment_version(self._counts)
             return other._counts._version != self.version
 

@@ -197,6 +197,8 @@ def test_an_output_that_is_changed_in_place_is_no_wrong_gradient(
 class Normed(nn.Module):
     """A block with statistics of batches, and a mask that stays as it is."""
 
+    mask: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
