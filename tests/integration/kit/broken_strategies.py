@@ -394,22 +394,24 @@ def dividing(strategy: type[MeshStrategy]) -> Callable[[], Strategy]:
 # -- sequences divided wrongly ---------------------------------------------------------------------
 
 
-class Unshifted(ContextParallel):
-    """Lets a model shift the labels of its part, and does not look at what comes of it."""
+class Unchecked(ContextParallel):
+    """Does not look at what comes of it."""
+
+    def _check(self, *_: Any) -> None:
+        pass
+
+
+class Unshifted(Unchecked):
+    """Lets a model shift the labels of its part."""
 
     def dividing(self, model: nn.Module, microbatch: MicroBatch, loss_fn: Any) -> Any:
-        self._checked = {True, False}
         if isinstance(loss_fn, Objective):
             loss_fn = replace(loss_fn, shifts_labels=False)
         return super().dividing(model, microbatch, loss_fn)
 
 
-class OwnAttentionOnly(ContextParallel):
-    """Lets attention see the part of its own rank, and does not look at what comes of it."""
-
-    def dividing(self, model: nn.Module, microbatch: MicroBatch, loss_fn: Any) -> Any:
-        self._checked = {True, False}
-        return super().dividing(model, microbatch, loss_fn)
+class OwnAttentionOnly(Unchecked):
+    """Lets attention see the part of its own rank."""
 
     def _attention(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         return original(*args, **kwargs)
