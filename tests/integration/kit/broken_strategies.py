@@ -397,7 +397,7 @@ def dividing(strategy: type[MeshStrategy]) -> Callable[[], Strategy]:
 class Unchecked(ContextParallel):
     """Does not look at what comes of it."""
 
-    def _check(self, *_: Any) -> None:
+    def _check(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
