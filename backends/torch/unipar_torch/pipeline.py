@@ -91,9 +91,7 @@ def prepare(spec: EngineSpec, world: World, options: MeshOptions, plan: StagePla
         precision=precision,
         stepper=stepper,
         state=state,
-        schedule=StageSchedule(
-            stages, options.schedule, world, every=options.reduce_scatter_every_microbatch
-        ),
+        schedule=StageSchedule(stages, options.schedule, world),
         undo=undo,
     )
 
@@ -288,7 +286,7 @@ class Ties:
             used = parameter.grad is not None
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            own = local_part(parameter.grad).contiguous()
+            own = parameter.grad.contiguous()
             there = torch.full((1,), int(used), dtype=torch.int32, device=own.device)
             others = torch.empty_like(own), torch.empty_like(there)
             received.append((*others, used))
@@ -301,17 +299,11 @@ class Ties:
             work.wait()
         for (parameter, _), (other, there, used) in zip(pairs, received, strict=True):
             assert parameter.grad is not None
-            local_part(parameter.grad).add_(other)
+            parameter.grad.add_(other)
             # Optimizers leave out what has no gradient, and decay what has one of zeros. Only a
             # rank that has none needs to wait for the other's word.
             if not used and not there.item():
                 parameter.grad = None
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a DTensor; a plain tensor is itself."""
-    to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
 
 
 class StageReducer(Reducer):

@@ -41,14 +41,11 @@ class StageSchedule:
         stages: this rank's, in their order.
         schedule: by name.
         world: the joined processes.
-        every: where parameters are sharded, whether gradients are reduced after each micro-batch.
     """
 
-    def __init__(
-        self, stages: Sequence[Stage], schedule: ScheduleName, world: World, *, every: bool
-    ) -> None:
+    def __init__(self, stages: Sequence[Stage], schedule: ScheduleName, world: World) -> None:
         self.stages = {stage.index: stage for stage in stages}
-        self.name, self.world, self._every = schedule, world, every
+        self.name, self.world = schedule, world
         layout = world.layout
         self.pp, self.num_stages = layout.pp, stages[0].plan.num_stages
         self.group = world.mesh("pp").get_group()
@@ -82,12 +79,6 @@ class StageSchedule:
     def share(self, values: torch.Tensor) -> None:
         dist.broadcast(values, self.peers[-1], group=self.group)
 
-    def reduce_in(self, stage: Stage, *, last: bool) -> None:
-        """Have FSDP reduce in the next backward pass of a stage, or not."""
-        sync = getattr(stage.module, "set_requires_gradient_sync", None)
-        if sync is not None:
-            sync(last or self._every)
-
 
 class _Batch:
     """One run over the micro-batches of a batch."""
@@ -110,7 +101,6 @@ class _Batch:
         self._split: dict[Key, Any] = {}
         self._arriving: dict[tuple[str, int, int], dist.Work] = {}
         self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
-        self._backwards = dict.fromkeys(self._stages, 0)
 
     def run(self, order: Sequence[Action]) -> None:
         steps = {
@@ -170,9 +160,8 @@ class _Batch:
     def _backward(self, index: int, number: int) -> None:
         key = index, number
         self._wait("B", key)
-        stage, output = self._stages[index], self._outputs.pop(key)
+        output = self._outputs.pop(key)
         gradient = self._gradients.pop(key, None)
-        self._count_backward(stage)
         # All that leads here may be frozen.
         if output.requires_grad:
             with backward_pass():
@@ -210,7 +199,6 @@ class _Batch:
         if stage.is_first:
             self._backward(index, number)
             return
-        self._count_backward(stage)
         groups = self._split.pop((index, number), None)
         if groups is None:
             return
@@ -220,11 +208,6 @@ class _Batch:
             else:
                 _, second = _torch_backwards()
                 second(stage.module.parameters(), groups)
-
-    def _count_backward(self, stage: Stage) -> None:
-        self._backwards[stage.index] += 1
-        last = self._backwards[stage.index] == len(self._calls)
-        self._schedule.reduce_in(stage, last=last)
 
     def _input_done(self, key: Key) -> None:
         received = self._inputs.get(key)

@@ -19,7 +19,7 @@ from unipar.testing import models
 from unipar.testing.cases.case import Case, case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.compare import assert_equal_weights
-from unipar.testing.kit import Kit
+from unipar.testing.kit import Kit, Run
 from unipar.testing.optimizers import each_schedule, sgd_and_adamw, sgd_and_adamw_by_hand
 from unipar.testing.reference import copy_weights
 from unipar.testing.scenarios import (
@@ -129,14 +129,7 @@ def divides_a_decoder(kit: Kit) -> None:
         return
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.optimizer.__name__}")
-        for rank, own in enumerate(run.ranks):
-            held = {part.name: part for part in own.state.weights}
-            query = held["blocks.0.attention.q.weight"]
-            if sum(t.numel() for t in query.tensors) * layout.tp > math.prod(query.shape):
-                raise AssertionError(
-                    f"{kit.target.name} says that {layout.tp} ranks divide each layer, and rank "
-                    f"{rank} holds more than that part of {query.name}"
-                )
+        _assert_divided(kit, run, "blocks.0.attention.q.weight", layout.tp, "each layer")
 
 
 @case_also_at(4)
@@ -169,14 +162,17 @@ def divides_experts(kit: Kit) -> None:
         return
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, {scenario.optimizer.__name__}")
-        for rank, own in enumerate(run.ranks):
-            held = {part.name: part for part in own.state.weights}
-            up = held["blocks.0.mixture.experts.up"]
-            if sum(t.numel() for t in up.tensors) * layout.ep > math.prod(up.shape):
-                raise AssertionError(
-                    f"{kit.target.name} says that {layout.ep} ranks divide experts, and rank "
-                    f"{rank} holds more than that part of {up.name}"
-                )
+        _assert_divided(kit, run, "blocks.0.mixture.experts.up", layout.ep, "experts")
+
+
+def _assert_divided(kit: Kit, run: Run, name: str, parts: int, what: str) -> None:
+    for rank, own in enumerate(run.ranks):
+        (held,) = (part for part in own.state.weights if part.name == name)
+        if sum(t.numel() for t in held.tensors) * parts > math.prod(held.shape):
+            raise AssertionError(
+                f"{kit.target.name} says that {parts} ranks divide {what}, and rank {rank} holds "
+                f"more than that part of {name}"
+            )
 
 
 @case
