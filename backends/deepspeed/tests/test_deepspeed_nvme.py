@@ -66,6 +66,19 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-3, amsgrad=True)
 
 
+def size_of_files(root: Path, folder: str) -> int:
+    """The bytes in every ``folder`` below ``root``, where other ranks may be removing theirs.
+
+    ``os.walk`` passes over a directory that is gone when it comes to it; ``Path.rglob`` raises.
+    """
+    return sum(
+        (Path(parent) / name).stat().st_size
+        for parent, _, names in os.walk(root)
+        if Path(parent).name == folder
+        for name in names
+    )
+
+
 def train(
     placement: Placement,
     strategy: str,
@@ -88,9 +101,7 @@ def train(
             session.save(save_to, loader=loader)
             # The step after a checkpoint finds DeepSpeed's buffers as it left them.
             losses.append(engine.train_step(next(batches), loss_fn).loss)
-        # Another rank may be taking its own away already.
-        found = [] if watched is None else list(watched.rglob(f"rank{placement.rank}/*"))
-        return losses, sum(p.stat().st_size for p in found)
+        return losses, 0 if watched is None else size_of_files(watched, f"rank{placement.rank}")
 
 
 @built
