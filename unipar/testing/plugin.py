@@ -23,7 +23,7 @@ from unipar.testing import PRELOAD
 
 if TYPE_CHECKING:
     from unipar.testing.checkpoints import Saved
-    from unipar.testing.kit import Measurements
+    from unipar.testing.kit import Kits
     from unipar.testing.pool import WorldPools
 
 _ADDED = "_unipar_options_added"
@@ -143,12 +143,12 @@ def saved_checkpoints(world_pool: WorldPools, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="session")
-def conformance_measurements(request: pytest.FixtureRequest) -> Iterator[Measurements]:
-    """Measurements of the kit in this session; ``--parity-json`` writes them at its end."""
-    from unipar.testing.kit import Measurements
+def conformance_kits(request: pytest.FixtureRequest, world_pool: WorldPools) -> Iterator[Kits]:
+    """The kits of this session; ``--parity-json`` writes what they have measured at its end."""
+    from unipar.testing.kit import Kits
 
-    measurements = Measurements()
-    yield measurements
+    kits = Kits(world_pool)
+    yield kits
     path = request.config.getoption("unipar_parity_json", None)
     if path:
-        measurements.write(Path(path))
+        kits.measurements.write(Path(path))

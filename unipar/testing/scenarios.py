@@ -27,6 +27,8 @@ HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 NUM_SAMPLES = 66
 """Four global batches of 16, and a ragged fifth of 2, which leaves ranks of four without any."""
+AN_EPOCH_AND_MORE = 7
+"""Steps that meet all of an epoch, and batches after a ragged one."""
 
 
 points = functools.partial(models.points, NUM_SAMPLES)

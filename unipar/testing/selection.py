@@ -12,8 +12,7 @@ import torch
 from unipar.errors import ConfigError
 from unipar.strategy import registry
 from unipar.testing.cases import ALL, Case, refuses_world
-from unipar.testing.kit import Kit, Measurements, Target
-from unipar.testing.pool import WorldPools
+from unipar.testing.kit import Kits, Target
 from unipar.world import Placement
 
 WORLD_SIZES = (1, 2, 4)
@@ -36,10 +35,10 @@ class Proof:
     def __str__(self) -> str:
         return f"{self.target.name}-{self.size}-{self.case.name}"
 
-    def run(self, pools: WorldPools, measurements: Measurements) -> None:
-        if pools.device_type == "cuda" and torch.cuda.device_count() < self.size:
+    def run(self, kits: Kits) -> None:
+        if kits.pools.device_type == "cuda" and torch.cuda.device_count() < self.size:
             pytest.skip(f"needs {self.size} GPUs, and there are {torch.cuda.device_count()}")
-        self.case.check(Kit(self.target, self.size, pools, measurements))
+        self.case.check(kits(self.target, self.size))
 
 
 def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
@@ -47,8 +46,8 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
 
     The strategies are those of ``--strategy``, or of the test module's ``STRATEGIES``; the sizes
     those of ``--world-sizes``, or ``WORLD_SIZES``. On two ranks no case is thorough, but for the
-    strategies of the module's ``BRIEF``: such a one is another with an option, and that other is
-    proved whole.
+    strategies of the module's ``BRIEF``: such a one is another with an option of how ranks share
+    work, and that other is proved whole. On one rank all is thorough of those.
 
     Raises:
         pytest.Collector.CollectError: no strategy is named, or none of that name is installed.
@@ -69,7 +68,7 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
         proof
         for name in strategies
         for size in sizes
-        for proof in _proofs_of(_target(name, source), size, None if name in brief else MAIN_SIZE)
+        for proof in _proofs_of(_target(name, source), size, brief=name in brief)
     ]
 
 
@@ -83,17 +82,18 @@ def _target(name: str, source: str) -> Target:
     return target
 
 
-def _proofs_of(target: Target, size: int, main_size: int | None) -> Sequence[Proof]:
+def _proofs_of(target: Target, size: int, *, brief: bool) -> Sequence[Proof]:
     limit = target.make().capabilities().max_devices
     if (limit is not None and size > limit) or not _arranges(target, size):
         return [Proof(target, size, refuses_world)]
-    if main_size is not None and limit is not None:
-        main_size = min(main_size, limit)
-    return [
-        Proof(target, size, case, thorough=size != main_size and size not in case.also_at)
-        for case in ALL
-        if case.applies(size)
-    ]
+    main_size = MAIN_SIZE if limit is None else min(MAIN_SIZE, limit)
+
+    def is_thorough(case: Case) -> bool:
+        if brief:
+            return size == 1 or size not in case.also_at
+        return size != main_size and size not in case.also_at
+
+    return [Proof(target, size, one, is_thorough(one)) for one in ALL if one.applies(size)]
 
 
 def _arranges(target: Target, size: int) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from unipar.testing.kit import Measurements
-from unipar.testing.pool import WorldPools
+from unipar.testing.kit import Kits
 from unipar.testing.selection import Proof
 
 
-def test_conformance(
-    conformance_proof: Proof, world_pool: WorldPools, conformance_measurements: Measurements
-) -> None:
+def test_conformance(conformance_proof: Proof, conformance_kits: Kits) -> None:
     """See :mod:`unipar.testing.cases` for what is asked."""
-    conformance_proof.run(world_pool, conformance_measurements)
+    conformance_proof.run(conformance_kits)

@@ -71,6 +71,7 @@ def test_what_is_not_thorough_is_all_cases_on_one_number_of_ranks_and_some_on_ot
     # What is the same strategy with another option meets these, and no others.
     assert {"fsdp-4-resumes", "fsdp-2-equals_the_reference"} <= brief
     assert {"fsdp-4-compiles", "fsdp-2-compiles", "fsdp-1-compiles"} <= everything - brief
+    assert "fsdp-1-equals_the_reference" in everything - brief
 
 
 def proofs(collected: str) -> set[str]:

@@ -21,7 +21,7 @@ from unipar.loss import Loss
 from unipar.strategy import Engine, EngineSpec, StepResult, Strategy
 from unipar.testing import models, reference
 from unipar.testing.cases.case import case, case_also_at
-from unipar.testing.cases.numbers import PLAIN, TOKENS
+from unipar.testing.cases.numbers import PLAIN, SHORT_TOKENS, TOKENS
 from unipar.testing.compare import assert_equal_runs
 from unipar.testing.harness import (
     Exported,
@@ -47,6 +47,7 @@ from unipar.testing.kit import (
 from unipar.testing.models import Samples
 from unipar.testing.reference import Trace
 from unipar.testing.scenarios import (
+    AN_EPOCH_AND_MORE,
     HALF_DTYPES,
     NUM_SAMPLES,
     Scenario,
@@ -58,7 +59,7 @@ from unipar.testing.scenarios import (
 from unipar.world import World
 
 GAN = Scenario(
-    data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None, num_steps=7, accumulation=2
+    data=partial(models.faces, NUM_SAMPLES), max_grad_norm=None, num_steps=5, accumulation=2
 )
 
 SHARED = Scenario(max_grad_norm=None, num_steps=5, accumulation=2)
@@ -68,8 +69,8 @@ SHARED = Scenario(max_grad_norm=None, num_steps=5, accumulation=2)
 def lets_users_loop(kit: Kit) -> None:
     """``backward`` and ``step`` in a loop of one's own make the run that ``train_step`` makes."""
     scenarios = [
-        replace(PLAIN, accumulation=4, num_steps=7),
-        replace(TOKENS, max_grad_norm=0.5, num_steps=7),
+        replace(PLAIN, accumulation=2, num_steps=AN_EPOCH_AND_MORE),
+        replace(SHORT_TOKENS, max_grad_norm=0.5),
     ]
     if not kit.capabilities.custom_loop:
         kit.run(_refuses_to_be_cut, kit.fit(PLAIN))
@@ -89,8 +90,8 @@ def holds_forwards(kit: Kit) -> None:
     A framework that cannot do this refuses it.
     """
     scenarios = [
-        replace(PLAIN, accumulation=2, num_steps=7),
-        replace(TOKENS, accumulation=2, num_steps=7),
+        replace(PLAIN, accumulation=2, num_steps=AN_EPOCH_AND_MORE),
+        replace(SHORT_TOKENS, accumulation=2),
     ]
     if not kit.capabilities.custom_loop:
         return
@@ -164,7 +165,7 @@ def lets_losses_differentiate(kit: Kit) -> None:
         # Its losses are given what the model has computed, and not the model.
         return
     for terms in (_resist, _weigh, _smooth):
-        scenario = kit.fit(replace(PLAIN, terms=terms, num_steps=7))
+        scenario = kit.fit(replace(PLAIN, terms=terms, num_steps=AN_EPOCH_AND_MORE))
         ranks = kit.run(_or_refusal, train, scenario)
         if refusals := [said for said in ranks if isinstance(said, str)]:
             assert_refusals(kit, ranks, refusals, "gradient")
@@ -181,7 +182,7 @@ def loses_no_change_of_weights(kit: Kit) -> None:
     # An error of one stage's leaves the others of a pipeline waiting.
     if kit.capabilities.pipeline:
         return
-    scenario = kit.fit(replace(PLAIN, model=models.Clamped, num_steps=7))
+    scenario = kit.fit(replace(PLAIN, model=models.Clamped, num_steps=AN_EPOCH_AND_MORE))
     ranks = kit.run(_or_error, train, scenario)
     if errors := [said for said in ranks if isinstance(said, str)]:
         assert_refusals(kit, ranks, errors, "")

@@ -8,7 +8,7 @@ from pathlib import Path
 from unipar import checkpoint
 from unipar.strategy import Strategy
 from unipar.testing.cases.case import case_also_at
-from unipar.testing.cases.numbers import TOKENS
+from unipar.testing.cases.numbers import SHORT_TOKENS
 from unipar.testing.cases.shapes import SEVERAL
 from unipar.testing.harness import Exported, RankRun, batches, learning_rates, record, trained_on
 from unipar.testing.kit import Kit, merge_all
@@ -17,16 +17,13 @@ from unipar.testing.scenarios import Scenario
 from unipar.utils.scratch import scratch
 from unipar.world import World
 
-SAVED_AT = 5
+SAVED_AT = 4
 
 
 @case_also_at(4)
 def resumes(kit: Kit) -> None:
-    """Saved after five steps and loaded into a fresh engine, a run goes on as if undisturbed."""
-    scenarios = [
-        SEVERAL,
-        replace(TOKENS, max_grad_norm=0.5, num_steps=10),
-    ]
+    """Saved after four steps and loaded into a fresh engine, a run goes on as if undisturbed."""
+    scenarios = [SEVERAL, replace(SHORT_TOKENS, max_grad_norm=0.5)]
     scenarios = [kit.fit(scenario) for scenario in scenarios if not kit.refuses(scenario)]
     with scratch() as directory:
         runs = merge_all(kit.run(_interrupt, scenarios, directory))
