@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from unipar.testing import PRELOAD
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,6 +25,7 @@ class Framework(NamedTuple):
         environment: the folder of its virtual environment, below the root.
         strategies: the strategies that it brings, as ``--strategy`` takes them.
         half_only: those that have no fp32.
+        preload: imports it, as ``module:function``; the ranks of pools begin so.
     """
 
     name: str
@@ -29,6 +33,7 @@ class Framework(NamedTuple):
     environment: str
     strategies: tuple[str, ...]
     half_only: tuple[str, ...] = ()
+    preload: str = ""
 
     def ask(self, module: str, question: Any) -> Any:
         """What ``module`` answers in the framework's environment, by :func:`answer`.
@@ -42,16 +47,29 @@ class Framework(NamedTuple):
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory, "answer.json")
             command = [str(python), "-m", module, json.dumps(question), str(file)]
-            if subprocess.run(command, cwd=ROOT).returncode:
+            environment = os.environ | ({PRELOAD: self.preload} if self.preload else {})
+            if subprocess.run(command, cwd=ROOT, env=environment).returncode:
                 sys.exit(f"{self.name}: {module} failed.")
             return json.loads(file.read_text())
 
 
 FRAMEWORKS = (
     Framework("PyTorch", "torch", ".venv", ("single", "ddp", "fsdp")),
-    Framework("DeepSpeed", "deepspeed", ".venv", ("zero1", "zero2", "zero3")),
+    Framework(
+        "DeepSpeed",
+        "deepspeed",
+        ".venv",
+        ("zero1", "zero2", "zero3"),
+        preload="unipar_deepspeed.framework:load",
+    ),
     Framework("Horovod", "horovod", ".venv", ("horovod",)),
-    Framework("Accelerate", "accelerate", ".venv", ("accelerate", "accelerate:plugin=deepspeed")),
+    Framework(
+        "Accelerate",
+        "accelerate",
+        ".venv",
+        ("accelerate", "accelerate:plugin=deepspeed"),
+        preload="unipar_accelerate.framework:load",
+    ),
     Framework(
         "Colossal-AI",
         "colossalai",
@@ -61,6 +79,7 @@ FRAMEWORKS = (
             *("colossalai:plugin=zero1", "colossalai:plugin=zero2"),
         ),
         ("colossalai:plugin=gemini",),
+        preload="unipar_colossalai.framework:load",
     ),
 )
 

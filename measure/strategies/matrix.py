@@ -62,34 +62,39 @@ def _ranks(strategy: str) -> tuple[int, ...]:
     return RANKS[:1] if strategy == "single" else RANKS
 
 
-def survey(targets: list[Target], precision: str, root: Path) -> list[dict[str, Any]]:
-    """Save everywhere, then resume everywhere; one framework after the other."""
-    targets = [target for target in targets if target.precision == precision]
-    sources = {source for target in targets for source in target.sources}
-    saved: dict[str, str] = {}
-    for framework in FRAMEWORKS:
-        own = [name for name in (*framework.strategies, *framework.half_only) if name in sources]
-        if own:
-            place = str(root / precision / framework.name)
-            question = {"strategies": own, "precision": precision, "root": place}
-            saved |= framework.ask("measure.strategies.moves", question)
-            print(f"saved in {precision} under {', '.join(own)}", flush=True)
-    found = []
-    for framework in FRAMEWORKS:
-        asked = [
-            {
-                "strategy": target.strategy,
-                "ranks": target.ranks,
-                "saved": {source: saved[source] for source in target.sources},
-            }
-            for target in targets
-            if target.strategy in (*framework.strategies, *framework.half_only)
+def survey(targets: list[Target], root: Path) -> list[dict[str, Any]]:
+    """Save everywhere and resume everywhere, one framework after the other.
+
+    A framework's processes take long to start. So they resume at once what there is by then, and
+    what other frameworks save later when all have had their turn.
+    """
+    left, found = list(targets), []
+    unsaved = {(source, target.precision) for target in targets for source in target.sources}
+    saved: dict[str, dict[str, str]] = {"fp32": {}, "bf16": {}}
+    for framework in (*FRAMEWORKS, *FRAMEWORKS):
+        own = (*framework.strategies, *framework.half_only)
+        to_save = sorted(one for one in unsaved if one[0] in own)
+        unsaved.difference_update(to_save)
+        ready = [
+            target
+            for target in left
+            if target.strategy in own
+            and unsaved.isdisjoint((source, target.precision) for source in target.sources)
         ]
-        if asked:
-            found += framework.ask(
-                "measure.strategies.moves", {"targets": asked, "precision": precision}
-            )
-    return found
+        left = [target for target in left if target not in ready]
+        if to_save or ready:
+            question = {
+                "root": str(root / framework.name),
+                "to_save": to_save,
+                "targets": [target._asdict() for target in ready],
+                "saved": saved,
+            }
+            saved, differences = framework.ask("measure.strategies.moves", question)
+            found += differences
+    asked = [(target.strategy, target.ranks, target.precision) for target in targets]
+    return sorted(
+        found, key=lambda one: asked.index((one["strategy"], one["ranks"], one["precision"]))
+    )
 
 
 def faults(found: list[dict[str, Any]]) -> list[str]:
@@ -120,10 +125,7 @@ def main() -> None:
     number = len(strategies) + len(half_only)
     print(f"Checkpoints of {number} strategies, resumed {pairs} times:", flush=True)
     with tempfile.TemporaryDirectory(prefix="unipar-matrix-") as root:
-        found = [
-            *survey(targets, "fp32", Path(root)),
-            *survey(targets, "bf16", Path(root)),
-        ]
+        found = survey(targets, Path(root))
     wrong = faults(found)
     if wrong:
         sys.exit("\n".join(["These did not go on as the undisturbed run:", *wrong]))

@@ -11,36 +11,33 @@ from unipar.strategy import Precision
 from unipar.testing.pool import WorldPools
 from unipar.testing.portability import Where, bound, go_on, save_all
 
+Saved = dict[Precision, dict[str, str]]
+"""The checkpoint of each strategy."""
+
 
 def source(strategy: str) -> Where:
     """Where a strategy saves."""
     return Where(strategy, 1 if strategy == "single" else 2)
 
 
-def save(strategies: list[str], precision: Precision, root: str) -> dict[str, str]:
-    """The checkpoint of each strategy."""
-    pools = WorldPools("cpu")
-    try:
-        saved = save_all([source(name) for name in strategies], pools, Path(root), precision)
-    finally:
-        pools.close()
-    return {place.strategy: str(path) for place, path in saved.items()}
+def save(strategy: str, precision: Precision, root: Path, pools: WorldPools) -> str:
+    """The strategy's checkpoint."""
+    (path,) = save_all([source(strategy)], pools, root / strategy / precision, precision).values()
+    print(f"saved in {precision} under {strategy}", flush=True)
+    return str(path)
 
 
-def resume(targets: list[dict[str, Any]], precision: Precision) -> list[dict[str, Any]]:
-    """Each target's differences by source; or what stopped it, so that the others still run."""
-    pools = WorldPools("cpu")
-    try:
-        return [_resume(**target, precision=precision, pools=pools) for target in targets]
-    finally:
-        pools.close()
-
-
-def _resume(
-    strategy: str, ranks: int, saved: dict[str, str], precision: Precision, pools: WorldPools
+def resume(
+    strategy: str,
+    ranks: int,
+    sources: list[str],
+    precision: Precision,
+    saved: Saved,
+    pools: WorldPools,
 ) -> dict[str, Any]:
+    """A target's differences by source; or what stopped it, so that the others still run."""
     where = Where(strategy, ranks)
-    paths = {source(name): Path(path) for name, path in saved.items()}
+    paths = {source(name): Path(saved[precision][name]) for name in sources}
     told = {"strategy": strategy, "ranks": ranks, "precision": precision, "bound": bound(precision)}
     try:
         found = go_on(where, paths, pools, precision)
@@ -52,8 +49,15 @@ def _resume(
     return {**told, "apart": {place.strategy: apart for place, apart in found.items()}}
 
 
-def main(question: dict[str, Any]) -> Any:
-    return (save if "root" in question else resume)(**question)
+def main(question: dict[str, Any]) -> tuple[Saved, list[dict[str, Any]]]:
+    saved: Saved = question["saved"]
+    pools = WorldPools("cpu")
+    try:
+        for strategy, precision in question["to_save"]:
+            saved[precision][strategy] = save(strategy, precision, Path(question["root"]), pools)
+        return saved, [resume(**target, saved=saved, pools=pools) for target in question["targets"]]
+    finally:
+        pools.close()
 
 
 if __name__ == "__main__":
