@@ -57,7 +57,9 @@ class Target:
 
     @classmethod
     def named(cls, text: str) -> Target:
-        return cls(text, partial(resolve, text))
+        """The installed strategy; looked up once, which reads a file of each distribution."""
+        strategy = resolve(text)
+        return cls(text, partial(type(strategy), strategy.options))
 
 
 @dataclass

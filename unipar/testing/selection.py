@@ -73,13 +73,11 @@ def proofs(config: pytest.Config, module: ModuleType | None) -> list[Proof]:
 
 
 def _target(name: str, source: str) -> Target:
-    target = Target.named(name)
     try:
-        target.make()
+        return Target.named(name)
     except Exception as error:
         # Shown without a traceback, where others are errors of the tests.
         raise pytest.Collector.CollectError(f"{source} {name}: {error}") from error
-    return target
 
 
 def _proofs_of(target: Target, size: int, *, brief: bool) -> Sequence[Proof]:
