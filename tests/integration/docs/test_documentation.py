@@ -40,6 +40,10 @@ def to_run(page: Path) -> list[str]:
     return [line for line in commands(page) if line not in earlier]
 
 
+# Its command is the one of doctor.md, for every strategy at once.
+THOROUGH = ROOT / "docs" / "gpu.md"
+
+
 def named(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -55,7 +59,15 @@ def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python") or to_run(p)], ids=named)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.thorough] if page == THOROUGH else [])
+        for page in PAGES
+        if blocks(page, "python") or to_run(page)
+    ],
+    ids=named,
+)
 def test_python_blocks_and_then_commands_run_in_order(page: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     script = tmp_path / "blocks.py"
