@@ -88,7 +88,7 @@ def _proofs_of(target: Target, size: int, *, brief: bool) -> Sequence[Proof]:
 
     def is_thorough(case: Case) -> bool:
         if brief:
-            return size == 1 or size not in case.also_at
+            return size == 1 or size not in case.also_at or not case.in_brief
         return size != main_size and size not in case.also_at
 
     return [Proof(target, size, one, is_thorough(one)) for one in ALL if one.applies(size)]

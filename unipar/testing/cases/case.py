@@ -21,12 +21,15 @@ class Case:
         max_size: the largest world in which it means anything, or ``None``.
         also_at: world sizes at which it meets what two ranks do not show: no second rank, shares
             that are empty or padded, shards of several neighbors, sums in more than one order.
+        in_brief: whether a strategy that is another with an option could fail it there, where that
+            other does not.
     """
 
     name: str
     check: Callable[[Kit], None]
     max_size: int | None = None
     also_at: tuple[int, ...] = ()
+    in_brief: bool = True
 
     def applies(self, size: int) -> bool:
         return self.max_size is None or size <= self.max_size
@@ -36,8 +39,8 @@ def case(check: Callable[[Kit], None]) -> Case:
     return Case(check.__name__, check)
 
 
-def case_also_at(*sizes: int) -> Callable[[Callable[[Kit], None]], Case]:
-    return lambda check: Case(check.__name__, check, also_at=sizes)
+def case_also_at(*sizes: int, in_brief: bool = True) -> Callable[[Callable[[Kit], None]], Case]:
+    return lambda check: Case(check.__name__, check, also_at=sizes, in_brief=in_brief)
 
 
 def _refuses_the_world(kit: Kit) -> None:

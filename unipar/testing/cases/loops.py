@@ -408,7 +408,7 @@ def _train_two_heads(strategy: Strategy, world: World) -> list[RankRun]:
     return results
 
 
-@case_also_at(4)
+@case_also_at(4, in_brief=False)
 def evaluates_every_sample_once(kit: Kit) -> None:
     """Evaluation sums over all samples, padding and ragged batches notwithstanding."""
     for scenario in map(kit.fit, (PLAIN, TOKENS)):

@@ -41,7 +41,7 @@ def _bad_batches(scenario: Scenario) -> frozenset[int]:
     return frozenset(step for step, indices in enumerate(scenario.order()) if 41 in indices)
 
 
-@case_also_at(4)
+@case_also_at(4, in_brief=False)
 def repeats_itself(kit: Kit) -> None:
     """The same run twice gives the same bits: losses, norms, weights and moments."""
     both = [SHORT_TOKENS, SHORT_CLIPPED_TOKENS]
