@@ -43,7 +43,7 @@ def test_outputs_are_whole_and_not_mixed() -> None:
 
 def test_a_table_says_what_each_has_taken(tmp_path: Path) -> None:
     busy = tmp_path / "busy.py"
-    busy.write_text("import time\nwhile time.process_time() < 0.8:\n    pass\n")
+    busy.write_text("import time\nwhile time.process_time() < 0.95:\n    pass\n")
     # Of what a command has started, too, and of what it has not waited for.
     run = start(
         "idle=sleep 0.5",
