@@ -3,9 +3,8 @@
 The layer that gives logits keeps each rank's columns, as a DTensor that looks like the whole.
 Cross-entropy of it needs a maximum and two sums for each token from the other ranks, and nobody
 holds logits or probabilities of the whole vocabulary. (Shoeybi et al., arXiv:1909.08053, section
-3.) torch's own context of this name (2.13, distributed/tensor/parallel/loss.py) computes wrong
-gradients, without a word, of whatever else is made of ``log_softmax``: smoothed labels, or a
-user's own choice of probabilities.
+3.) torch's own context of this name (2.13, distributed/tensor/parallel/loss.py) refuses label
+smoothing, and computes wrong gradients, without a word, of a ``log_softmax`` that goes elsewhere.
 """
 
 from __future__ import annotations
