@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -109,7 +110,7 @@ def next_byte(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def tensor(data: Any) -> Step:
     """Layers divided by hand, as PyTorch's tutorial does."""
     net = model()
-    mesh = dist.init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (RANKS,))
     for layer in net.blocks:
         parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
