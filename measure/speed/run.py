@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from measure.report import circumstances, table, write_json, write_markdown  # noqa: E402
 from measure.speed import (  # noqa: E402
+    axes,
     checkpoints,
     imports,
     loading,
@@ -33,6 +34,7 @@ PARTS = {
     "overhead": overhead.measure,
     "loading": loading.measure,
     "replicas": replicas.measure,
+    "axes": axes.measure,
     "memory": memory.measure,
     "checkpoints": checkpoints.measure,
     "imports": imports.measure,

@@ -43,9 +43,10 @@ class MeshStrategy(Strategy):
             max_devices=self.options.pp if staged else None,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset() if staged else frozenset(offload),
-            # Where a rank has a part of each sequence, or no loss, only a whole step knows of all.
-            custom_loop=whole,
-            several_engines=whole,
+            # Where a rank has a part of each sequence or of the logits, or no loss, only a whole
+            # step knows of all.
+            custom_loop=whole and not options.loss_parallel,
+            several_engines=whole and not options.loss_parallel,
             compile=whole,
             activation_checkpointing=options.schedule not in SPLITTING,
             selective_checkpointing=not staged,
@@ -133,7 +134,7 @@ class MeshStrategy(Strategy):
             from unipar_torch import pipeline
 
             return pipeline.prepare(spec, world, options, stages)
-        sequences = divide = None
+        sequences = divide = loss = None
         if layout.cp > 1:
             from unipar_torch.context_parallel import ContextParallel
 
@@ -141,23 +142,35 @@ class MeshStrategy(Strategy):
         if plan is not None:
             from unipar_torch.tensor_parallel import divide_layers
 
+            if options.loss_parallel:
+                from unipar_torch.loss_parallel import LossParallel
+
+                loss = LossParallel()
             sequence = options.sequence_parallel
-            divide = functools.partial(divide_layers, plan=plan, world=world, sequence=sequence)
+            divide = functools.partial(
+                divide_layers, plan=plan, world=world, sequence=sequence, loss=loss
+            )
         if experts is not None:
             from unipar_torch.expert_parallel import divide_experts
 
             divide = functools.partial(divide_experts, plan=experts, world=world)
         divided = () if experts is None else tuple(experts.experts)
-        return prepare(spec, world, options, divide, sequences=sequences, experts=divided)
+        return prepare(
+            spec, world, options, divide, sequences=sequences, experts=divided, loss=loss
+        )
 
     def _plans(self, model: nn.Module, layout: Layout) -> tuple[Any, Any, Any]:
         """How layers, stages and experts are divided; None where they are not."""
         options = self.options
         plan = stages = experts = None
         if layout.tp > 1:
-            from unipar_torch.tensor_plan import make_plan
+            from unipar_torch.tensor_plan import blocks_by_name, make_plan
 
             plan = make_plan(model, layout.tp, options.plan)
+            if options.loss_parallel:
+                from unipar_torch.loss_parallel import refuse_without_logits
+
+                refuse_without_logits(plan, blocks_by_name(model))
         if layout.pp > 1:
             from unipar_torch.stage_plan import plan_stages
 

@@ -10,7 +10,7 @@ from unipar_torch.fsdp import ShardingOptions
 from unipar_torch.stage_orders import ScheduleName, num_virtual
 
 _BELONG = {
-    "tp": ("sequence_parallel", "plan"),
+    "tp": ("sequence_parallel", "loss_parallel", "plan"),
     "cp": ("cp_kind", "sequence_dims"),
     "pp": ("schedule", "virtual_stages", "stages"),
     "ep": ("experts",),
@@ -40,6 +40,11 @@ class MeshOptions(ShardingOptions):
     sequence_parallel: bool = Field(
         default=False,
         description="Between divided layers each rank of 'tp' has a part of the sequence.",
+    )
+    loss_parallel: bool = Field(
+        default=False,
+        description="In training each rank of 'tp' keeps its part of the logits, and cross-entropy "
+        "is computed from the parts.",
     )
     plan: dict[str, str] | None = Field(
         default=None,
@@ -134,7 +139,9 @@ class MeshOptions(ShardingOptions):
                 )
         if self.pp > 1:
             num_virtual(self.schedule, self.virtual_stages)
-            for option in ("cpu_offload", "sequence_parallel"):
+            for option in ("cpu_offload", "sequence_parallel", "loss_parallel"):
                 if getattr(self, option):
                     raise ValueError(f"{option} with pp is not built. Leave one of them out")
+        if self.loss_parallel and self.cp > 1:
+            raise ValueError("loss_parallel with cp is not built. Leave one of them out")
         return self

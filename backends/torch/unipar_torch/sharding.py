@@ -57,6 +57,7 @@ from unipar_torch.from_host import give_values, host_model, take_values, tied_na
 if TYPE_CHECKING:
     from unipar_torch.context_parallel import ContextParallel
     from unipar_torch.fsdp import ShardingOptions
+    from unipar_torch.loss_parallel import LossParallel
 
 Divide = Callable[[nn.Module], list[Undo]]
 """Divides the layers of a model, on the meta device too; returns what takes back what can be."""
@@ -69,6 +70,7 @@ def prepare(
     divide: Divide | None = None,
     sequences: ContextParallel | None = None,
     experts: Sequence[str] = (),
+    loss: LossParallel | None = None,
 ) -> StepEngine:
     """Shard a model, then build its optimizer. Collective.
 
@@ -79,6 +81,7 @@ def prepare(
         divide: divides layers before anything else is done to the model.
         sequences: divides sequences.
         experts: names of modules that ranks along ``ep`` have divided.
+        loss: computes the loss from divided logits.
     """
     name = options.strategy
     hybrid = world.layout.dp_replicate > 1
@@ -153,7 +156,7 @@ def prepare(
         reducer=ShardReducer(module, world, name, every=options.reduce_scatter_every_microbatch),
         precision=precision,
         stepper=stepper,
-        divider=sequences,
+        divider=sequences or loss,
         undo=undo,
     )
 

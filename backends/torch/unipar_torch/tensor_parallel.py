@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from unipar.world import World
 from unipar_torch.layer_checks import check_in_first_pass
 from unipar_torch.layer_cuts import Activations, divided_forward, show_whole_parameters
+from unipar_torch.loss_parallel import Logits, LossParallel, logits_of
 from unipar_torch.sequences import divide_sequences, enter_before, holders_of
 from unipar_torch.tensor_plan import STYLES, TensorPlan, blocks_by_name
 
@@ -18,7 +19,12 @@ Undo = Callable[[], None]
 
 
 def divide_layers(
-    module: nn.Module, plan: TensorPlan, world: World, *, sequence: bool
+    module: nn.Module,
+    plan: TensorPlan,
+    world: World,
+    *,
+    sequence: bool,
+    loss: LossParallel | None = None,
 ) -> list[Undo]:
     """Divide a model's layers over the ranks along ``tp``.
 
@@ -30,12 +36,14 @@ def divide_layers(
         plan: which layers, and how.
         world: the joined processes.
         sequence: whether activations are divided by sequence between divided layers.
+        loss: computes the loss from divided logits.
 
     Returns:
         What takes back what can be.
 
     Raises:
-        ConfigError: the sequence is to be divided, and the model has no blocks to do it in.
+        ConfigError: the sequence is to be divided, and the model has no blocks to do it in; or the
+            loss, and the plan divides no logits.
     """
     mesh = world.mesh("tp")
     blocks = blocks_by_name(module)
@@ -43,13 +51,14 @@ def divide_layers(
     usual, inside = Activations(mesh), Activations(mesh, sequence=sequence)
     entered = Activations(mesh, sequence=sequence, entered=True)
     holders = holders_of(blocks, plan) if sequence else {}
+    logits = {} if loss is None else dict.fromkeys(logits_of(plan, blocks), Logits(mesh, loss))
     _distribute(module, plan, mesh)
     undo: list[Undo] = []
     for name, part in module.named_modules():
         style = plan.styles.get(name)
         in_sequence = sequence and part in within
         if style is not None and STYLES[style].dims:
-            activations = inside if in_sequence else usual
+            activations = logits.get(name, inside if in_sequence else usual)
             if name.rpartition(".")[0] in holders:
                 activations = entered
             part.forward = divided_forward(part, style, activations)
