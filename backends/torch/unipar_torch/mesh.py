@@ -82,6 +82,8 @@ class MeshStrategy(Strategy):
                 f"{layout.dp_shard}, dp_replicate={layout.dp_replicate}) is not built. Start "
                 f"{layout.pp} processes, or leave pp out."
             )
+        if layout.pp > 1 and layout.batch == 1:
+            self.options.refuse_sharding(layout)
         if layout.cp > 1 and isinstance(spec.model, nn.Module):
             from unipar_torch.context_parallel import refuse_other_attention
 
