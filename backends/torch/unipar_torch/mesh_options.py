@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar_torch.fsdp import ShardingOptions
-from unipar_torch.stage_orders import ScheduleName, num_virtual
+from unipar_torch.stage_orders import SPLITTING, ScheduleName, num_virtual
 
 _BELONG = {
     "tp": ("sequence_parallel", "plan"),
@@ -115,15 +115,24 @@ class MeshOptions(ShardingOptions):
         """How many stages the model is cut into."""
         return self.pp * num_virtual(self.schedule, self.virtual_stages)
 
-    def refuse_sharding(self, layout: Layout) -> None:
-        """Refuse options of FSDP, in a run that has no use for it.
+    def check_stages(self, layout: Layout) -> None:
+        """Refuse what does not go together in a pipeline, once its processes are known.
 
         Args:
-            layout: how the run's processes are arranged.
+            layout: how they are arranged.
 
         Raises:
-            ConfigError: one is set.
+            ConfigError: options of FSDP are set that nothing uses, or the schedule is none for it.
         """
+        if layout.batch > 1:
+            if self.schedule in SPLITTING:
+                raise ConfigError(
+                    f"mesh: schedule='{self.schedule}' with dp_shard={layout.dp_shard}, "
+                    f"dp_replicate={layout.dp_replicate} is not built: it computes gradients of "
+                    "weights when FSDP has let go of these. Set schedule='1f1b' or 'interleaved', "
+                    f"or start {layout.pp * layout.tp} processes."
+                )
+            return
         for option in _SHARDING:
             given = getattr(self, option)
             if given != type(self).model_fields[option].default:
