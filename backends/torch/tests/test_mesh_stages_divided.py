@@ -59,7 +59,7 @@ SHARDED = [
         for options in (
             {"dp_shard": 2, "schedule": "gpipe", "sharding": "grad_op", "prefetch": 1},
             {"dp_shard": 2, "wrap": "none", "reduce_scatter_every_microbatch": False},
-            {"dp_shard": 2, "wrap": ("Linear",), "schedule": "interleaved"},
+            {"dp_shard": 2, "wrap": ("LayerNorm",), "schedule": "interleaved"},
             {"dp_shard": 2, "wrap_min_params": 50},
             {"dp_replicate": 2, "schedule": "interleaved", "sharding": "grad_op"},
         )
@@ -167,9 +167,8 @@ def part_of_run(
         for step in range(start, stop):
             first = share * world.data_rank
             own = {key: value[first : first + share] for key, value in samples(step).items()}
-            halves = [
-                {k: v[at : at + share // 2] for k, v in own.items()} for at in (0, share // 2)
-            ]
+            half = share // 2
+            halves = [{k: v[at : at + half] for k, v in own.items()} for at in (0, half)]
             parts = tuple(MicroBatch(one, half) for one in halves)
             losses.append(engine.train_step(Batch(parts, 8), OBJECTIVE).loss)
         checkpoint.save(directory, session.engines, world, step=stop, strategy="any")
