@@ -60,7 +60,7 @@ SHARDED = [
             {"dp_shard": 2, "schedule": "gpipe", "sharding": "grad_op", "prefetch": 1},
             {"dp_shard": 2, "wrap": "none", "reduce_scatter_every_microbatch": False},
             {"dp_shard": 2, "wrap": ("LayerNorm",), "schedule": "interleaved"},
-            {"dp_shard": 2, "wrap_min_params": 50},
+            {"dp_shard": 2, "wrap_min_params": 150},
             {"dp_replicate": 2, "schedule": "interleaved", "sharding": "grad_op"},
         )
     ),
@@ -237,16 +237,23 @@ class Nested(nn.Module):
 
 
 class Scaled(Pair):
-    """What is computed between its layers is over the whole width."""
+    """What is computed between its layers may be over the whole width."""
+
+    whole = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.softmax(self.up(x), dim=-1))
+        up = self.up(x)
+        return x + self.down(torch.softmax(up, dim=-1) if self.whole else torch.relu(up))
 
 
 class Softmaxed(Even):
+    """On the second of two stages it is."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([*(Pair() for _ in range(2)), *(Scaled() for _ in range(2))])
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+        for block in self.blocks[2:]:
+            block.whole = True  # pyright: ignore
 
 
 class Twin(Even):
@@ -279,7 +286,7 @@ class Costs(Even):
 WRONG = {
     "a unit of several stages": ({"dp_shard": 2, "wrap": ["Even"]}, Nested, "'body' (Even) a unit"),
     "one parameter twice on a rank": (
-        {"dp_shard": 2, "schedule": "interleaved"},
+        {"dp_shard": 2, "schedule": "interleaved", "wrap": "none"},
         Twin,
         "'blocks.0.up.bias' is on two stages of one rank",
     ),

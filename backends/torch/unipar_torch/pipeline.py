@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -174,13 +175,15 @@ def _one_of_each(modules: Sequence[nn.Module], device: torch.device) -> Sequence
         for name, old in list(_named(module)):
             known = first[name]
             if is_dtensor(old):
-                if made.setdefault(known, old) is not old:
+                if made.setdefault(known, old) is old:
+                    continue
+                if isinstance(module, FSDPModule):
                     raise ConfigError(
-                        f"mesh: '{known}' is on two stages of one rank, and dp_shard and tp would "
-                        "make two parameters of it. Name it on stages of different ranks by "
-                        "stages=[[…], […]], or set schedule='1f1b', which has one stage on each."
+                        f"mesh: '{known}' is on two stages of one rank, and each stage is sharded "
+                        "by itself, which would make two of it. Name it on stages of different "
+                        "ranks by stages=[[…], […]], or set schedule='1f1b', which has one stage "
+                        "on each rank."
                     )
-                continue
             if known not in made:
                 new = torch.empty_like(old, device=device)
                 if isinstance(old, nn.Parameter):
