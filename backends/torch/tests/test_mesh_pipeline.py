@@ -448,7 +448,6 @@ REFUSED = {
         2,
         r"in their order",
     ),
-    "stages of others": ({}, models.Network, 4, r"pp=2 with other axes .* is not built"),
     **{
         f"nothing for {option} to divide": (
             {option: value},

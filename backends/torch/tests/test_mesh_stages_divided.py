@@ -261,7 +261,7 @@ class Twin(Even):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[2].up.bias = self.blocks[0].up.bias
+        self.blocks[2].up.bias = self.blocks[0].up.bias  # pyright: ignore
 
 
 class Costly(Pair):
