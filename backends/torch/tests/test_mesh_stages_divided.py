@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_mesh_pipeline import OBJECTIVE, Deep, DeepTied
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import unipar
 from unipar import checkpoint
@@ -19,7 +20,7 @@ from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.strategy import Strategy
 from unipar.testing import models
-from unipar.testing.cases import ALL
+from unipar.testing.cases import ALL, Case
 from unipar.testing.cases.numbers import PLAIN, TOKENS
 from unipar.testing.cases.shapes import DECODER
 from unipar.testing.kit import Kit, Target
@@ -49,6 +50,29 @@ class DeepDecoder(models.Decoder):
 
 
 CLIPPED = {"accumulation": 4, "max_grad_norm": 0.25, "optimizer": sgd}
+
+# -- the conformance kit ---------------------------------------------------------------------------
+
+MIXES = {
+    "tp": ({"tp": 2}, 4),
+    "dp_replicate": ({"dp_shard": 1, "dp_replicate": 2}, 4),
+    "dp_shard, tp": ({"dp_shard": 2, "tp": 2}, 8),
+}
+"""Beside the one that four ranks are where nothing else is said."""
+PROOFS = [
+    pytest.param(mix, case, id=f"{mix}-{case.name}", marks=() if brief else pytest.mark.thorough)
+    for mix, (_, size) in MIXES.items()
+    for case in ALL
+    if case.applies(size)
+    for brief in [(mix, case.name) == ("tp", "divides_a_decoder")]
+]
+
+
+@pytest.mark.parametrize(("mix", "case"), PROOFS)
+def test_mixes_are_the_same_run(mix: str, case: Case, world_pool: WorldPools) -> None:
+    options, size = MIXES[mix]
+    case.check(kit_of(world_pool, size, **options))
+
 
 # -- what FSDP is asked for ------------------------------------------------------------------------
 
@@ -200,6 +224,29 @@ def test_a_run_goes_on_under_other_strategies_and_comes_back(
     second = world_pool(1).run(part_of_run, "single", tmp_path, 2, 4)[0]
     third = world_pool(4).run(part_of_run, staged, tmp_path, 4, 6)[0]
     assert [*first, *second, *third] == pytest.approx(plain_run(), rel=1e-5)
+
+
+def reductions(placement: Placement, strategy: Any) -> int:
+    """How often FSDP reduces in a step of four micro-batches, after one that checks the cut."""
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(Even(), optimizer=adamw)
+        parts = [{k: v[at : at + 2] for k, v in samples(0).items()} for at in (0, 2, 4, 6)]
+        batch = Batch(tuple(MicroBatch(part, 2) for part in parts), 16)
+        engine.train_step(batch, OBJECTIVE)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            engine.train_step(batch, OBJECTIVE)
+        # torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py.
+        return sum("FSDP::post_backward_reduce" in event.name for event in seen.events())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("every", "times"), [(True, 4), (False, 1)])
+def test_gradients_are_reduced_as_often_as_is_said(
+    every: bool, times: int, world_pool: WorldPools
+) -> None:
+    """Of two blocks, and of what is outside of blocks on the first and the last stage."""
+    strategy = {"name": "mesh", "pp": 2, "reduce_scatter_every_microbatch": every}
+    assert world_pool(4).run(reductions, strategy) == [3 * times] * 4
 
 
 # -- what cannot be --------------------------------------------------------------------------------

@@ -21,14 +21,5 @@ STRATEGIES = [
     "mesh:cp=2",
     # On four ranks two pipelines, whose stages are sharded over each other.
     "mesh:pp=2",
-    # Four ranks at least.
-    "mesh:pp=2,tp=2",
 ]
-BRIEF = [
-    "fsdp:sharding=grad_op",
-    "fsdp:sharding=hybrid",
-    "mesh:ep=2",
-    "mesh:cp=2",
-    "mesh:pp=2",
-    "mesh:pp=2,tp=2",
-]
+BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid", "mesh:ep=2", "mesh:cp=2", "mesh:pp=2"]
