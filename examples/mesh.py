@@ -1,7 +1,7 @@
 """A small Llama whose layers, stages or sequences are divided, and a Mixtral whose experts are.
 
-Each runs in one process first, and then on two with one field changed; all curves in one plot for
-each model.
+Each runs in one process first, and then on two with one field changed, or on four where layers and
+stages are divided at once; all curves in one plot for each model.
 
 python examples/mesh.py
 """
@@ -35,9 +35,11 @@ SIZES = {
     "use_cache": False,
 }
 STRATEGIES = {
-    "llama": ("mesh:tp=2", "mesh:pp=2", "mesh:cp=2"),
+    "llama": ("mesh:tp=2", "mesh:pp=2", "mesh:tp=2,pp=2", "mesh:cp=2"),
     "mixtral": ("mesh:ep=2",),
 }
+PROCESSES = {REFERENCE: 1, "mesh:tp=2,pp=2": 4}
+"""Of others there are two."""
 
 say = Console(highlight=False).print
 
@@ -61,7 +63,7 @@ def train(model: nn.Module, strategy: str, steps: int, output_dir: Path) -> list
         model,
         Windows("train", max_bytes=400_000),
         strategy=strategy,
-        devices=1 if strategy == REFERENCE else 2,
+        devices=PROCESSES.get(strategy, 2),
         device="cpu",
         optimizer="adamw",
         lr_scheduler={"name": "onecyclelr", "max_lr": 3e-3, "total_steps": steps},
@@ -89,7 +91,7 @@ def main() -> None:
         losses: dict[str, list[float]] = {}
         for strategy in (REFERENCE, *STRATEGIES[name]):
             start = time.perf_counter()
-            runs = directory / name / strategy.replace(":", "-")
+            runs = directory / name / strategy.replace(":", "-").replace(",", "-")
             losses[strategy] = train(build(name), strategy, args.steps, runs)
             say(f"{name}, {strategy}: {args.steps} steps in {time.perf_counter() - start:.0f} s")
         single = losses.pop(REFERENCE)
@@ -99,7 +101,8 @@ def main() -> None:
         }
         say(comparison(single, losses, apart))
         plot = directory / f"{name}.png"
-        draw(single, losses, apart, plot, "two processes")
+        largest = max(PROCESSES.get(strategy, 2) for strategy in losses)
+        draw(single, losses, apart, plot, "two processes" + (", or four" if largest > 2 else ""))
         say(f"The curves: {plot}")
         wrong += [f"{name}, {one}" for one, gaps in apart.items() if max(gaps) > TOLERANCE]
     if wrong:

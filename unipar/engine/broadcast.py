@@ -13,7 +13,9 @@ from unipar.world import World
 _MESSAGE_BYTES = 2**26
 
 
-def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
+def broadcast_tensors(
+    tensors: Iterable[torch.Tensor], world: World, group: dist.ProcessGroup | None = None
+) -> None:
     """Give these tensors the values that they have on rank 0, in place. Collective.
 
     One message for each dtype, device and 64 MiB; a message needs as much memory again.
@@ -21,16 +23,18 @@ def broadcast_tensors(tensors: Iterable[torch.Tensor], world: World) -> None:
     Args:
         tensors: whole ones, of the same shapes, dtypes and order on every rank.
         world: the joined processes.
+        group: those that take part, whose first one has the values; left out: all.
     """
     if world.size == 1:
         return
+    source = 0 if group is None else dist.get_global_rank(group, 0)
     by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in by_kind.values():
         for some in in_pieces(alike, _MESSAGE_BYTES):
-            _broadcast(some, receives=not world.is_main)
+            _broadcast(some, source, receives=world.rank != source, group=group)
 
 
 def share_buffers(module: nn.Module, world: World) -> None:
@@ -55,12 +59,14 @@ def in_pieces(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torc
         yield piece
 
 
-def _broadcast(tensors: list[torch.Tensor], *, receives: bool) -> None:
+def _broadcast(
+    tensors: list[torch.Tensor], source: int, *, receives: bool, group: dist.ProcessGroup | None
+) -> None:
     """One message; of one dtype and device."""
     alone = len(tensors) == 1 and tensors[0].is_contiguous()
     flat = tensors[0].view(-1) if alone else torch.cat([t.reshape(-1) for t in tensors])
     # As bytes: gloo does not know all dtypes.
-    dist.broadcast(flat.view(torch.uint8), src=0)
+    dist.broadcast(flat.view(torch.uint8), src=source, group=group)
     if receives and not alone:
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             tensors,

@@ -248,12 +248,13 @@ class World:
             # A barrier on the host: the default one would pick the accelerator's backend.
             self.gather(None)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, by rank, on every rank."""
+    def gather(self, value: Any, axis: str | None = None) -> list[Any]:
+        """Every rank's ``value``, by rank, on every rank; or on those along one of :meth:`mesh`."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        group = None if axis is None else self.mesh(axis).get_group()
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
         return values
 
     def broadcast(self, value: Any) -> Any:

@@ -448,7 +448,23 @@ REFUSED = {
         2,
         r"in their order",
     ),
-    "stages of others": ({}, models.Network, 4, r"pp=2 with other axes .* is not built"),
+    **{
+        f"nothing for {option} to divide": (
+            {option: value},
+            models.Network,
+            2,
+            rf"{option}={value} says .* pp=2\): .* or leave {option} out",
+        )
+        for option, value in (
+            ("wrap", "none"),
+            ("wrap_min_params", 5),
+            ("reduce_dtype", "bf16"),
+            ("param_dtype", "fp32"),
+            ("reduce_scatter_every_microbatch", False),
+            ("prefetch", 1),
+            ("sharding", "grad_op"),
+        )
+    },
     "processes": ({}, models.Network, 3, r"does not divide the 3 processes"),
 }
 

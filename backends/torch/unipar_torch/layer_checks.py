@@ -133,7 +133,9 @@ class _Check:
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = self._problem(args, kwargs)
-        problem = next(filter(None, self._world.gather(found)), None)
+        # Other stages of a pipeline have other blocks, and come to them at other times.
+        axis = "tp" if self._world.layout.pp > 1 else None
+        problem = next(filter(None, self._world.gather(found, axis)), None)
         if problem:
             layers = [
                 n for n in self._plan.styles if n.startswith(f"{self._name}.") or not self._name

@@ -40,7 +40,6 @@ class MeshStrategy(Strategy):
         return Capabilities(
             PRECISIONS - unable,
             DEVICE_TYPES,
-            max_devices=self.options.pp if staged else None,
             sharded=frozenset({"parameters", "gradients", "optimizer"}),
             offload=frozenset() if staged else frozenset(offload),
             # Where a rank has a part of each sequence or of the logits, or no loss, only a whole
@@ -77,12 +76,8 @@ class MeshStrategy(Strategy):
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         layout = self.layout(placement)
-        if layout.pp > 1 and layout.size > layout.pp:
-            raise ConfigError(
-                f"mesh: pp={layout.pp} with other axes (tp={layout.tp}, dp_shard="
-                f"{layout.dp_shard}, dp_replicate={layout.dp_replicate}) is not built. Start "
-                f"{layout.pp} processes, or leave pp out."
-            )
+        if layout.pp > 1:
+            self.options.check_stages(layout)
         if layout.cp > 1 and isinstance(spec.model, nn.Module):
             from unipar_torch.context_parallel import refuse_other_attention
 
@@ -130,10 +125,6 @@ class MeshStrategy(Strategy):
             # not.
             model = _skeleton(spec, layout, world.placement)
             plan, stages, experts = world.broadcast(self._plans(model, layout))
-        if stages is not None:
-            from unipar_torch import pipeline
-
-            return pipeline.prepare(spec, world, options, stages)
         sequences = divide = loss = None
         if layout.cp > 1:
             from unipar_torch.context_parallel import ContextParallel
@@ -150,6 +141,10 @@ class MeshStrategy(Strategy):
             divide = functools.partial(
                 divide_layers, plan=plan, world=world, sequence=sequence, loss=loss
             )
+        if stages is not None:
+            from unipar_torch import pipeline
+
+            return pipeline.prepare(spec, world, options, stages, divide)
         if experts is not None:
             from unipar_torch.expert_parallel import divide_experts
 

@@ -6,8 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from unipar.errors import ConfigError
+from unipar.layout import Layout
 from unipar_torch.fsdp import ShardingOptions
-from unipar_torch.stage_orders import ScheduleName, num_virtual
+from unipar_torch.stage_orders import SPLITTING, ScheduleName, num_virtual
 
 _BELONG = {
     "tp": ("sequence_parallel", "loss_parallel", "plan"),
@@ -18,6 +20,8 @@ _BELONG = {
 """Options that say how an axis is used, and nothing without it."""
 _UNPROVED = (("pp", "cp"), ("pp", "ep"), ("cp", "ep"), ("tp", "ep"))
 """Axes that the conformance kit has not proved to train together as a plain loop does."""
+_SHARDING = (*ShardingOptions.model_fields, "sharding")
+"""Options that say how FSDP divides parameters."""
 
 
 class MeshOptions(ShardingOptions):
@@ -115,6 +119,34 @@ class MeshOptions(ShardingOptions):
     def num_stages(self) -> int:
         """How many stages the model is cut into."""
         return self.pp * num_virtual(self.schedule, self.virtual_stages)
+
+    def check_stages(self, layout: Layout) -> None:
+        """Refuse what does not go together in a pipeline, once its processes are known.
+
+        Args:
+            layout: how they are arranged.
+
+        Raises:
+            ConfigError: options of FSDP are set that nothing uses, or the schedule is none for it.
+        """
+        if layout.batch > 1:
+            if self.schedule in SPLITTING:
+                raise ConfigError(
+                    f"mesh: schedule='{self.schedule}' with dp_shard={layout.dp_shard}, "
+                    f"dp_replicate={layout.dp_replicate} is not built: it computes gradients of "
+                    "weights when FSDP has let go of these. Set schedule='1f1b' or 'interleaved', "
+                    f"or start {layout.pp * layout.tp} processes."
+                )
+            return
+        for option in _SHARDING:
+            given = getattr(self, option)
+            if given != type(self).model_fields[option].default:
+                raise ConfigError(
+                    f"mesh: {option}={given} says how ranks on other samples divide parameters, "
+                    f"and all {layout.size} processes of this run are on the same samples "
+                    f"(dp_replicate=1, dp_shard=1, pp={layout.pp}): each has its stages whole. "
+                    f"Start {2 * layout.size} processes, or leave {option} out."
+                )
 
     @model_validator(mode="after")
     def _axes_are_used(self) -> MeshOptions:

@@ -1,20 +1,30 @@
-"""A model cut into stages, each trained where it is, over the ranks along ``pp``."""
+"""A model cut into stages, each trained where it is, over the ranks along ``pp``.
+
+Layers of a stage may be divided over ``tp``, and its parameters over the ranks on other samples,
+which have the same stage: in this order, as they are where there are no stages.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unipar.combined import optimizers_in
 from unipar.engine import (
+    COMPUTE_DTYPES,
+    AsDTensors,
     ByTensor,
+    Division,
     OptimizerStepper,
     PrecisionPolicy,
     Reducer,
@@ -28,13 +38,16 @@ from unipar.engine import (
     with_divisible_optimizer,
 )
 from unipar.engine.broadcast import in_pieces
+from unipar.engine.sharded import total_norm_of_shards
 from unipar.errors import ConfigError
 from unipar.optimizers.fused import fused_by_default
-from unipar.state import LocalState
+from unipar.state import LocalState, is_dtensor
 from unipar.strategy import EngineSpec
 from unipar.world import World
+from unipar_torch import stage_sharding
 from unipar_torch.from_host import host_model, take_values
-from unipar_torch.stage_modules import Stage
+from unipar_torch.sharding import Divide
+from unipar_torch.stage_modules import Stage, local_part
 from unipar_torch.stage_orders import STYLES
 from unipar_torch.stage_plan import StagePlan, rank_of_stage
 from unipar_torch.stage_schedule import StageSchedule
@@ -46,7 +59,13 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 2**26
 
 
-def prepare(spec: EngineSpec, world: World, options: MeshOptions, plan: StagePlan) -> StepEngine:
+def prepare(
+    spec: EngineSpec,
+    world: World,
+    options: MeshOptions,
+    plan: StagePlan,
+    divide: Divide | None = None,
+) -> StepEngine:
     """Cut a model, then build the optimizer of this rank's stages. Collective.
 
     Args:
@@ -54,19 +73,31 @@ def prepare(spec: EngineSpec, world: World, options: MeshOptions, plan: StagePla
         world: the joined processes.
         options: of the strategy.
         plan: where the model is cut.
+        divide: divides the layers of a stage, on the meta device too.
     """
     module, weights = host_model(spec, world, "mesh")
     refuse_parameter_hooks(module, "mesh")
     take_values(module, "mesh")
     whole = Whole.of(module)
-    stages = _stages_of(module, plan, world, options)
-    undo: list[Undo] = [
-        checkpoint_activations(stage.module, spec.activation_checkpointing) for stage in stages
-    ]
+    sharded = world.layout.batch > 1
+    casts = None
+    if sharded and options.param_dtype == "compute" and spec.precision != "fp32":
+        # FSDP does as it gathers them, and there is no autocast.
+        casts = COMPUTE_DTYPES[spec.precision]
+    stages = _stages_of(module, plan, world, options, casts)
+    undo: list[Undo] = []
+    for stage in stages:
+        if divide is not None:
+            undo += divide(stage.module)
+        undo.append(checkpoint_activations(stage.module, spec.activation_checkpointing))
+        if sharded:
+            undo += stage_sharding.shard_stage(stage, spec, world, options)
     held = Stages(_one_of_each([stage.module for stage in stages], world.device))
     _give_values(held, whole, weights, world)
     for stage in stages:
         undo += stage.install()
+        if sharded:
+            undo += stage_sharding.watch_weights(stage)
     ties = Ties(held, whole, plan, options, world)
     named = _name_all(held, whole, world)
     optimizer = _build_optimizer(spec, held, named, world)
@@ -75,29 +106,41 @@ def prepare(spec: EngineSpec, world: World, options: MeshOptions, plan: StagePla
         state.name_groups({id(parameter): name for name, parameter in named})
         _only_held(optimizer, held)
     scaler = StageScaler(world) if spec.precision == "fp16" else None
-    precision = PrecisionPolicy(spec.precision, world.device, scaler=scaler)
+    precision = PrecisionPolicy(spec.precision, world.device, autocast=casts is None, scaler=scaler)
     # A stage without the loss has none to scale, and unscales its gradients all the same.
     precision.scale(torch.zeros((), device=world.device))
     stepper = None
     if optimizer is not None:
         norm = StageNorm(ties.counted_here(held), world)
         stepper = OptimizerStepper(optimizer, precision, held.parameters(), norm)
+    reducer, schedule = (
+        StageReducer(held, world, ties),
+        StageSchedule(stages, options.schedule, world),
+    )
+    if sharded:
+        reducer = ShardedStageReducer(held, world, ties, stages)
+        every = options.reduce_scatter_every_microbatch
+        schedule.before_backward = functools.partial(stage_sharding.reduce_in, every)
     return StepEngine(
         spec,
         world,
         held,
         optimizer,
-        reducer=StageReducer(held, world, ties),
+        reducer=reducer,
         precision=precision,
         stepper=stepper,
         state=state,
-        schedule=StageSchedule(stages, options.schedule, world),
+        schedule=schedule,
         undo=undo,
     )
 
 
 def _stages_of(
-    module: nn.Module, plan: StagePlan, world: World, options: MeshOptions
+    module: nn.Module,
+    plan: StagePlan,
+    world: World,
+    options: MeshOptions,
+    casts: torch.dtype | None,
 ) -> list[Stage]:
     """This rank's stages, on the meta device."""
     ranks = _ranks(plan, world, options)
@@ -105,7 +148,8 @@ def _stages_of(
     numbers = [stage for stage, rank in enumerate(ranks) if rank == own]
     copies = [module, *(copy.deepcopy(module) for _ in numbers[1:])]
     return [
-        Stage(one, plan, number, world.device) for one, number in zip(copies, numbers, strict=True)
+        Stage(one, plan, number, world.device, casts)
+        for one, number in zip(copies, numbers, strict=True)
     ]
 
 
@@ -123,12 +167,23 @@ def _one_of_each(modules: Sequence[nn.Module], device: torch.device) -> Sequence
     """The same stages, with memory, in which tensors of one name, and tied ones, are one."""
     made: dict[str, torch.Tensor] = {}
     for module in modules:
-        tensors = list(_named(module))
-        first: dict[int, str] = {}
-        for name, old in tensors:
-            first.setdefault(id(old), name)
-        for name, old in tensors:
-            known = first[id(old)]
+        by_id: dict[int, str] = {}
+        first = {name: by_id.setdefault(id(old), name) for name, old in _named(module)}
+        if any(map(is_dtensor, module.parameters())):
+            # FSDP has them in its books, and is told of this.
+            module.to_empty(device=device)
+        for name, old in list(_named(module)):
+            known = first[name]
+            if is_dtensor(old):
+                if made.setdefault(known, old) is old:
+                    continue
+                if isinstance(module, FSDPModule):
+                    raise ConfigError(
+                        f"mesh: '{known}' is on two stages of one rank, and each stage is sharded "
+                        "by itself, which would make two of it. Name it on stages of different "
+                        "ranks by stages=[[…], […]], or set schedule='1f1b', which has one stage "
+                        "on each rank."
+                    )
             if known not in made:
                 new = torch.empty_like(old, device=device)
                 if isinstance(old, nn.Parameter):
@@ -192,12 +247,17 @@ def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
 def _name_all(held: nn.Module, whole: Whole, world: World) -> list[tuple[str, nn.Parameter]]:
     """The parameters of the whole model; for those of other stages, some that take no memory."""
     own = dict(held.named_parameters(remove_duplicate=False))
+    mesh = next((p.device_mesh for p in own.values() if is_dtensor(p)), None)
     named: list[tuple[str, nn.Parameter]] = []
     for name, parameter in whole.parameters.items():
         found = own.get(name)
         if found is None:
             number = torch.zeros((), dtype=parameter.dtype, device=world.device)
-            found = nn.Parameter(number.expand(parameter.shape), parameter.requires_grad)
+            found = number.expand(parameter.shape)
+            if mesh is not None:
+                # Optimizers are built over tensors of one kind.
+                found = DTensor.from_local(found, mesh, run_check=False)
+            found = nn.Parameter(found, parameter.requires_grad)
         named.append((name, found))
     return named
 
@@ -208,7 +268,11 @@ def _build_optimizer(
     """The user's optimizer over the whole model, so that its groups are the same on every rank."""
     if spec.optimizer is None:
         return None
-    spec = with_divisible_optimizer(spec, "mesh", world, ByTensor())
+    layout = world.layout
+    divisions: list[Division] = [ByTensor()]
+    if layout.size > layout.pp:
+        divisions.append(AsDTensors())
+    spec = with_divisible_optimizer(spec, "mesh", world, *divisions)
     assert spec.optimizer is not None
     with fused_by_default(sparse_parameters(held)):
         return spec.optimizer(named)
@@ -286,7 +350,7 @@ class Ties:
             used = parameter.grad is not None
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            own = parameter.grad.contiguous()
+            own = local_part(parameter.grad).contiguous()
             there = torch.full((1,), int(used), dtype=torch.int32, device=own.device)
             others = torch.empty_like(own), torch.empty_like(there)
             received.append((*others, used))
@@ -299,7 +363,7 @@ class Ties:
             work.wait()
         for (parameter, _), (other, there, used) in zip(pairs, received, strict=True):
             assert parameter.grad is not None
-            parameter.grad.add_(other)
+            local_part(parameter.grad).add_(other)
             # Optimizers leave out what has no gradient, and decay what has one of zeros. Only a
             # rank that has none needs to wait for the other's word.
             if not used and not there.item():
@@ -330,7 +394,34 @@ class StageReducer(Reducer):
         )
 
     def share_buffers(self) -> None:
-        """Each stage has its own."""
+        """Give ranks that have the same stages the buffers of the first of them."""
+        layout = self.world.layout
+        for axis in ("fsdp", "dp_replicate", "tp"):
+            if getattr(layout, axis) > 1:
+                group = self.world.mesh(axis).get_group()
+                broadcast_tensors(self.module.buffers(), self.world, group)
+
+
+class ShardedStageReducer(StageReducer):
+    """Also reduces among the ranks that have the same stages, during backward passes.
+
+    Args:
+        held: this rank's stages.
+        world: the joined processes.
+        ties: what stages on two ranks both have.
+        stages: this rank's, each divided by FSDP.
+    """
+
+    # As where FSDP divides a model that is not cut.
+    hides_gradients = True
+
+    def __init__(self, held: Stages, world: World, ties: Ties, stages: Sequence[Stage]) -> None:
+        super().__init__(held, world, ties)
+        self._stages = stages
+
+    def discard(self) -> None:
+        stage_sharding.discard(self._stages)
+        super().discard()
 
 
 class StageNorm:
@@ -349,15 +440,13 @@ class StageNorm:
         own = [p.grad for p in self._counted if p.grad is not None]
         squared = torch.zeros((), dtype=torch.float64, device=self._device)
         if own:
-            norm: Any = nn.utils.get_total_norm(own)
-            whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            squared += whole.double().square()
+            squared += total_norm_of_shards(own).double().square()
         dist.all_reduce(squared, group=self._group)
         return squared.sqrt().float()
 
 
 class StageScaler(GradScaler):
-    """Lets all stages know of an overflow that one of them has seen.
+    """Lets all ranks know of an overflow that one of them has seen.
 
     Torch's looks at this process's gradients (torch 2.13, amp/grad_scaler.py, unscale_).
 
@@ -367,11 +456,11 @@ class StageScaler(GradScaler):
 
     def __init__(self, world: World) -> None:
         super().__init__(world.device.type)
-        self._on, self._group = world.device, world.mesh("pp").get_group()
+        self._on = world.device
 
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
         seen = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         # Where all parameters of a stage are frozen, there are no gradients to see it in.
         found = seen.setdefault(self._on, torch.zeros((), device=self._on))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(found, dist.ReduceOp.MAX)

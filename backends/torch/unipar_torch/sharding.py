@@ -84,8 +84,6 @@ def prepare(
         loss: computes the loss from divided logits.
     """
     name = options.strategy
-    hybrid = world.layout.dp_replicate > 1
-    mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
     module, weights = host_model(spec, world, name)
     refuse_parameter_hooks(module, options.strategy)
     take_values(module, name)
@@ -104,7 +102,7 @@ def prepare(
         # The second backward pass needs weights that the first one lets go of.
         refuse_inner_gradients(module, name, only_graphs=True),
     ]
-    units = _units(module, options)
+    units = units_of(module, options)
     compile_modules(units or [module], spec.compile)
     holders = [module.get_submodule(holder) for holder in experts]
     for holder in holders:
@@ -116,23 +114,11 @@ def prepare(
             mp_policy=_mixed_precision(spec, options, root=False),
             offload_policy=_offload(world.device, options),
         )
-    for unit in [*units, module]:
-        if isinstance(unit, FSDPModule):
-            # The user has.
-            continue
-        fully_shard(
-            unit,
-            mesh=mesh,
-            reshard_after_forward=not options.keeps_gathered,
-            mp_policy=_mixed_precision(spec, options, root=unit is module),
-            offload_policy=_offload(world.device, options),
-        )
-    _refuse_untied(name, ties, tied_names(module))
-    sum_shards(module)
+    shard_units(units, module, spec, world, options)
+    refuse_untied(name, ties, tied_names(module))
     give_values(module, weights, world, offloaded=options.cpu_offload)
-    _prefetch(units, options.prefetch)
     parts = [*holders, *units, module]
-    undo.append(refuse_changed_weights(module, name, parts, _is_gathered))
+    undo.append(refuse_changed_weights(module, name, parts, is_copy))
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     undo += refuse_gradients_outside(module, options.strategy)
     optimizer = build_optimizer(spec, module, may_fuse=True)
@@ -159,6 +145,42 @@ def prepare(
         divider=sequences or loss,
         undo=undo,
     )
+
+
+def shard_units(
+    units: Sequence[nn.Module],
+    module: nn.Module,
+    spec: EngineSpec,
+    world: World,
+    options: ShardingOptions,
+    *,
+    gives_loss: bool = True,
+) -> None:
+    """Have FSDP divide a module and units within it, whose gradients it sums.
+
+    Args:
+        units: what is gathered by itself.
+        module: what holds them.
+        spec: what the user asked for.
+        world: the joined processes.
+        options: of the strategy.
+        gives_loss: whether a loss is computed from what the module gives, and in fp32.
+    """
+    hybrid = world.layout.dp_replicate > 1
+    mesh = world.mesh("dp_replicate", "fsdp") if hybrid else world.mesh("fsdp")
+    for unit in [*units, module]:
+        if isinstance(unit, FSDPModule):
+            # The user has.
+            continue
+        fully_shard(
+            unit,
+            mesh=mesh,
+            reshard_after_forward=not options.keeps_gathered,
+            mp_policy=_mixed_precision(spec, options, root=unit is module and gives_loss),
+            offload_policy=_offload(world.device, options),
+        )
+    sum_shards(module)
+    _prefetch(units, options.prefetch)
 
 
 class ShardReducer(Reducer):
@@ -199,7 +221,7 @@ class ShardReducer(Reducer):
         return recovering(self.module, self.strategy)
 
 
-def _is_gathered(parameter: nn.Parameter) -> bool:
+def is_copy(parameter: nn.Parameter) -> bool:
     """Whether it is a copy, as a forward pass has it. What is changed of a shard stays changed."""
     if not isinstance(parameter, DTensor):
         return True
@@ -207,7 +229,7 @@ def _is_gathered(parameter: nn.Parameter) -> bool:
     return parameter.device_mesh.mesh_dim_names in {("tp",), ("ep",)}
 
 
-def _units(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
+def units_of(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
     name = options.strategy
     if not has_forward(module):
         raise ConfigError(
@@ -263,7 +285,7 @@ def _large_modules(model: nn.Module, minimum: int) -> list[nn.Module]:
     return taken
 
 
-def _refuse_untied(strategy: str, before: Mapping[str, str], after: Mapping[str, str]) -> None:
+def refuse_untied(strategy: str, before: Mapping[str, str], after: Mapping[str, str]) -> None:
     """Refuse parameters that were one, and of which each unit has made its own."""
     for name, first in before.items():
         if after[name] != after[first]:
@@ -274,7 +296,7 @@ def _refuse_untied(strategy: str, before: Mapping[str, str], after: Mapping[str,
             )
 
 
-def _prefetch(units: list[nn.Module], ahead: int) -> None:
+def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:
     if not ahead:
         return
     blocks: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]

@@ -27,7 +27,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from unipar.errors import ConfigError, first_few
 from unipar_torch.sequences import hidden_of
-from unipar_torch.stage_modules import Stage
+from unipar_torch.stage_modules import Stage, local_part
 
 TOLERANCE = 1e-3
 """The largest difference that is rounding, relative to the largest element of a tensor."""
@@ -95,6 +95,7 @@ def check_loss(stage: Stage, loss: torch.Tensor, received: torch.Tensor | None) 
         for name, parameter in named.items()
         if _in_blocks(stage, name) and id(parameter) not in allowed
     }
+    found.update({id(copy): found[id(p)] for p, copy in stage.copies() if id(p) in found})
     found[id(received)] = "what the stage before has sent"
     seen, left = set(ends), [loss.grad_fn]
     while left:
@@ -206,7 +207,7 @@ class _Weights:
     """Says whether weights have been changed, which some do behind autograd's back."""
 
     def __init__(self, stage: Stage) -> None:
-        self._weights = list(stage.module.parameters())
+        self._weights = [local_part(weight) for weight in stage.module.parameters()]
         self._before = self._now()
 
     def changed(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from unipar.errors import ConfigError
+from unipar.state import is_dtensor
 from unipar_torch.sequences import HIDDEN, hidden_of, with_hidden
 from unipar_torch.stage_plan import StagePlan
 
@@ -43,6 +44,8 @@ class Stage:
         plan: where the model is cut.
         index: of the stage.
         device: where the stage computes.
+        casts: the dtype that parameters are cast to before they are computed with; ``None``: their
+            own.
 
     Attributes:
         module: the model, called by :meth:`run` alone.
@@ -54,12 +57,20 @@ class Stage:
         stand_ins: one number for each tensor of another stage, by name.
         ends: nodes of autograd's graph by which the loss may depend on blocks, in a checked pass.
         at_entry: called where a pass comes to the stage's first block.
+        copies: what is computed with in the place of a parameter, by pairs, where that is another
+            tensor.
     """
 
     def __init__(
-        self, module: nn.Module, plan: StagePlan, index: int, device: torch.device
+        self,
+        module: nn.Module,
+        plan: StagePlan,
+        index: int,
+        device: torch.device,
+        casts: torch.dtype | None = None,
     ) -> None:
         self.module, self.plan, self.index, self.device = module, plan, index, device
+        self._casts = casts
         self.is_first, self.is_last = index == 0, index == plan.num_stages - 1
         self.others: Any = None
         self.entered: Any = None
@@ -67,6 +78,7 @@ class Stage:
         self.stand_ins: dict[str, torch.Tensor] = {}
         self.ends: tuple[Any, ...] = ()
         self.at_entry: Callable[[], None] | None = None
+        self.copies: Callable[[], Iterable[tuple[nn.Parameter, torch.Tensor]]] = tuple
         self._received: torch.Tensor | None = None
         self._inside = self._over = False
         self._leave_out(device)
@@ -171,7 +183,10 @@ class Stage:
 
     def _stand_in(self, name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
         if name not in self.stand_ins:
-            one = torch.zeros((), dtype=value.dtype, device=device)
+            dtype = value.dtype
+            if isinstance(value, nn.Parameter) and value.is_floating_point():
+                dtype = self._casts or dtype
+            one = torch.zeros((), dtype=dtype, device=device)
             self.stand_ins[name] = one.fill_(math.nan) if _is_inexact(one) else one
         return self.stand_ins[name].expand(value.shape)
 
@@ -215,6 +230,14 @@ class Stage:
                 return over.hidden
 
         return until_over
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor; a plain tensor is itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:

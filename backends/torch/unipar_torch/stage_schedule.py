@@ -7,7 +7,7 @@ model's inputs, which all stages have: it is told, from host to host, once for e
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,9 +41,18 @@ class StageSchedule:
         stages: this rank's, in their order.
         schedule: by name.
         world: the joined processes.
+        before_backward: called before each backward pass of a stage, with the stage and whether
+            it is its last one of the batch.
     """
 
-    def __init__(self, stages: Sequence[Stage], schedule: ScheduleName, world: World) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        schedule: ScheduleName,
+        world: World,
+        before_backward: Callable[[Stage, bool], None] | None = None,
+    ) -> None:
+        self.before_backward = before_backward
         self.stages = {stage.index: stage for stage in stages}
         self.name, self.world = schedule, world
         layout = world.layout
@@ -101,6 +110,7 @@ class _Batch:
         self._split: dict[Key, Any] = {}
         self._arriving: dict[tuple[str, int, int], dist.Work] = {}
         self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
+        self._backwards = dict.fromkeys(self._stages, 0)
 
     def run(self, order: Sequence[Action]) -> None:
         steps = {
@@ -162,6 +172,10 @@ class _Batch:
         self._wait("B", key)
         output = self._outputs.pop(key)
         gradient = self._gradients.pop(key, None)
+        self._backwards[index] += 1
+        if self._schedule.before_backward is not None:
+            last = self._backwards[index] == len(self._calls)
+            self._schedule.before_backward(self._stages[index], last)
         # All that leads here may be frozen.
         if output.requires_grad:
             with backward_pass():

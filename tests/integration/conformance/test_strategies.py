@@ -19,6 +19,7 @@ STRATEGIES = [
     "mesh:ep=2",
     # On four ranks two pairs of them, on other samples.
     "mesh:cp=2",
+    # On four ranks two pipelines, whose stages are sharded over each other.
     "mesh:pp=2",
 ]
 BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid", "mesh:ep=2", "mesh:cp=2", "mesh:pp=2"]
