@@ -26,15 +26,16 @@ _SIZES = {
     # From small weights, steps of this rate jump about, and roundings with them.
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
+    # A block that is computed again would append to it again.
+    "use_cache": False,
 }
-KINDS = ("Llama", "Mistral", "Qwen2")
 
 
 def language_model(kind: str = "Llama", *, seed: int = 0, **settings: Any) -> Any:
     """A model with a vocabulary that does not divide.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: the name of the architecture in transformers.
         seed: of the weights.
         settings: of the configuration.
     """
