@@ -1,7 +1,4 @@
-"""Which of DeepSpeed's own ways to divide a model or a batch can be asked for, and why others cannot.
-
-What is not here has not been compared with a plain loop, or cannot train a model as it is.
-"""
+"""DeepSpeed's own ways to divide a model or a batch: those that are refused, and why."""
 
 from __future__ import annotations
 

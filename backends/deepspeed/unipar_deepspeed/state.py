@@ -138,8 +138,8 @@ class ZeROState:
                 else:
                     raise CheckpointError(
                         f"optimizer state '{full}' has shape {info.shape} and its parameter has "
-                        f"{self._shape(name, share)}: ZeRO lays state out as it does parameters. Resume under a "
-                        "strategy that keeps the optimizer whole."
+                        f"{self._shape(name, share)}: ZeRO lays state out as it does parameters. "
+                        "Resume under a strategy that keeps the optimizer whole."
                     )
         source.fill_optimizer(states)
         swapping.settle()

@@ -126,9 +126,8 @@ class DeepSpeedStrategy(Strategy):
             swapped.check_directory(self.options.nvme_path, self.name)
         if isinstance(spec.model, nn.Module):
             _check_parameters(spec.model, self.name)
-        if self.options.tp > 1:
             # A session asks before there is a model, with one that does nothing in its place.
-            if isinstance(spec.model, nn.Module) and not isinstance(spec.model, nn.Identity):
+            if self.options.tp > 1 and not isinstance(spec.model, nn.Identity):
                 tensor_parallel.check_model(spec.model, self.options.tp, self.name)
 
     def layout(self, placement: Placement) -> Layout:
