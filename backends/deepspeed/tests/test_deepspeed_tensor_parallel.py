@@ -39,6 +39,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, HALF = 10, 5
 TIED = {"tie_word_embeddings": True}
+QWEN2 = {"kind": "Qwen2"}
 
 
 def loss_of(model: Any, batch: Any) -> LossSum:
@@ -90,12 +91,19 @@ def assert_same(done: list[Step], wanted: list[Step]) -> None:
     ("strategy", "ranks", "micro", "settings"),
     [
         ("zero1:tp=2", 2, None, {}),
-        ("zero2:tp=2", 2, 3, TIED),
-        ("zero3:tp=2", 2, 3, {}),
-        ("zero1:tp=2", 4, 1, TIED),
-        ("zero2:tp=2", 4, None, {"kind": "Qwen2"}),
-        ("zero3:tp=2,persistence_threshold=0", 4, 1, TIED),
-        ("zero2:tp=2", 2, 3, {"kind": "Mistral"}),
+        ("zero2:tp=2", 4, 1, QWEN2),
+        ("zero3:tp=2,persistence_threshold=0", 4, 3, TIED),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                ("zero2:tp=2", 2, 3, TIED),
+                ("zero3:tp=2", 2, 3, {}),
+                ("zero1:tp=2", 4, 1, TIED),
+                ("zero2:tp=4", 4, None, {"num_key_value_heads": 4}),
+                ("zero2:tp=2", 2, 3, {"kind": "Mistral"}),
+                ("zero3:tp=2", 2, None, QWEN2),
+            )
+        ),
     ],
 )
 def test_losses_gradient_norms_and_weights_are_those_of_a_plain_loop(
