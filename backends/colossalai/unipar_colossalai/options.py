@@ -76,6 +76,11 @@ class ColossalAIOptions(StrategyOptions):
         ge=1,
         description="With 'hybrid': how many stages the layers fall into (pipeline parallelism).",
     )
+    zero_stage: Literal[0, 1, 2] = Field(
+        default=0,
+        description="With 'hybrid' and tp_size: what replicas divide of what each rank has: "
+        "nothing, the optimizer (1), or gradients too (2).",
+    )
     placement: Literal["static", "auto"] = Field(
         default="static",
         description="With 'gemini': 'static' keeps what the fractions say on the device; 'auto' "
