@@ -165,5 +165,8 @@ def test_resumes_what_any_source_has_saved(
 )
 def test_what_is_not_built_is_refused(strategy: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        made = registry.resolve(strategy)
-        made.check(EngineSpec(language_model()), Placement(size=2))
+        check(strategy)
+
+
+def check(strategy: str) -> None:
+    registry.resolve(strategy).check(EngineSpec(language_model()), Placement(size=2))
