@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 STEPS, HALF = 10, 5
 ZERO1, ZERO2 = (f"colossalai:plugin=hybrid,tp_size=2,zero_stage={stage}" for stage in (1, 2))
-TIED = {"tie_word_embeddings": True}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
 
 
 def train(

@@ -146,7 +146,7 @@ class HybridZeROState(HybridState):
 
     def parts(self) -> Iterator[tuple[torch.Tensor, FlatShard]]:
         masters = self.zero.get_working_to_master_map()
-        for parameter, shard in super().parts():
+        for parameter, shard in self.logical.parts(self.module, self.tp_rank):
             master = masters[id(parameter)]
             start = min(self._replica * master.numel(), parameter.numel())
             local = tuple(parameter.shape)

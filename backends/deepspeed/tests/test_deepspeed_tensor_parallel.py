@@ -38,8 +38,8 @@ from unipar.world import Placement
 pytestmark = pytest.mark.slow
 
 STEPS, HALF = 10, 5
-TIED = {"tie_word_embeddings": True}
-QWEN2 = {"kind": "Qwen2"}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+QWEN2: dict[str, Any] = {"kind": "Qwen2"}
 
 
 def loss_of(model: Any, batch: Any) -> LossSum:
