@@ -244,6 +244,16 @@ def settings(directory: Path, **changed: Any) -> dict[str, Any]:
         ('accelerate:native={"gradient_accumulation_steps":2}', r"native.*micro_batch_size"),
         ('accelerate:native={"project_dirs":"x"}', r"Did you mean 'project_dir'"),
         ("accelerate:static_graf=true", r"Did you mean 'static_graph'"),
+        ("accelerate:tp=2", r"tp=2 cannot be had: .*divides no layers.*'mesh:tp=2'.*'zero2:tp=2'"),
+        ("accelerate:plugin=fsdp,cp=2", r"cp=2 cannot be had: .*FSDP2.*plain DDP.*'mesh:cp=2'"),
+        ("accelerate:sp=2", r"sp=2 cannot be had: .*Ulysses.*'mesh:cp=2,cp_kind=ulysses'"),
+        ("accelerate:pp=2", r"pp=2 cannot be had: .*inference alone.*'mesh:pp=2'"),
+        ("accelerate:ep=2", r"ep=2 cannot be had: .*divides no experts.*'mesh:ep=2'"),
+        (
+            'accelerate:plugin=deepspeed,deepspeed={"tp":2}',
+            r"tp=2 is not proved where Accelerate calls.*'deepspeed:stage=2,tp=2', or 'mesh:tp=2'",
+        ),
+        ('accelerate:native={"parallelism_config":{"tp_size":2}}', r"native.*'mesh' divides"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, strategy: str, message: str) -> None:
@@ -256,6 +266,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, strategy: str, message: str) 
     ("name", "value", "place"),
     [
         ("ACCELERATE_USE_FSDP", "true", "plugin='fsdp'"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "the strategy 'mesh'"),
         ("ACCELERATE_USE_DEEPSPEED", "true", "plugin='deepspeed'"),
         ("ACCELERATE_MIXED_PRECISION", "bf16", "precision"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "micro_batch_size"),

@@ -22,7 +22,7 @@ from unipar.world import Placement, World
 _TRUE = frozenset({"1", "true", "yes", "on", "t", "y"})
 _SWITCHES = {
     "ACCELERATE_USE_MEGATRON_LM": "another strategy",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "another strategy",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "the strategy 'mesh' (tp, cp)",
 }
 """What ``accelerate launch`` may have switched on, and what unipar has instead."""
 

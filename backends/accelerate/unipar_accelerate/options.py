@@ -11,6 +11,20 @@ from unipar.strategy import StrategyOptions
 
 Plugin = Literal["ddp", "fsdp", "deepspeed"]
 
+_NOT_OFFERED = {
+    "tp": "Accelerate divides no layers: its ParallelismConfig(tp_size=…) takes a model that "
+    "transformers has divided while loading it. Use 'mesh:tp=2', which divides a model as it is, "
+    "or 'zero2:tp=2', DeepSpeed's",
+    "cp": "Accelerate's ParallelismConfig(cp_size=…) needs its FSDP2, which on the CPU becomes "
+    "plain DDP (1.15.0), so that no run of it could be compared with a plain loop. Use 'mesh:cp=2'",
+    "sp": "Accelerate's ParallelismConfig(sp_size=…) is DeepSpeed's Ulysses, which is not proved "
+    "here. Use 'mesh:cp=2,cp_kind=ulysses'",
+    "pp": "Accelerate cuts models into stages for inference alone. Use 'mesh:pp=2'",
+    "ep": "Accelerate divides no experts: its models come divided from transformers. Use "
+    "'mesh:ep=2', which divides the experts of a model as it is",
+}
+"""Ways to divide a model or a batch that are not offered, why, and what to use."""
+
 
 class AccelerateOptions(StrategyOptions):
     """Accelerate, and what its DDP, FSDP2 and DeepSpeed plugins let one tune."""
@@ -73,6 +87,14 @@ class AccelerateOptions(StrategyOptions):
         "DistributedDataParallelKwargs (comm_state_option, comm_wrapper, …).",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _axes_are_offered(cls, given: Any) -> Any:
+        for axis, why in _NOT_OFFERED.items():
+            if isinstance(given, dict) and axis in given:
+                raise ValueError(f"{axis}={given[axis]} cannot be had: {why}")
+        return given
+
     @model_validator(mode="after")
     def _of_the_plugin(self) -> AccelerateOptions:
         for plugin, names in _ONLY.items():
@@ -83,6 +105,12 @@ class AccelerateOptions(StrategyOptions):
                 )
         if "stage" in self.deepspeed or "name" in self.deepspeed:
             raise ValueError("deepspeed holds further options; set the stage beside it, by stage")
+        if self.deepspeed.get("tp", 1) != 1:
+            tp = self.deepspeed["tp"]
+            raise ValueError(
+                f"tp={tp} is not proved where Accelerate calls DeepSpeed. Use "
+                f"'deepspeed:stage={self.stage or 1},tp={tp}', or 'mesh:tp={tp}'"
+            )
         return self
 
 
@@ -111,6 +139,9 @@ _OWNED = {
     "fsdp_version": "the option 'plugin'",
     "deepspeed_plugin": "the option 'plugin'",
     "deepspeed_plugins": "the option 'plugin'",
+    "parallelism_config": "the strategy: 'mesh' divides layers and sequences",
+    "torch_tp_plugin": "the strategy: 'mesh:tp=2' divides layers",
+    "megatron_lm_plugin": "the strategy: 'mesh' divides layers and cuts stages",
     "kwargs_handlers": "this strategy's options",
     "cpu": "the run's device",
     "mixed_precision": "the run's precision",

@@ -122,6 +122,9 @@ EVERY = [
     for kind in KINDS
     for strategy, ranks in [(TP, 2), (PP, 2), (BOTH, 4)]
     for precision in ("bf16", "fp16")
+] + [
+    pytest.param("Llama", f"{TP},zero_stage={stage}", 4, precision, marks=thorough)
+    for stage, precision in ((1, "fp16"), (2, "bf16"))
 ]
 
 

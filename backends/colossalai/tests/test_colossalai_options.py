@@ -71,6 +71,23 @@ def test_a_plugin_that_is_not_proved_is_refused_with_what_to_use(plugin: str) ->
         registry.resolve(f"colossalai:plugin={plugin}")
 
 
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("colossalai:tp=2", r"tp=2 cannot be had: .*'colossalai:plugin=hybrid,tp_size=2'"),
+        ("colossalai:plugin=hybrid,pp=2", r"pp=2 cannot be had: .*plugin=hybrid,pp_size=2'"),
+        ("colossalai:plugin=hybrid,tp_size=2,sp_size=2", r"sp_size=2 .*causal mask.*'mesh:cp=2'"),
+        ("colossalai:cp=2", r"cp=2 cannot be had: .*wrong gradients.*'mesh:tp=2,sequence_parallel"),
+        ("colossalai:ep=2", r"ep=2 cannot be had: .*no fp32 with ZeRO.*'mesh:ep=2'"),
+    ],
+)
+def test_a_way_to_divide_that_is_not_offered_is_refused_with_what_to_use(
+    strategy: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        registry.resolve(strategy)
+
+
 def test_an_unknown_plugin_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'ddp', 'zero1', 'zero2', .* or 'hybrid'"):
         registry.resolve("colossalai:plugin=zero3")

@@ -56,7 +56,7 @@ def prepare(start: Start) -> BoosterEngine:
     parameters = list(module.parameters())
     stepper = None
     if optimizer is not None:
-        norm = HybridNorm(plugin, wrapper, parameters)
+        norm = HybridNorm(plugin, wrapper, [(p, p) for p in parameters])
         stepper = OptimizerStepper(stepped, precision, parameters, norm)
     return BoosterEngine(
         start,
@@ -119,14 +119,18 @@ class HybridReducer(Reducer):
         self._begun = False
 
     def probing(self) -> NoReturn:
-        raise ConfigError(
-            "colossalai: micro_batch_size='auto' tries what fits, and with plugin='hybrid' a rank "
-            "that runs out of memory would leave the others waiting for its part of the model. "
-            "Set micro_batch_size to a number."
-        )
+        refuse_probing()
 
     def share_buffers(self) -> None:
         """The buffers of the models that are proved never change."""
+
+
+def refuse_probing() -> NoReturn:
+    raise ConfigError(
+        "colossalai: micro_batch_size='auto' tries what fits, and with plugin='hybrid' a rank "
+        "that runs out of memory would leave the others waiting for its part of the model. "
+        "Set micro_batch_size to a number."
+    )
 
 
 class HybridNorm:
@@ -135,12 +139,21 @@ class HybridNorm:
     Args:
         plugin: Colossal-AI's.
         wrapper: what it has made of the module.
-        parameters: what this rank holds of the model.
+        held: what this rank updates, and which of the module's parameters each of it is of.
+        zero: whether replicas update other parts.
     """
 
-    def __init__(self, plugin: Any, wrapper: Any, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        plugin: Any,
+        wrapper: Any,
+        held: Iterable[tuple[torch.Tensor, nn.Parameter]],
+        *,
+        zero: bool = False,
+    ) -> None:
         self._plugin = plugin
-        self._holders = [(p, self._num_holders(p, wrapper.shared_params)) for p in parameters]
+        self._holders = [(t, self._num_holders(p, wrapper.shared_params)) for t, p in held]
+        self._groups = [plugin.tp_group, plugin.pp_group, *([plugin.dp_group] if zero else [])]
 
     def _num_holders(self, parameter: nn.Parameter, tied: Sequence[dict[int, Any]]) -> int:
         """How many ranks of a replica hold the same elements."""
@@ -156,6 +169,6 @@ class HybridNorm:
         squared = torch.zeros((), dtype=torch.float64, device=self._holders[0][0].device)
         for gradient, holders in found:
             squared += gradient.double().square().sum() / holders
-        for group in (self._plugin.tp_group, self._plugin.pp_group):
+        for group in self._groups:
             dist.all_reduce(squared, group=group)
         return squared.sqrt().float()

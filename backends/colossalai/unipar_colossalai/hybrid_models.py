@@ -66,17 +66,25 @@ def check_sizes(tp_size: int, pp_size: int, placement: Placement) -> None:
         )
 
 
-def make_layout(tp_size: int, pp_size: int, placement: Placement) -> Layout:
+def make_layout(tp_size: int, pp_size: int, placement: Placement, zero_stage: int = 0) -> Layout:
     """Which ranks hold parts of one replica.
 
     Colossal-AI's mesh is (data, pipeline, tensor), the last one varying fastest.
 
     Raises:
-        ConfigError: the processes do not fall into whole replicas.
+        ConfigError: the processes do not fall into whole replicas, or into one for ZeRO to divide.
     """
     check_sizes(tp_size, pp_size, placement)
     replicas = placement.size // (tp_size * pp_size)
     order = ("dp_replicate", "dp_shard", "cp", "pp", "tp")
+    if zero_stage:
+        if replicas == 1:
+            raise ConfigError(
+                f"colossalai: zero_stage={zero_stage} divides among replicas, and "
+                f"tp_size={tp_size} makes one of the {placement.size} processes. Start "
+                f"{2 * tp_size} processes or more, or leave zero_stage out."
+            )
+        return Layout(dp_shard=replicas, tp=tp_size, order=order)
     return Layout(dp_replicate=replicas, tp=tp_size, pp=pp_size, order=order)
 
 

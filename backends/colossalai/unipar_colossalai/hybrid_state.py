@@ -159,7 +159,7 @@ class HybridState(PartsState):
     def weights(self) -> list[LocalState]:
         return list(_each_weight(self.logical, self.logical.held(self.module), self.tp_rank))
 
-    def parts(self) -> Iterator[tuple[torch.Tensor, Shard]]:
+    def parts(self) -> Iterator[tuple[torch.Tensor, Part]]:
         return self.logical.parts(self.module, self.tp_rank)
 
 

@@ -15,6 +15,22 @@ Plugin = Literal["ddp", "zero1", "zero2", "gemini", "fsdp", "hybrid"]
 _NOT_OFFERED = {
     "moe": "its expert parallelism is not proved. Use plugin='zero2'",
 }
+_OTHER_AXES = {
+    "tp": "Here it is tp_size, with plugin='hybrid': 'colossalai:plugin=hybrid,tp_size=2'",
+    "pp": "Here it is pp_size, with plugin='hybrid': 'colossalai:plugin=hybrid,pp_size=2'",
+    **dict.fromkeys(
+        ("cp", "sp", "sp_size"),
+        "with sequence parallelism Colossal-AI 0.5.0 loses Llama's causal mask under PyTorch's "
+        "attention, and gives GPT-2 wrong gradients, without a word. Use 'mesh:cp=2', or "
+        "'mesh:tp=2,sequence_parallel=true'",
+    ),
+    **dict.fromkeys(
+        ("ep", "ep_size"),
+        "Colossal-AI's experts (MoeHybridParallelPlugin) are not proved: it has no fp32 with ZeRO, "
+        "and fails without. Use 'mesh:ep=2'",
+    ),
+}
+"""Ways to divide a model or a batch that are called otherwise or not offered, and what to use."""
 
 
 class ColossalAIOptions(StrategyOptions):
@@ -59,6 +75,11 @@ class ColossalAIOptions(StrategyOptions):
         default=1,
         ge=1,
         description="With 'hybrid': how many stages the layers fall into (pipeline parallelism).",
+    )
+    zero_stage: Literal[0, 1, 2] = Field(
+        default=0,
+        description="With 'hybrid' and tp_size: what replicas divide of what each rank has: "
+        "nothing, the optimizer (1), or gradients too (2).",
     )
     placement: Literal["static", "auto"] = Field(
         default="static",
@@ -111,6 +132,9 @@ class ColossalAIOptions(StrategyOptions):
         name = given.get("plugin") if isinstance(given, dict) else None
         if name in _NOT_OFFERED:
             raise ConfigError(f"colossalai: plugin='{name}' is not offered: {_NOT_OFFERED[name]}.")
+        for axis, why in _OTHER_AXES.items():
+            if isinstance(given, dict) and axis in given:
+                raise ValueError(f"{axis}={given[axis]} cannot be had: {why}")
         return given
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ keep their fp32 originals out of its checkpoints.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from unipar_colossalai.checks import check_optimizer, check_parameters
 from unipar_colossalai.divided_state import Groups, Part, PartsState
 from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.scaling import part_precision, total_norm_of_parts
+
+Norm = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def prepare(start: Start) -> BoosterEngine:
@@ -159,7 +161,7 @@ class ZeROReducer(Reducer):
             # The tensor that `zero.step()` will take: what is done to it here, is done there.
             master.grad = zero.get_working_grad_by_param_id(id(working))
         # Colossal-AI can only average.
-        scale_gradients(self.masters, self.world.size)
+        scale_gradients(self.masters, self.world.layout.batch)
 
     def clear(self) -> None:
         super().clear()
@@ -178,10 +180,13 @@ class ZeROStepper(OptimizerStepper):
     Args:
         reducer: whose parts.
         precision: what unscales and steps them.
+        norm: of the whole gradient.
     """
 
-    def __init__(self, reducer: ZeROReducer, precision: PrecisionPolicy) -> None:
-        super().__init__(reducer.zero, precision, reducer.masters, total_norm_of_parts)
+    def __init__(
+        self, reducer: ZeROReducer, precision: PrecisionPolicy, norm: Norm = total_norm_of_parts
+    ) -> None:
+        super().__init__(reducer.zero, precision, reducer.masters, norm)
         self.reducer = reducer
 
     def update(self) -> bool:
@@ -194,7 +199,8 @@ class ZeROStepper(OptimizerStepper):
 
         Else they would be what this rank's fp32 parts say, which are equal if nothing was done.
         """
-        zero, rank = self.reducer.zero, self.reducer.world.rank
+        zero, world = self.reducer.zero, self.reducer.world
+        rank = world.layout.coordinate("batch", world.rank)
         own, given = [], []
         for master in self.reducer.masters:
             working = zero.master_to_working_param[id(master)].detach().view(-1)

@@ -7,6 +7,7 @@ from typing import Any
 
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
+from unipar_deepspeed.axes import NATIVE
 from unipar_deepspeed.options import AnyOptions
 from unipar_deepspeed.swapped import Files
 
@@ -52,6 +53,11 @@ def check_native(options: AnyOptions) -> None:
         ConfigError: ``native`` has a key that unipar owns.
     """
     for key in _keys(options.native):
+        if key in NATIVE:
+            raise ConfigError(
+                f"{options.strategy}: native sets DeepSpeed's '{key}', which arranges ranks and "
+                f"follows from {NATIVE[key]}. Leave it out of native."
+            )
         if key in _OWNED_BY:
             raise ConfigError(
                 f"{options.strategy}: native sets DeepSpeed's '{key}', which unipar makes from "

@@ -44,7 +44,7 @@ class Initialized:
 
     def __init__(self, engine: Any, world: World) -> None:
         self.engine: Any = engine
-        self.averaged_over = world.size if engine.gradient_average else 1
+        self.averaged_over = world.layout.batch if engine.gradient_average else 1
 
     @property
     def zero(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from unipar.strategy import StrategyOptions
+from unipar_deepspeed.axes import check_tensor_parallel, refuse_axes
 
 Stage = Literal[0, 1, 2, 3]
 
@@ -15,6 +16,12 @@ Stage = Literal[0, 1, 2, 3]
 class ZeROOptions(StrategyOptions):
     """Options that every stage has."""
 
+    tp: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that divide each layer of a model of transformers, on the same samples "
+        "(AutoTP); from stage 1 on.",
+    )
     overlap_comm: bool = Field(
         default=False,
         description="Reduce gradients while the backward pass goes on; GPU only.",
@@ -79,6 +86,13 @@ class ZeROOptions(StrategyOptions):
         default_factory=dict,
         description="Further keys of DeepSpeed's own configuration, merged into what unipar makes.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _axes_are_offered(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            refuse_axes(given)
+        return given
 
 
 class DeepSpeedOptions(ZeROOptions):
@@ -162,6 +176,7 @@ def check_stage(options: ZeROOptions, stage: int) -> None:
     Raises:
         ValueError: one was set.
     """
+    check_tensor_parallel(options, stage)
     for name in sorted(options.model_fields_set & _FROM_STAGE.keys()):
         if stage < _FROM_STAGE[name]:
             raise ValueError(

@@ -12,9 +12,11 @@ from unipar.engine import flat_state, group_states, restore_groups
 from unipar.errors import CheckpointError, first_few
 from unipar.state import EngineState, LocalState, StateSource, TensorState, named_weights
 from unipar.utils.json_state import from_json, to_json
+from unipar.world import World
 from unipar_deepspeed.engine import Initialized
 from unipar_deepspeed.layout import Share, flats, is_stage_3, part, shares
 from unipar_deepspeed.swapped import SwappedWeight, Swapping, is_in_file
+from unipar_deepspeed.tensor_parallel import LayerParts
 
 
 class ZeROState:
@@ -26,7 +28,8 @@ class ZeROState:
         swapping: brings what is in files.
         groups: the names of the parameters of each of the optimizer's groups, in whose place ZeRO
             puts its flat partitions.
-        rank: of this process.
+        world: the joined processes.
+        parts: how ranks divide layers; ``None`` where they have whole ones.
     """
 
     def __init__(
@@ -35,13 +38,17 @@ class ZeROState:
         deepspeed: Initialized,
         swapping: Swapping,
         groups: Sequence[tuple[str, ...]],
-        rank: int,
+        world: World,
+        parts: LayerParts | None = None,
     ) -> None:
         self._module, self._deepspeed, self._swapping = module, deepspeed, swapping
-        self._groups, self._rank = groups, rank
+        self._groups, self._rank = groups, world.layout.coordinate("batch", world.rank)
+        self._parts = parts
 
     @property
     def num_parameters(self) -> int:
+        if self._parts is not None:
+            return self._parts.num_parameters
         # Stage 3 leaves nothing of a parameter in the module but what it was.
         return sum(getattr(p, "ds_numel", p.numel()) for p in self._module.parameters())
 
@@ -49,7 +56,7 @@ class ZeROState:
         zero, swapping = self._deepspeed.zero, self._swapping
         weights, aliases = named_weights(self._module)
         state = EngineState(
-            [_weight(name, tensor, self._rank) for name, tensor in weights.items()],
+            [self._placed(name, _weight(name, t, self._rank)) for name, t in weights.items()],
             aliases=aliases,
         )
         moments: list[TensorState] = []
@@ -60,7 +67,7 @@ class ZeROState:
                 if isinstance(value, torch.Tensor) and value.ndim and swapping.is_away(share.flat):
                     moments.append(swapping.state(full, key, share, value.dtype))
                 elif isinstance(value, torch.Tensor) and value.ndim:
-                    moments.append(share.state(full, value))
+                    moments.append(self._placed(name, share.state(full, value)))
                 elif isinstance(value, torch.Tensor):
                     moments.append(LocalState.of(full, value))
                 elif value is not None:
@@ -75,13 +82,17 @@ class ZeROState:
         zero, swapping = self._deepspeed.zero, self._swapping
         weights, _ = named_weights(self._module)
         if not is_stage_3(zero):
-            source.fill_weights([LocalState.of(name, tensor) for name, tensor in weights.items()])
+            source.fill_weights(
+                [self._placed(name, LocalState.of(name, t)) for name, t in weights.items()]
+            )
             zero.refresh_fp32_params()
             return
         whole = zero.persistent_parameters
         if whole:
             whole[0].partition(whole)
-        source.fill_weights([_weight(name, t, self._rank) for name, t in weights.items()])
+        source.fill_weights(
+            [self._placed(name, _weight(name, t, self._rank)) for name, t in weights.items()]
+        )
         with torch.no_grad():
             for number, used in enumerate(zero.fp16_partitioned_groups_flat):
                 away = swapping.is_away(number)
@@ -114,7 +125,7 @@ class ZeROState:
                     counter = torch.zeros((), dtype=info.dtype)
                     counters.setdefault((share.flat, key), {})[name] = counter
                     states.append(LocalState.of(full, counter))
-                elif info.shape == share.shape:
+                elif info.shape == self._shape(name, share):
                     held, away = zero.optimizer.state[flat], swapping.is_away(share.flat)
                     if key not in held:
                         like = swapping.bring(share.flat, change=True) if away else flat
@@ -122,13 +133,13 @@ class ZeROState:
                     states.append(
                         swapping.state(full, key, share, info.dtype)
                         if away
-                        else share.state(full, held[key])
+                        else self._placed(name, share.state(full, held[key]))
                     )
                 else:
                     raise CheckpointError(
                         f"optimizer state '{full}' has shape {info.shape} and its parameter has "
-                        f"{share.shape}: ZeRO lays state out as it does parameters. Resume under a "
-                        "strategy that keeps the optimizer whole."
+                        f"{self._shape(name, share)}: ZeRO lays state out as it does parameters. "
+                        "Resume under a strategy that keeps the optimizer whole."
                     )
         source.fill_optimizer(states)
         swapping.settle()
@@ -138,6 +149,13 @@ class ZeROState:
             for key, value in source.extra.get("scalars", {}).get(name, {}).items():
                 zero.optimizer.state[flat][key] = from_json(value)
         restore_groups(source.groups, self._groups, zero.optimizer)
+
+    def _placed(self, name: str, state: TensorState) -> TensorState:
+        """What is a state of this rank's part of a parameter, as one of the user's parameter."""
+        return state if self._parts is None else self._parts.place(name, state)
+
+    def _shape(self, name: str, share: Share) -> tuple[int, ...]:
+        return share.shape if self._parts is None else self._parts.shapes[name]
 
     def _refuse_strangers(self, source: StateSource) -> None:
         known = {name for name, _, _ in self._named_shares()}

@@ -15,6 +15,7 @@ from unipar.engine import (
     PrecisionPolicy,
     StepEngine,
     Undo,
+    broadcast_tensors,
     build_optimizer,
     checkpoint_activations,
     compile_modules,
@@ -36,7 +37,7 @@ from unipar.strategy import (
 )
 from unipar.utils.logs import quiet_framework
 from unipar.world import Placement, World, join
-from unipar_deepspeed import framework, ops, swapped
+from unipar_deepspeed import framework, ops, swapped, tensor_parallel
 from unipar_deepspeed.config import check_native, deepspeed_config
 from unipar_deepspeed.engine import (
     Initialize,
@@ -89,6 +90,8 @@ class DeepSpeedStrategy(Strategy):
 
     def capabilities(self) -> Capabilities:
         stage = self.options.stage
+        if self.options.tp > 1:
+            return tensor_parallel.CAPABILITIES
         return Capabilities(
             precisions=frozenset({"fp32", "bf16", "fp16"}),
             device_types=frozenset({"cpu", "cuda"}),
@@ -107,6 +110,7 @@ class DeepSpeedStrategy(Strategy):
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         check_native(self.options)
+        self.layout(placement)
         if self.options.overlap_comm and placement.device_type == "cpu":
             raise ConfigError(
                 f"{self.name}: overlap_comm=true needs a GPU, whose streams it overlaps. "
@@ -122,11 +126,14 @@ class DeepSpeedStrategy(Strategy):
             swapped.check_directory(self.options.nvme_path, self.name)
         if isinstance(spec.model, nn.Module):
             _check_parameters(spec.model, self.name)
+            # A session asks before there is a model, with one that does nothing in its place.
+            if self.options.tp > 1 and not isinstance(spec.model, nn.Identity):
+                tensor_parallel.check_model(spec.model, self.options.tp, self.name)
 
     def layout(self, placement: Placement) -> Layout:
         if self.options.stage == 0:
             return super().layout(placement)
-        return Layout(dp_shard=placement.size)
+        return tensor_parallel.make_layout(self.options.tp, placement, self.name)
 
     def setup(self, placement: Placement) -> World:
         world = join(placement, self.layout(placement))
@@ -137,6 +144,12 @@ class DeepSpeedStrategy(Strategy):
         options = self.options
         module = seeded_model(spec).to(world.device)
         _check_parameters(module, self.name)
+        parts = None
+        if options.tp > 1:
+            tensor_parallel.check_model(module, options.tp, self.name)
+            # DeepSpeed cuts what each rank has, equal or not.
+            broadcast_tensors([*module.parameters(), *module.buffers()], world)
+            parts = tensor_parallel.LayerParts.of(module, world)
         undo = [
             checkpoint_activations(module, spec.activation_checkpointing),
             offload_activations(module, spec.activation_offload, world.device),
@@ -144,8 +157,8 @@ class DeepSpeedStrategy(Strategy):
         ]
         if options.stage > 0:
             # On one rank, too, a flat partition is made of several tensors.
-            division = Flat(device=torch.device("cpu") if options.offload_optimizer else None)
-            spec = with_divisible_optimizer(spec, self.name, world, division)
+            flat = Flat(device=torch.device("cpu") if options.offload_optimizer else None)
+            spec = with_divisible_optimizer(spec, self.name, world, flat)
         optimizer = build_optimizer(spec, module)
         if optimizer is None:
             # DeepSpeed has nothing to divide.
@@ -153,6 +166,8 @@ class DeepSpeedStrategy(Strategy):
         # ZeRO puts its flat partitions in their place.
         groups = group_names(module, optimizer)
         deepspeed = self._initialize(spec, world, module, optimizer, undo)
+        if parts is not None:
+            parts.check(module, deepspeed.engine)
         precision = PrecisionPolicy(spec.precision, world.device)
         undo.append(autocast_forward(module, precision))
         undo.append(refuse_inner_gradients(module, "deepspeed"))
@@ -183,7 +198,7 @@ class DeepSpeedStrategy(Strategy):
             reducer=ZeROReducer(module, world, deepspeed, swapping, refuse_unused=refuse),
             precision=precision,
             stepper=ZeROStepper(deepspeed, precision),
-            state=ZeROState(module, deepspeed, swapping, groups, world.rank),
+            state=ZeROState(module, deepspeed, swapping, groups, world, parts),
             undo=undo,
         )
 
@@ -204,6 +219,10 @@ class DeepSpeedStrategy(Strategy):
             undo.append(remove)
             initializing = swapped.parameters_as_they_are()
         config = deepspeed_config(self.options, spec, world.size, size, files)
+        if self.options.tp > 1:
+            config |= tensor_parallel.configuration(self.options.tp)
+            # DeepSpeed 0.19.8 counts ranks before it knows of them, and stage 3 after that.
+            del config["train_batch_size"]
         with initializing, quiet_framework(*framework.LOGGERS):
             engine, release = (self.initialize or initialize)(module, optimizer, config)
         deepspeed = Initialized(engine, world)
@@ -213,6 +232,8 @@ class DeepSpeedStrategy(Strategy):
         return deepspeed
 
     def teardown(self) -> None:
+        if self.options.tp > 1:
+            tensor_parallel.stop()
         framework.stop(self._environment)
 
 

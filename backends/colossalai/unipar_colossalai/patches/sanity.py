@@ -35,6 +35,6 @@ PATCH = Patch(
     reason="colossalai/zero/low_level/low_level_optim.py, _sanity_checks, asserts that the "
     "accelerator is 'cuda' or 'npu'; without overlapped communication nothing else needs one",
     device_types=frozenset({"cpu"}),
-    plugins=frozenset({"zero1", "zero2"}),
+    plugins=frozenset({"zero1", "zero2", "hybrid"}),
     apply=_apply,
 )

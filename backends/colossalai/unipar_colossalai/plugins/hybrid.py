@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from unipar.engine import ByTensor, Division, Sliced
+from unipar.engine import ByTensor, Division, Flat, Sliced
 from unipar.layout import Layout
 from unipar.strategy import Capabilities, EngineSpec
 from unipar.world import Placement, World
-from unipar_colossalai.hybrid_models import check_model, check_sizes, make_layout
+from unipar_colossalai.hybrid_models import check_model, make_layout
 from unipar_colossalai.plugins.base import ALL, DEVICES, PRECISION, SHARDED, Plugin
 
 if TYPE_CHECKING:
     from unipar_colossalai.engine import BoosterEngine, Start
+    from unipar_colossalai.options import ColossalAIOptions
 
 
 class Hybrid(Plugin):
@@ -23,16 +24,25 @@ class Hybrid(Plugin):
 
     booster = "HybridParallelPlugin"
     rewrites_module = True
-    tunes = ("tp_size", "pp_size")
+    tunes = ("tp_size", "pp_size", "zero_stage")
     owned: ClassVar[Mapping[str, str]] = {
         "tp_size": "the option 'tp_size'",
         "pp_size": "the option 'pp_size'",
+        "zero_stage": "the option 'zero_stage'",
         "num_microbatches": "the run's micro_batch_size",
         "microbatch_size": "the run's micro_batch_size",
         "gradient_checkpoint_config": "the run's activation_checkpointing",
         **PRECISION,
     }
     free = ("make_vocab_size_divisible_by", "ddp_bucket_cap_mb", "gradient_as_bucket_view")
+
+    @classmethod
+    def check_options(cls, options: ColossalAIOptions) -> None:
+        if options.zero_stage and options.pp_size > 1:
+            raise ValueError(
+                f"zero_stage={options.zero_stage} with pp_size={options.pp_size} is not built. "
+                "Leave one of them out"
+            )
 
     def capabilities(self) -> Capabilities:
         pipeline = self.options.pp_size > 1
@@ -49,18 +59,20 @@ class Hybrid(Plugin):
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
-        check_sizes(self.options.tp_size, self.options.pp_size, placement)
+        self.layout(placement)
         # A session asks before there is a model, with one that does nothing in its place.
         if isinstance(spec.model, nn.Module) and not isinstance(spec.model, nn.Identity):
             check_model(spec.model, self.options.tp_size, self.options.pp_size)
 
     def layout(self, placement: Placement) -> Layout:
-        return make_layout(self.options.tp_size, self.options.pp_size, placement)
+        options = self.options
+        return make_layout(options.tp_size, options.pp_size, placement, options.zero_stage)
 
     def divisions(self, world: World) -> tuple[Division, ...]:
         by_tensor = (Sliced(0), Sliced(-1)) if self.options.tp_size > 1 else ()
         by_stage = (ByTensor(),) if self.options.pp_size > 1 else ()
-        return (*by_tensor, *by_stage)
+        flat = (Flat(),) if self.options.zero_stage else ()
+        return (*by_tensor, *by_stage, *flat)
 
     def change(self, module: nn.Module, spec: EngineSpec) -> list[Callable[[], None]]:
         # The engine does, later: Colossal-AI replaces the methods of the modules that it divides.
@@ -70,6 +82,7 @@ class Hybrid(Plugin):
         return {
             "tp_size": self.options.tp_size,
             "pp_size": self.options.pp_size,
+            "zero_stage": self.options.zero_stage,
             # Half precision is autocast's, here too.
             "precision": "fp32",
             # Whole logits, which a loss of the user's own can be computed from.
@@ -79,6 +92,9 @@ class Hybrid(Plugin):
         }
 
     def prepare(self, start: Start) -> BoosterEngine:
-        from unipar_colossalai.hybrid import prepare
+        if self.options.zero_stage:
+            from unipar_colossalai.hybrid_zero import prepare
+        else:
+            from unipar_colossalai.hybrid import prepare
 
         return prepare(start)
