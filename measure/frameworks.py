@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,8 @@ class Framework(NamedTuple):
         environment: the folder of its virtual environment, below the root.
         strategies: the strategies that it brings, as ``--strategy`` takes them.
         half_only: those that have no fp32.
+        layouts: strategies whose ranks divide more than data, with the numbers of ranks that they
+            can be on; the first is where they save.
     """
 
     name: str
@@ -29,6 +32,12 @@ class Framework(NamedTuple):
     environment: str
     strategies: tuple[str, ...]
     half_only: tuple[str, ...] = ()
+    layouts: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every strategy by its name."""
+        return (*self.strategies, *self.half_only, *self.layouts)
 
     def ask(self, module: str, question: Any) -> Any:
         """What ``module`` answers in the framework's environment, by :func:`answer`.
@@ -48,7 +57,14 @@ class Framework(NamedTuple):
 
 
 FRAMEWORKS = (
-    Framework("PyTorch", "torch", ".venv", ("single", "ddp", "fsdp")),
+    Framework(
+        *("PyTorch", "torch", ".venv", ("single", "ddp", "fsdp")),
+        # Its buffer changes where the last stage is.
+        layouts={
+            "mesh:tp=2": (2, 4),
+            "mesh:pp=2,stages=[[embedding,position,blocks.0],[blocks.1,head,calls]]": (2,),
+        },
+    ),
     Framework("DeepSpeed", "deepspeed", ".venv", ("zero1", "zero2", "zero3")),
     Framework("Horovod", "horovod", ".venv", ("horovod",)),
     Framework("Accelerate", "accelerate", ".venv", ("accelerate", "accelerate:plugin=deepspeed")),
