@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from unipar.testing import PRELOAD
@@ -26,6 +27,8 @@ class Framework(NamedTuple):
         strategies: the strategies that it brings, as ``--strategy`` takes them.
         half_only: those that have no fp32.
         preload: imports it, as ``module:function``; the ranks of pools begin so.
+        layouts: strategies whose ranks divide more than data, with the numbers of ranks that they
+            can be on; the first is where they save.
     """
 
     name: str
@@ -34,6 +37,12 @@ class Framework(NamedTuple):
     strategies: tuple[str, ...]
     half_only: tuple[str, ...] = ()
     preload: str = ""
+    layouts: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every strategy by its name."""
+        return (*self.strategies, *self.half_only, *self.layouts)
 
     def ask(self, module: str, question: Any) -> Any:
         """What ``module`` answers in the framework's environment, by :func:`answer`.
@@ -54,7 +63,14 @@ class Framework(NamedTuple):
 
 
 FRAMEWORKS = (
-    Framework("PyTorch", "torch", ".venv", ("single", "ddp", "fsdp")),
+    Framework(
+        *("PyTorch", "torch", ".venv", ("single", "ddp", "fsdp")),
+        # Its buffer changes where the last stage is.
+        layouts={
+            "mesh:tp=2": (2, 4),
+            "mesh:pp=2,stages=[[embedding,position,blocks.0],[blocks.1,head,calls]]": (2,),
+        },
+    ),
     Framework(
         "DeepSpeed",
         "deepspeed",

@@ -19,7 +19,13 @@ from unipar.data import Loader
 from unipar.data.batch import Batch
 from unipar.data.feed import copies_to, fed, pins_for
 from unipar.engine import Undo, refuse_copies
-from unipar.engine.checks import CheckedModel, check_capabilities, check_gradients, check_model
+from unipar.engine.checks import (
+    CheckedModel,
+    check_capabilities,
+    check_gradients,
+    check_initial_weights,
+    check_model,
+)
 from unipar.engine.sharing import Sharing
 from unipar.errors import ConfigError, UniparError
 from unipar.evaluation.evaluate import Metric, Predict, evaluate
@@ -32,6 +38,7 @@ from unipar.strategy import (
     Capabilities,
     Engine,
     EngineSpec,
+    InitialWeights,
     ModelContext,
     ModelFactory,
     OnNaN,
@@ -226,6 +233,7 @@ class Session:
         activation_checkpointing: Literal["off", "full", "selective"] | Iterable[str] = "off",
         activation_offload: bool = False,
         compile: bool | dict[str, Any] = False,
+        initial_weights: Literal["model", "by_name"] | str | Path = "model",
         parallelize: Parallelize | None = None,
         global_batch_size: int | None = None,
         micro_batch_size: int | None = None,
@@ -251,6 +259,10 @@ class Session:
             activation_offload: whether what is saved for the backward pass waits for it in host
                 memory.
             compile: ``True``, or keyword arguments of :meth:`torch.nn.Module.compile`.
+            initial_weights: where a model function's first weights come from: ``"model"``, as it
+                computes them, the whole model on one host; ``"by_name"``, each tensor by itself,
+                under a seed made of the session's and its name; or a path, of a checkpoint or of
+                safetensors in the Hugging Face layout.
             parallelize: divides parts of the model your own way, before the strategy divides the
                 rest: ``parallelize(module, world)``, by ``fully_shard`` over ``world.mesh(…)``.
             global_batch_size: samples of a full step over all ranks, where the framework must
@@ -261,6 +273,7 @@ class Session:
 
         Raises:
             ConfigError: the strategy cannot do what is asked, or nothing can be trained.
+            CheckpointError: ``initial_weights`` are damaged, or of another model.
         """
         if name in self.engines:
             raise ConfigError(
@@ -273,6 +286,7 @@ class Session:
                 "Train the models one after the other, or use another strategy."
             )
         check_model(model)
+        check_initial_weights(model, initial_weights)
         if isinstance(lr_scheduler, Mapping) and "metric" in lr_scheduler:
             raise ConfigError(
                 "lr_scheduler has a metric, by which fit steps it. In a loop of your own leave it "
@@ -307,7 +321,11 @@ class Session:
             check(model)
             prepared = spec
         else:
-            prepared = replace(spec, model=CheckedModel(model, check, self._context()))
+            prepared = replace(
+                spec,
+                model=CheckedModel(model, check, self._context()),
+                initial_weights=self._opened(initial_weights, name),
+            )
         if build is not None:
             with no_collection():
                 # Torch's optimizers import it when the first of them is made.
@@ -324,6 +342,14 @@ class Session:
             # keeps the stream of a plain loop.
             torch.manual_seed(self._seed + 1_000_003 * place)
         return engine
+
+    def _opened(self, asked: str | Path, name: str) -> InitialWeights:
+        if asked in ("model", "by_name"):
+            return asked  # pyright: ignore[reportReturnType]
+        # Imported when a checkpoint is read or written.
+        from unipar.checkpoint import StoredWeights
+
+        return StoredWeights.at(Path(asked), name, self.world)
 
     def _context(self) -> ModelContext:
         layout, rank = self.world.layout, self.world.rank

@@ -91,6 +91,12 @@ class LocalState(TensorState):
     def in_place(self) -> bool:
         return True
 
+    def take(self, whole: torch.Tensor) -> None:
+        """Copy this rank's part of the whole tensor to where it belongs."""
+        for box, own in zip(self.boxes, self.tensors, strict=True):
+            ranges = zip(box.offsets, box.sizes, strict=True)
+            own.copy_(whole[tuple(slice(at, at + size) for at, size in ranges)])
+
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> LocalState:
         """Describe a plain tensor (held whole by this rank) or a ``DTensor`` (by its shard)."""
@@ -187,6 +193,22 @@ class StateSource(Protocol):
 
     def fill_optimizer(self, states: Iterable[TensorState]) -> None:
         """Fill each state's boxes from the stored moments of the same name."""
+        ...
+
+
+class WeightSource(Protocol):
+    """Stored weights that a model begins with."""
+
+    def fill(self, states: Sequence[TensorState], aliases: Mapping[str, str]) -> None:
+        """Fill each state's boxes from the stored weights of the same name. Collective.
+
+        Args:
+            states: all weights of the model.
+            aliases: other names of tied ones, to their names in ``states``.
+
+        Raises:
+            CheckpointError: what is stored is damaged, or of another model.
+        """
         ...
 
 

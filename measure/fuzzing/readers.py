@@ -27,7 +27,7 @@ from unipar.checkpoint import CheckpointImporter, rng
 from unipar.checkpoint.boxes import whole
 from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.files import digest
-from unipar.checkpoint.inference import read_any
+from unipar.checkpoint.initial import read_any
 from unipar.checkpoint.load import read_generators
 from unipar.checkpoint.manifest import Manifest, TensorIndex
 from unipar.checkpoint.read import ChunkReader

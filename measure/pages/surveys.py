@@ -182,18 +182,23 @@ def matrix() -> tuple[list[str], list[list[str]]]:
     """In fp32, how far the second half is from the undisturbed run's: sources down."""
     worst = _worst("fp32")
     targets = list(next(iter(worst.values())))
-    rows = [[f"`{s}`", *(f"{row[target]:.0e}" for target in targets)] for s, row in worst.items()]
-    return ["saved under \\ resumed under", *(f"`{target}`" for target in targets)], rows
+    rows = [[_named(s), *(f"{row[target]:.0e}" for target in targets)] for s, row in worst.items()]
+    return ["saved under \\ resumed under", *map(_named, targets)], rows
 
 
 def half_matrix() -> tuple[list[str], list[list[str]]]:
     """The same in bf16, from and to the strategies that have no fp32."""
     rows = [
-        [f"`{source}`", f"`{target}`", f"{apart:.1e}"]
+        [_named(source), _named(target), f"{apart:.1e}"]
         for source, row in _worst("bf16").items()
         for target, apart in row.items()
     ]
     return ["saved under", "resumed under", "apart"], rows
+
+
+def _named(strategy: str) -> str:
+    """Without the names of the model's parts, which are this model's."""
+    return f"`{strategy.split(',stages=')[0]}`"
 
 
 def half_bound() -> str:

@@ -5,7 +5,8 @@ on 1, 2 and 4 processes, and steps 11 to 20 have to be those of a plain loop tha
 in fp32, and in bf16 from and to strategies that have no fp32.
 
 python measure/strategies/matrix.py            all pairs, to docs/backends/matrix.json
-python measure/strategies/matrix.py --cover    each strategy once as a source and once as a target
+python measure/strategies/matrix.py --cover    each strategy once as a source and once as a target,
+                                               and layouts of ranks to and from three others
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from measure.frameworks import FRAMEWORKS  # noqa: E402
 from measure.report import circumstances  # noqa: E402
 
 RANKS = (1, 2, 4)
+BESIDE = ("single", "zero3")
+"""What layouts exchange checkpoints with where not all do with all."""
 
 
 class Target(NamedTuple):
@@ -37,8 +40,11 @@ class Target(NamedTuple):
     precision: str = "fp32"
 
 
-def every_pair(strategies: tuple[str, ...], half_only: tuple[str, ...]) -> Iterator[Target]:
+def every_pair(
+    strategies: tuple[str, ...], half_only: tuple[str, ...], layouts: tuple[str, ...]
+) -> Iterator[Target]:
     """All pairs in fp32; and in bf16 those in which a strategy has no fp32."""
+    strategies += layouts
     for strategy in strategies:
         for ranks in _ranks(strategy):
             yield Target(strategy, ranks, strategies)
@@ -48,17 +54,30 @@ def every_pair(strategies: tuple[str, ...], half_only: tuple[str, ...]) -> Itera
             yield Target(strategy, ranks, (*strategies, *half_only), "bf16")
 
 
-def covering(strategies: tuple[str, ...], half_only: tuple[str, ...]) -> Iterator[Target]:
-    """A ring: each strategy goes on from its neighbor's checkpoint, on 1, 2 or 4 processes."""
+def covering(
+    strategies: tuple[str, ...], half_only: tuple[str, ...], layouts: tuple[str, ...]
+) -> Iterator[Target]:
+    """A ring: each strategy goes on from its neighbor's checkpoint, on 1, 2 or 4 processes.
+
+    Layouts go on from one rank's checkpoint, another framework's, and another layout's, and these
+    from theirs.
+    """
     for number, strategy in enumerate(strategies):
         ranks = _ranks(strategy)
         yield Target(strategy, ranks[number % len(ranks)], (strategies[number - 1],))
     for strategy in half_only:
         yield Target(strategy, RANKS[-1], strategies[-1:], "bf16")
         yield Target(strategies[-1], RANKS[0], (strategy,), "bf16")
+    for number, layout in enumerate(layouts):
+        yield Target(layout, _ranks(layout)[-1], (*BESIDE, layouts[number - 1]))
+    for strategy in BESIDE:
+        yield Target(strategy, _ranks(strategy)[-1], layouts)
 
 
 def _ranks(strategy: str) -> tuple[int, ...]:
+    for framework in FRAMEWORKS:
+        if strategy in framework.layouts:
+            return framework.layouts[strategy]
     return RANKS[:1] if strategy == "single" else RANKS
 
 
@@ -72,7 +91,7 @@ def survey(targets: list[Target], root: Path) -> list[dict[str, Any]]:
     unsaved = {(source, target.precision) for target in targets for source in target.sources}
     saved: dict[str, dict[str, str]] = {"fp32": {}, "bf16": {}}
     for framework in (*FRAMEWORKS, *FRAMEWORKS):
-        own = (*framework.strategies, *framework.half_only)
+        own = framework.all
         to_save = sorted(one for one in unsaved if one[0] in own)
         unsaved.difference_update(to_save)
         ready = [
@@ -120,9 +139,10 @@ def main() -> None:
     began = time.perf_counter()
     strategies = tuple(name for framework in FRAMEWORKS for name in framework.strategies)
     half_only = tuple(name for framework in FRAMEWORKS for name in framework.half_only)
-    targets = list((covering if args.cover else every_pair)(strategies, half_only))
+    layouts = tuple(name for framework in FRAMEWORKS for name in framework.layouts)
+    targets = list((covering if args.cover else every_pair)(strategies, half_only, layouts))
     pairs = sum(len(target.sources) for target in targets)
-    number = len(strategies) + len(half_only)
+    number = len(strategies) + len(half_only) + len(layouts)
     print(f"Checkpoints of {number} strategies, resumed {pairs} times:", flush=True)
     with tempfile.TemporaryDirectory(prefix="unipar-matrix-") as root:
         found = survey(targets, Path(root))

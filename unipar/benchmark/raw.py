@@ -28,6 +28,7 @@ from unipar import launch
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.records import Rank, RankRecord
+from unipar.checkpoint import StoredWeights
 from unipar.config import RunConfig
 from unipar.data import epoch_order, open_source, shuffles, slicing_of
 from unipar.engine.checks import CheckedModel
@@ -38,7 +39,7 @@ from unipar.optimizers.groups import factories, holds_functions
 from unipar.strategy import EngineSpec, registry, seeded_model
 from unipar.utils.devices import resolve_device_type
 from unipar.utils.matmul_precision import set_matmul_precision
-from unipar.world import Placement
+from unipar.world import Placement, World
 
 
 def loop_for(strategy: str, directory: Path) -> Path | None:
@@ -77,7 +78,10 @@ def work(
     model = job.arguments["model"]
     if not isinstance(model, nn.Module):
         model = CheckedModel(model)
-    model = seeded_model(EngineSpec(model, seed=config.seed))
+    first = config.initial_weights
+    if isinstance(first, Path):
+        first = StoredWeights.at(first, "model", World(Placement()))
+    model = seeded_model(EngineSpec(model, seed=config.seed, initial_weights=first))
     loss = loss or Objective.of_model(model)
 
     def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:

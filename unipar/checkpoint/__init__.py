@@ -15,6 +15,7 @@ from unipar.checkpoint.decode import read_manifest
 from unipar.checkpoint.describe import Description, describe, verify
 from unipar.checkpoint.directory import checkpoints, find, newest
 from unipar.checkpoint.inference import load_model
+from unipar.checkpoint.initial import StoredWeights, check_weights
 from unipar.checkpoint.manifest import Manifest
 from unipar.checkpoint.names import step_of
 from unipar.checkpoint.restore import load, load_newest
@@ -27,6 +28,8 @@ __all__ = [
     "Manifest",
     "PendingSave",
     "Retention",
+    "StoredWeights",
+    "check_weights",
     "checkpoints",
     "describe",
     "find",

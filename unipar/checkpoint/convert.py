@@ -23,7 +23,7 @@ from unipar.checkpoint.experts import (
 )
 from unipar.checkpoint.files import FileWriter, as_bytes
 from unipar.checkpoint.huggingface import INDEX, read_directory, shard_name
-from unipar.checkpoint.inference import pick_engine, read_any
+from unipar.checkpoint.initial import pick_engine, read_any
 from unipar.checkpoint.manifest import Manifest, TensorIndex
 from unipar.checkpoint.read import ChunkReader
 from unipar.checkpoint.safetensors import Entry, lay_out

@@ -10,7 +10,7 @@ from typing import Any
 
 from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.directory import find
-from unipar.checkpoint.inference import read_any
+from unipar.checkpoint.initial import read_any
 from unipar.checkpoint.load import read_generators
 from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex
 from unipar.checkpoint.names import rng_path

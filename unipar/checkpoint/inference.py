@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from unipar.checkpoint.decode import open_checkpoint
-from unipar.checkpoint.directory import find
-from unipar.checkpoint.experts import fused, holds_separate
-from unipar.checkpoint.huggingface import holds_safetensors, read_directory
-from unipar.checkpoint.load import Source
-from unipar.checkpoint.manifest import EngineIndex, Manifest
-from unipar.errors import CheckpointError, did_you_mean
+from unipar.checkpoint.initial import StoredWeights, pick_engine, read_any
 from unipar.state import LocalState, named_weights
 from unipar.strategy import ModelFactory, build_model
 from unipar.utils.torch_versions import meta_device
@@ -44,54 +37,9 @@ def load_model(
     index = pick_engine(manifest, engine)
     module = model if isinstance(model, nn.Module) else _build(model)
     weights, aliases = named_weights(module)
-    names = {name: [name] for name in weights}
-    for alias, name in aliases.items():
-        names[name].append(alias)
-    # A tied weight is stored once, under whichever of its names the writer came upon first; where
-    # it is stored under several, one is enough.
-    known = {**dict.fromkeys(index.weights), **dict.fromkeys(index.aliases)}
-    chosen = {
-        name: next((other for other in tied if other in known), name)
-        for name, tied in names.items()
-    }
-    spare = {other for name, tied in names.items() for other in tied if other != chosen[name]}
-    stored = {name: tensor for name, tensor in index.weights.items() if name not in spare}
-    if holds_separate(stored) and not stored.keys() >= set(chosen.values()):
-        # Of the hub, for a model that holds all experts of a layer in one tensor.
-        stored = fused(stored)
-    world = World(Placement())
-    Source(manifest, dataclasses.replace(index, weights=stored), world).fill_weights(
-        [LocalState.of(chosen[name], tensor) for name, tensor in weights.items()]
-    )
+    states = [LocalState.of(name, tensor) for name, tensor in weights.items()]
+    StoredWeights(manifest, index, World(Placement())).fill(states, aliases)
     return module
-
-
-def read_any(path: str | Path) -> Manifest:
-    """The manifest of a checkpoint, or one made up for safetensors files, which have none."""
-    path = Path(path)
-    if holds_safetensors(path):
-        return read_directory(path)
-    return open_checkpoint(find(path))
-
-
-def pick_engine(manifest: Manifest, engine: str | None) -> EngineIndex:
-    """The engine of this name, or the only one.
-
-    Raises:
-        CheckpointError: there is none of this name, or no name was given and there are several.
-    """
-    names = ", ".join(manifest.engines)
-    if engine is None and len(manifest.engines) != 1:
-        raise CheckpointError(
-            f"{manifest.path} holds several engines ({names}): say which, by engine='…'."
-        )
-    engine = engine if engine is not None else next(iter(manifest.engines))
-    if engine not in manifest.engines:
-        raise CheckpointError(
-            f"{manifest.path} holds no engine '{engine}'; it holds {names}."
-            f"{did_you_mean(engine, manifest.engines)}"
-        )
-    return manifest.engines[engine]
 
 
 def _build(factory: ModelFactory) -> nn.Module:

@@ -163,6 +163,10 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Whether to use torch.compile, or its keyword arguments."""
     seed: NonNegativeInt = 0
     """Seed of the data order, the model's initial weights and dropout."""
+    initial_weights: Literal["model", "by_name"] | RunPath = "model"
+    """Where a model function's first weights come from: as it computes them, the whole model on one
+    host (model); each tensor by itself, under a seed of its name (by_name); or a checkpoint or
+    safetensors, by path."""
     shuffle: bool | None = None
     """Whether each epoch sees the samples in a new order; left out: yes, unless a DataLoader
     without shuffling is given."""

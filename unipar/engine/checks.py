@@ -95,6 +95,23 @@ def check_model(model: Any) -> None:
     check_shapes(model)
 
 
+def check_initial_weights(model: Any, asked: object) -> None:
+    """Raise :class:`ConfigError` where weights were asked for that a module has already.
+
+    Args:
+        model: a module, or a function that builds one.
+        asked: ``initial_weights``.
+    """
+    if asked != "model" and isinstance(model, nn.Module):
+        path = "path" if asked == "by_name" else repr(str(asked))
+        raise ConfigError(
+            f"initial_weights='{asked}' was given, and the model is a {type(model).__name__} that "
+            "has its weights. Pass the function that builds it, such as "
+            f"lambda: {type(model).__name__}(…), or leave initial_weights out and load the weights "
+            f"before: unipar.load_model({path}, model)."
+        )
+
+
 def check_shapes(model: nn.Module) -> None:
     """Raise :class:`ConfigError` if a parameter takes its shape in the first forward pass."""
     tensors = [*model.named_parameters(), *model.named_buffers()]

@@ -17,8 +17,10 @@ from unipar.strategy.engine import (
     OnNaN,
     Parallelize,
     Precision,
+    initial_values,
     seeded_model,
 )
+from unipar.strategy.initial import InitialValues, InitialWeights
 from unipar.strategy.model_function import (
     ModelContext,
     ModelFactory,
@@ -33,6 +35,8 @@ __all__ = [
     "Capabilities",
     "Engine",
     "EngineSpec",
+    "InitialValues",
+    "InitialWeights",
     "ModelContext",
     "ModelFactory",
     "OnNaN",
@@ -45,6 +49,7 @@ __all__ = [
     "Strategy",
     "StrategyOptions",
     "build_model",
+    "initial_values",
     "seeded_model",
     "takes_context",
 ]

@@ -20,6 +20,7 @@ from unipar.loss import Loss, LossFn, LossSum
 from unipar.optimizers.factories import OptimizerFactory, SchedulerFactory
 from unipar.optimizers.named import NamedOptimizer
 from unipar.state import EngineState, StateSource
+from unipar.strategy.initial import InitialValues, InitialWeights, whole_model
 from unipar.strategy.step_result import StepResult
 from unipar.world import World
 
@@ -50,6 +51,8 @@ class EngineSpec:
             the world before the strategy divides the rest.
         on_nan: what to do when the loss of a step is not finite.
         seed: the seed that a model function runs under.
+        initial_weights: those that a model function gives the model; or that each tensor is given
+            by itself, by its name, or from what is stored.
         global_batch_size: samples of a full step over all ranks, if known.
         micro_batch_size: samples of one forward pass on one rank, if known.
         accumulation: micro-batches of a full step, if known.
@@ -67,6 +70,7 @@ class EngineSpec:
     parallelize: Parallelize | None = None
     on_nan: OnNaN = "raise"
     seed: int = 0
+    initial_weights: InitialWeights = "model"
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
     accumulation: int | None = None
@@ -86,14 +90,34 @@ class EngineSpec:
 
 
 def seeded_model(spec: EngineSpec) -> nn.Module:
-    """The model itself, or what its function builds on the host under ``spec.seed``."""
+    """The model itself, or what its function builds on the host under ``spec.seed``.
+
+    Raises:
+        ConfigError, CheckpointError: as :func:`initial_values`.
+    """
     if isinstance(spec.model, nn.Module):
         return spec.model
+    values = initial_values(spec)
+    if values is not None:
+        return whole_model(values)
     # Seeding is of GPUs, too, and some strategies build the values on rank 0 alone.
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(spec.seed)
         return spec.model()
+
+
+def initial_values(spec: EngineSpec) -> InitialValues | None:
+    """The values that each process computes or reads for itself; ``None`` for a whole model's.
+
+    Raises:
+        ConfigError: the model function computes what cannot be computed one tensor at a time.
+        CheckpointError: stored weights are damaged, or of another model.
+    """
+    if isinstance(spec.model, nn.Module) or spec.initial_weights == "model":
+        return None
+    stored = None if spec.initial_weights == "by_name" else spec.initial_weights
+    return InitialValues(spec.model, spec.seed, stored)
 
 
 class Engine(ABC):

@@ -17,6 +17,7 @@ from torch import nn
 
 from unipar.data import Loader
 from unipar.loss import LossSum
+from unipar.objective import Objective
 from unipar.session import Session
 from unipar.strategy import Engine, Precision
 from unipar.testing import reference
@@ -69,6 +70,13 @@ class Language(nn.Module):
 
 def loss_sum(model: Any, batch: Any) -> LossSum:
     return LossSum(*predict_tokens(model, batch))
+
+
+IN_PARTS = Objective(
+    inputs=lambda batch: batch["tokens"],
+    loss=lambda logits, batch: loss_sum(lambda _: logits, batch),
+)
+"""The same, for a strategy that cuts the model."""
 
 
 def make_optimizer(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -134,14 +142,16 @@ def prepare(session: Session, *, elsewhere: bool) -> tuple[Engine, Loader]:
     return engine, session.loader(data(), global_batch_size=BATCH, shuffle=True)
 
 
-def train(engine: Engine, loader: Loader, steps: int) -> list[float]:
+def train(engine: Engine, loader: Loader, steps: int, *, in_parts: bool = False) -> list[float]:
+    loss = IN_PARTS if in_parts else loss_sum
+
     def endless() -> Iterator[Any]:
         while True:
             yield from loader
 
     losses: list[float] = []
     for batch in endless():
-        losses.append(engine.train_step(batch, loss_sum).loss)
+        losses.append(engine.train_step(batch, loss).loss)
         if len(losses) == steps:
             return losses
     raise AssertionError
@@ -152,7 +162,7 @@ def train_and_save(
 ) -> list[float]:
     with Session(strategy, precision=precision, device="cpu", placement=placement) as session:
         engine, loader = prepare(session, elsewhere=False)
-        losses = train(engine, loader, HALF)
+        losses = train(engine, loader, HALF, in_parts=session.capabilities.pipeline)
         session.save(directory, loader=loader)
     return losses
 
@@ -170,7 +180,8 @@ def resume_each(
         engine, loader = prepare(session, elsewhere=True)
         for path in paths:
             step = session.load(path, loader=loader, optimizer=optimizer)
-            runs.append((step, train(engine, loader, STEPS - HALF)))
+            in_parts = session.capabilities.pipeline
+            runs.append((step, train(engine, loader, STEPS - HALF, in_parts=in_parts)))
     return runs
 
 

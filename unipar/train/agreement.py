@@ -59,10 +59,16 @@ def started_with(job: Job) -> dict[str, Any]:
         "eval_data": None if job.eval_data is None else in_words(job.eval_data),
         **settings,
         "global_batch_size": config.global_batch_size or batch_size_of(job.data),
+        "initial_weights": _where_from(config.initial_weights),
         "resume": "a path" if isinstance(config.resume, Path) else config.resume,
         "lr_scheduler": settings["lr_scheduler"] or ("given" if job.lr_scheduler else None),
         "metrics": sorted(job.metrics or {}),
     }
+
+
+def _where_from(asked: str | Path) -> str:
+    # Machines may have the same files in different places.
+    return "a path" if isinstance(asked, Path) else asked
 
 
 def differences(started: Sequence[Mapping[str, Any]]) -> str | None:

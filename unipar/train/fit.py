@@ -70,6 +70,7 @@ def fit(
     activation_offload: bool | Unset = UNSET,
     compile: bool | Mapping[str, Any] | Unset = UNSET,
     seed: int | Unset = UNSET,
+    initial_weights: Literal["model", "by_name"] | str | Path | Unset = UNSET,
     shuffle: bool | Unset | None = UNSET,
     num_workers: int | Unset | None = UNSET,
     checkpoint: CheckpointConfig | Mapping[str, Any] | str | Path | Literal[False] | Unset = UNSET,
@@ -132,6 +133,9 @@ def fit(
         activation_offload: whether what is saved for the backward pass waits for it in host memory.
         compile: whether to use ``torch.compile``, or its keyword arguments.
         seed: of the data order, of a model function's weights, and of dropout.
+        initial_weights: where a model function's first weights come from: ``"model"``, as it
+            computes them; ``"by_name"``, each tensor by itself under a seed of its name; or a
+            path, of a checkpoint or of safetensors in the Hugging Face layout.
         shuffle: whether each epoch has an order of its own.
         num_workers: data-loading processes of each device.
         checkpoint: a directory, a :class:`CheckpointConfig` or its fields, or ``False``.
@@ -280,6 +284,8 @@ class _Launch:
             check_choice(job.optimizer, job.model)
         if isinstance(job.config.resume, Path):
             checkpoint.find(job.config.resume)
+        if isinstance(job.config.initial_weights, Path):
+            checkpoint.check_weights(job.config.initial_weights)
         loader = preflight.check(
             job.config, planned, job.model, job.data, loss=job.loss, predict=job.predict
         )

@@ -126,6 +126,7 @@ class TrainingRun:
             activation_checkpointing=self.config.activation_checkpointing,
             activation_offload=self.config.activation_offload,
             compile=self.config.compile,
+            initial_weights=self.config.initial_weights,
             global_batch_size=self.loader.global_batch_size,
             micro_batch_size=None if auto else self.loader.micro_batch_size,
             accumulation=None if auto else self.loader.accumulation,

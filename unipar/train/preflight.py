@@ -12,7 +12,12 @@ from torch import nn
 from unipar import launch
 from unipar.config import RunFields
 from unipar.data import Loader
-from unipar.engine.checks import check_capabilities, check_gradients, check_model
+from unipar.engine.checks import (
+    check_capabilities,
+    check_gradients,
+    check_initial_weights,
+    check_model,
+)
 from unipar.evaluation.evaluate import Predict
 from unipar.loss import LossFn
 from unipar.objective import require_objective
@@ -79,6 +84,7 @@ def check(
         ConfigError: the run cannot be done.
         DataError: the data cannot be trained on.
     """
+    check_initial_weights(model, config.initial_weights)
     layout = planned.strategy.layout(planned.placement)
     loader = training_loader(config, data, data_size=layout.batch)
     spec = EngineSpec(

@@ -5,7 +5,8 @@ Then each rank allocates its own shards on its device, and rank 0 sends the valu
 all ranks, a few tensors at a time. Beyond what is divided, a device holds the buffers.
 
 Values are copied, not made a second time: weights equal, bit for bit, those of the module that was
-given, or those that calling the model function under the run's seed makes.
+given, or those that calling the model function under the run's seed makes. Where no rank is to hold
+them all (``initial_weights``), each computes or reads one tensor at a time, and keeps its shard.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from unipar.engine import broadcast_tensors
 from unipar.engine.broadcast import in_pieces
 from unipar.errors import ConfigError, first_few
 from unipar.state import LocalState, is_dtensor
-from unipar.strategy import EngineSpec, seeded_model
+from unipar.strategy import EngineSpec, InitialValues, initial_values, seeded_model
 from unipar.utils.torch_versions import meta_device
 from unipar.world import World
 
@@ -31,15 +32,20 @@ _HOST = torch.device("cpu")
 _PIECE_BYTES = 2**26
 
 
-def host_model(spec: EngineSpec, world: World, strategy: str) -> tuple[nn.Module, Weights]:
-    """The module to divide, and rank 0's values of its tensors.
+def host_model(
+    spec: EngineSpec, world: World, strategy: str
+) -> tuple[nn.Module, Weights | InitialValues]:
+    """The module to divide, and rank 0's values of its tensors, or how each rank finds them.
 
     A module that was given is the one to divide. A model function is called on the meta device, and
-    on rank 0 also on the host under the run's seed.
+    on rank 0 also on the host under the run's seed, unless ``initial_weights`` says otherwise.
 
     Raises:
         ConfigError: the model function cannot run on the meta device.
     """
+    values = initial_values(spec)
+    if values is not None:
+        return values.module, values
     weights: Weights = {}
     if world.is_main:
         whole = seeded_model(spec)
@@ -94,12 +100,15 @@ def take_values(module: nn.Module, strategy: str) -> None:
         _set(module, name, replaced[old])
 
 
-def give_values(module: nn.Module, weights: Weights, world: World, *, offloaded: bool) -> None:
-    """Allocate this rank's shards and the buffers, and fill them with rank 0's values. Collective.
+def give_values(
+    module: nn.Module, weights: Weights | InitialValues, world: World, *, offloaded: bool
+) -> None:
+    """Allocate this rank's shards and the buffers, and fill them with values. Collective.
 
     Args:
         module: divided, on the meta device.
-        weights: rank 0's; emptied, so that the host can let go of each tensor once it is sent.
+        weights: rank 0's; emptied, so that the host can let go of each tensor once it is sent. Or
+            how each rank finds them.
         world: the joined processes.
         offloaded: whether shards stay on the host.
 
@@ -113,6 +122,9 @@ def give_values(module: nn.Module, weights: Weights, world: World, *, offloaded:
     for name, buffer in buffers.items():
         _set(module, name, placed[buffer])
     targets = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if isinstance(weights, InitialValues):
+        weights.fill(targets, world)
+        return
     if world.is_main:
         _check_same_model(targets, weights)
     names = {tensor: name for name, tensor in targets.items()}
@@ -125,7 +137,7 @@ def give_values(module: nn.Module, weights: Weights, world: World, *, offloaded:
         ]
         broadcast_tensors(wholes, world)
         for target, whole in zip(piece, wholes, strict=True):
-            _fill(target, whole)
+            LocalState.of("", target).take(whole)
     weights.clear()
 
 
@@ -134,14 +146,6 @@ def tied_names(module: nn.Module) -> dict[str, str]:
     first: dict[torch.Tensor, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first.setdefault(parameter, name) for name, parameter in named}
-
-
-def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part alone to where it belongs."""
-    state = LocalState.of("", target)
-    for box, own in zip(state.boxes, state.tensors, strict=True):
-        ranges = zip(box.offsets, box.sizes, strict=True)
-        own.copy_(whole[tuple(slice(at, at + size) for at, size in ranges)])
 
 
 def _check_same_model(targets: Weights, weights: Weights) -> None:

@@ -54,6 +54,7 @@ from unipar_torch.stage_schedule import StageSchedule
 from unipar_torch.stage_state import StagesState, Whole
 
 if TYPE_CHECKING:
+    from unipar.strategy import InitialValues
     from unipar_torch.mesh_options import MeshOptions
 
 _PIECE_BYTES = 2**26
@@ -205,10 +206,13 @@ def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _give_values(
-    held: nn.Module, whole: Whole, weights: dict[str, torch.Tensor], world: World
+    held: nn.Module, whole: Whole, weights: dict[str, torch.Tensor] | InitialValues, world: World
 ) -> None:
-    """Fill what this rank holds with rank 0's values, a few tensors at a time. Collective."""
+    """Fill what this rank holds with rank 0's values, or its own. Collective."""
     targets = dict(_named(held))
+    if not isinstance(weights, dict):
+        weights.fill(targets, world)
+        return
     tensors = {**whole.parameters, **whole.buffers}
     if world.is_main:
         differing = [n for n, t in tensors.items() if weights[n].shape != t.shape]
