@@ -117,6 +117,33 @@ def overview() -> tuple[list[str], list[list[str]]]:
     return heads, rows
 
 
+def layouts() -> tuple[list[str], list[list[str]]]:
+    """What a rank holds where more than data is divided, beside the formula."""
+    rows = []
+    for row in load("layouts.json")["memory"]:
+        kinds = ("parameters", "gradients", "optimizer", "off", "full")
+        rows.append([f"`{row['strategy']}`", *(_beside(*row[kind]) for kind in kinds)])
+    heads = ["strategy", "parameters", "gradients", "optimizer", "activations", "recomputed"]
+    return heads, rows
+
+
+def layouts_traffic() -> tuple[list[str], list[list[str]]]:
+    """What a rank sends there in a step, by collective, beside the formula."""
+    rows = [
+        [
+            *(f"`{strategy}`", "recomputed" if setting == "full" else "", kind, str(count)),
+            *(words.split("; ")[-1 if setting == "full" else 0].removesuffix(" recomputed"),),
+            _beside(found, formula),
+        ]
+        for strategy, setting, kind, count, words, found, formula in load("layouts.json")["traffic"]
+    ]
+    return ["strategy", "activations", "collective", "calls", "formula", "bytes"], rows
+
+
+def _beside(found: float, formula: float) -> str:
+    return f"{found / 2**10:.0f} ({formula / 2**10:.0f})"
+
+
 def parity() -> tuple[list[str], list[list[str]]]:
     """The largest relative differences from the hand-written loop."""
     rows = [

@@ -1,6 +1,6 @@
 """Measure every framework's strategies, for the tables of the docs.
 
-python measure/strategies/tables.py    to docs/backends/survey.json; a few minutes
+python measure/strategies/tables.py    to docs/backends/survey.json and layouts.json; a few minutes
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from measure.frameworks import FRAMEWORKS  # noqa: E402
 from measure.report import circumstances  # noqa: E402
+from measure.strategies import layouts  # noqa: E402
 
 
 def main() -> None:
@@ -34,6 +35,7 @@ def main() -> None:
     path = ROOT / "docs" / "backends" / "survey.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"Written: {path.relative_to(ROOT)}")
+    layouts.main()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,17 @@ def test_strategies_are_cut_where_a_new_one_begins() -> None:
     ]
 
 
+def test_options_of_a_layout_stay_with_it() -> None:
+    stages = "mesh:pp=2,stages=[[tokens,blocks.0],[blocks.1,head]]"
+    text = f"mesh:tp=2,dp_shard=2,mesh:cp=2,{stages},virtual_stages=1,fsdp"
+    assert split_strategies(text) == [
+        "mesh:tp=2,dp_shard=2",
+        "mesh:cp=2",
+        f"{stages},virtual_stages=1",
+        "fsdp",
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
