@@ -157,7 +157,7 @@ def test_half_precision_weights_are_refused() -> None:
     ("native", "said"),
     [
         ("enable_sequence_parallelism: true", "does not take here"),
-        ("zero_stage: 1", "does not take here"),
+        ("zero_stage: 1", "follows from the option 'zero_stage'"),
         ("tp_size: 2", "the option 'tp_size'"),
         ("num_microbatches: 2", "the run's micro_batch_size"),
         ("max_norm: 1.0", "the run's max_grad_norm"),

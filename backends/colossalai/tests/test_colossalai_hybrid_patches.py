@@ -230,6 +230,6 @@ def test_a_run_gets_only_what_it_needs() -> None:
     def names(device_type: str) -> set[str]:
         return {patch.name for patch in patches.ALL if patch.needed(device_type, "hybrid")}
 
-    on_cpu = {"stages-on-cpu", "gpt2-on-cpu", "gptj-on-cpu"}
+    on_cpu = {"stages-on-cpu", "gpt2-on-cpu", "gptj-on-cpu", "zero-on-cpu"}
     assert names("cpu") - names("cuda") == on_cpu
     assert {"gpt2-whole-logits", "same-dropout"} <= names("cuda")

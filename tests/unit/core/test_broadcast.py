@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,8 +32,8 @@ def test_one_message_for_each_dtype_and_size(
 ) -> None:
     sent: list[torch.Tensor] = []
 
-    def send(flat: torch.Tensor, src: int) -> None:
-        assert (flat.dtype, flat.ndim, src) == (torch.uint8, 1, 0)
+    def send(flat: torch.Tensor, src: int, group: Any = None) -> None:
+        assert (flat.dtype, flat.ndim, src, group) == (torch.uint8, 1, 0, None)
         sent.append(flat.clone())
 
     monkeypatch.setattr(broadcast, "_MESSAGE_BYTES", limit)
