@@ -42,7 +42,7 @@ def test_one_message_for_each_dtype_and_size(
     broadcast_tensors(theirs, World(Placement(size=2)))
     assert len(sent) == messages
 
-    def receive(flat: torch.Tensor, src: int) -> None:
+    def receive(flat: torch.Tensor, src: int, group: Any = None) -> None:
         flat.copy_(sent.pop(0))
 
     monkeypatch.setattr(dist, "broadcast", receive)
