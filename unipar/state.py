@@ -33,6 +33,14 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(value, module.DTensor)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor, apart from its gradient: of a ``DTensor`` its part."""
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    return tensor.detach()
+
+
 class Box(NamedTuple):
     """An axis-aligned part of a tensor; ``()``, ``()`` is the whole of a scalar."""
 

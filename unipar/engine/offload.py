@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unipar.engine.transforms import Undo, repeated_blocks
+from unipar.state import local_part
 
 SMALLEST = 1024
 """Bytes of a storage from which on it is moved; smaller are seeds, counts and the like."""
@@ -330,10 +331,4 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _place(parameter: torch.Tensor) -> int:
     """Where the memory of a parameter is."""
-    return _local(parameter).untyped_storage().data_ptr()
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """What is here of a parameter that may be divided (a ``DTensor``)."""
-    held: Any = parameter.detach()
-    return held.to_local() if hasattr(held, "to_local") else held
+    return local_part(parameter).untyped_storage().data_ptr()

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 
 from unipar.engine.transforms import Undo, modules_of_classes, repeated_blocks
 from unipar.errors import ConfigError
+from unipar.state import local_part
 
 KEPT = frozenset(
     {
@@ -117,10 +118,10 @@ def _refusing_updates(module: nn.Module, forward: Callable[..., Any]) -> Callabl
         # The compiler sees what is written, and writes it once.
         if torch.compiler.is_compiling() or module.training in known:
             return forward(*args, **kwargs)
-        before = {name: _here(buffer).clone() for name, buffer in module.named_buffers()}
+        before = {name: local_part(buffer).clone() for name, buffer in module.named_buffers()}
         output = forward(*args, **kwargs)
         for name, buffer in module.named_buffers():
-            if name in before and not _same(_here(buffer), before[name]):
+            if name in before and not _same(local_part(buffer), before[name]):
                 raise ConfigError(
                     f"activation_checkpointing computes {type(module).__name__} twice, and its "
                     f"forward changes its buffer '{name}', which would be changed twice (as the "
@@ -131,11 +132,6 @@ def _refusing_updates(module: nn.Module, forward: Callable[..., Any]) -> Callabl
         return output
 
     return checked
-
-
-def _here(buffer: Any) -> torch.Tensor:
-    to_local = getattr(buffer, "to_local", None)
-    return buffer.detach() if to_local is None else to_local().detach()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ from unipar.engine.losses import check_loss_of_rank
 from unipar.errors import ConfigError
 from unipar.loss import IGNORE_INDEX, LossFn, LossSum
 from unipar.objective import Objective
+from unipar.state import local_part
 from unipar.utils.torch_versions import sharded_groups
 from unipar.world import World
 from unipar_torch.layer_checks import visible
@@ -391,7 +392,7 @@ def _visible_parameters(model: nn.Module) -> Iterator[None]:
     try:
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters()):
-                own = _local(parameter)
+                own = local_part(parameter)
                 if not own.is_floating_point():
                     continue
                 value = visible(own, number + 1000 * _place(parameter))
@@ -403,13 +404,9 @@ def _visible_parameters(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, saved in kept:
                 # Not the tensor of before: FSDP may take another in its first pass.
-                _local(parameter).copy_(saved)
+                local_part(parameter).copy_(saved)
         # What was gathered is not to be used again.
         _reshard(model)
-
-
-def _local(parameter: Any) -> torch.Tensor:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 def _place(parameter: Any) -> int:
