@@ -191,12 +191,7 @@ def _fork_on(path: list[str], held: Sequence[int]) -> None:
     own = Server(ours)
     replace(lambda: own)
 
-    def close() -> None:
-        ours.close()
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-
-    atexit.register(close)
+    own.close_at_exit(lambda: os.waitpid(pid, 0))
 
 
 def _reset(request: Mapping[str, Any], path: list[str]) -> None:

@@ -120,13 +120,28 @@ class Server:
                     env={**_ENVIRON, "OMP_NUM_THREADS": "1"},
                 )
 
-            def close() -> None:
-                ours.close()
-                process.wait()
-
-            atexit.register(close)
             cls._own, cls.pid = cls(ours), process.pid
+            cls._own.close_at_exit(process.wait)
         return cls._own
+
+    def close_at_exit(self, wait: Callable[[], object]) -> None:
+        """End the process, and wait for it, where this one ends.
+
+        Args:
+            wait: for the process.
+        """
+        process = os.getpid()
+
+        def close() -> None:
+            if os.getpid() != process:
+                return
+            # Not closed alone: a fork of this process may hold it open, and end after this.
+            self._requests.shutdown(socket.SHUT_RDWR)
+            self._requests.close()
+            with contextlib.suppress(ChildProcessError):
+                wait()
+
+        atexit.register(close)
 
     def fork(self, request: Mapping[str, Any], streams: Sequence[int]) -> int:
         """Start a program; its number.

@@ -35,6 +35,17 @@ def test_descriptors_have_their_numbers_and_are_closed_with_it(held: int) -> Non
         assert end.read() == "here"
 
 
+def test_it_ends_before_its_daemons() -> None:
+    # As a script does that leaves a loader's iterator to the end, whose workers end after it.
+    lines = [
+        f"{FORKED}import multiprocessing, time",
+        "fork = multiprocessing.get_context('fork')",
+        "fork.Process(target=time.sleep, args=[600], daemon=True).start()",
+        "print('end')",
+    ]
+    assert run("-c", "\n".join(lines)) == "end\n"
+
+
 def test_what_acts_when_an_interpreter_starts_does(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('started')\n")
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
