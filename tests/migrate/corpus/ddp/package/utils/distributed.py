@@ -31,4 +31,6 @@ def reduce_mean(tensor):
 
 
 def cleanup():
+    # Without it, torch's destructors may wait for one another; seen with 2.13.
+    dist.barrier()
     dist.destroy_process_group()
