@@ -114,6 +114,11 @@ def sizes(build: Callable[[], nn.Module]) -> dict[str, float]:
     }
 
 
+def _both(size: float) -> tuple[float, float]:
+    """The same without and with recomputation."""
+    return size, size
+
+
 LAYERS = 2
 CASES = (
     Case(
@@ -134,8 +139,8 @@ CASES = (
         decoder,
         lambda of: of["P"] / 2,
         {
-            "send": ("A", lambda of: (of["A"], of["A"])),
-            "receive": ("A", lambda of: (of["A"], of["A"])),
+            "send": ("A", lambda of: _both(of["A"])),
+            "receive": ("A", lambda of: _both(of["A"])),
         },
     ),
     Case(
@@ -164,8 +169,8 @@ CASES = (
                 "4 k L A / r; 6 k L A / r recomputed",
                 lambda of: (8 * LAYERS * of["A"] / 2, 12 * LAYERS * of["A"] / 2),
             ),
-            "all-gather": ("2 (P - E)", lambda of: (2 * (of["P"] - of["experts"]),) * 2),
-            "reduce-scatter": ("P - E", lambda of: (of["P"] - of["experts"],) * 2),
+            "all-gather": ("2 (P - E)", lambda of: _both(2 * (of["P"] - of["experts"]))),
+            "reduce-scatter": ("P - E", lambda of: _both(of["P"] - of["experts"])),
         },
     ),
 )

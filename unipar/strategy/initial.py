@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -109,7 +109,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    values: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_64_hexdigest(memoryview(values))
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from unipar.errors import ConfigError, UniparError, first_few
@@ -332,7 +332,7 @@ class _AsOnTheHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.tolist and args[0].is_meta and self._recorder.is_certain(args[0]):
-            with torch.utils._python_dispatch._disable_current_modes():
+            with _disable_current_modes():
                 return self._recorder.compute(args[0]).tolist()
         if func == _IS_META:
             return False

@@ -70,10 +70,10 @@ def made(placement: Placement, strategy: str, weights: Any, build: Any = Model) 
     alive: list[int] = []
     compute: Any = DeferredModel.compute
 
-    def counting(deferred: DeferredModel, name: str) -> torch.Tensor:
+    def counting(self: DeferredModel, name: str) -> torch.Tensor:
         gc.collect()
         alive.append(sum(one() is not None for one in computed))
-        value = compute(deferred, name)
+        value = compute(self, name)
         computed.append(weakref.ref(value))
         return value
 

@@ -71,7 +71,8 @@ class ThreadWorld(World):
         super().__init__(Placement(rank=rank, size=size))
         self._barrier, self._board = barrier, board
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, axis: str | None = None) -> list[Any]:
+        assert axis is None
         self._board[self.rank] = value
         self._barrier.wait(timeout=60)
         values = list(self._board)
