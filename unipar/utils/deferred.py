@@ -94,8 +94,13 @@ class DeferredModel:
 
         Raises:
             ConfigError: some are never given a value; or are drawn at random, and the function has
-                seeded torch's generator.
+                seeded torch's generator; or what they are computed of has been changed since.
         """
+        # Now, when every rank comes to know of it, and not the one that computes a tensor.
+        for number in {n for name in names for n in self._steps(self._tensors[name])}:
+            for one in tree_leaves(self._recorder.steps[number].arguments):
+                if isinstance(one, _Constant):
+                    one.check()
         drawn = [name for name in names if self._reseeded and self._draws(self._tensors[name])]
         if drawn:
             raise ConfigError(
@@ -113,11 +118,7 @@ class DeferredModel:
             )
 
     def compute(self, name: str) -> torch.Tensor:
-        """The value of a parameter or buffer, whole, on the host; equal each time.
-
-        Raises:
-            ConfigError: what it was computed of has been changed since.
-        """
+        """The value of a parameter or buffer, whole, on the host; equal each time."""
         return self._value(self._tensors[name])
 
     def compute_attributes(self) -> None:
@@ -165,7 +166,7 @@ class _Constant:
     tensor: torch.Tensor
     digest: str
 
-    def read(self) -> torch.Tensor:
+    def check(self) -> None:
         # Its version does not tell of changes through NumPy.
         if digest(self.tensor) != self.digest:
             raise ConfigError(
@@ -173,7 +174,6 @@ class _Constant:
                 "that it changes afterwards, so that what was computed of it cannot be computed "
                 "again. Let it change a copy (tensor.clone()), or use initial_weights='model'."
             )
-        return self.tensor.detach().to(_HOST)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class _Step:
 
         def real(value: Any) -> Any:
             if isinstance(value, _Constant):
-                return value.read()
+                return value.tensor.detach().to(_HOST)
             return _real(value, memory) if _is_meta(value) else value
 
         args, kwargs = tree_map(real, self.arguments)

@@ -280,6 +280,5 @@ def test_what_was_computed_of_a_changed_tensor_is_refused(by_numpy: bool) -> Non
             given.add_(1)
         return model
 
-    deferred = DeferredModel(build, 0)
     with pytest.raises(ConfigError, match="changes afterwards"):
-        deferred.compute("bias")
+        DeferredModel(build, 0).check(["bias"])
