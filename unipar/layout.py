@@ -154,6 +154,14 @@ class Layout:
         """
         return self.coordinate("pp", rank) == self.pp - 1 and self.coordinate("tp", rank) == 0
 
+    def stream(self, rank: int) -> int:
+        """Which stream of random numbers a rank draws dropout from.
+
+        Replicas draw others than each other, and so do the layers of different stages; ranks that
+        hold parts of the same layers draw alike.
+        """
+        return self.coordinate("batch", rank) + self.batch * self.coordinate("pp", rank)
+
     def ranks(self) -> list[int]:
         """All ranks in the order of :data:`AXES`: every grid of :data:`MESHES` is a view of it."""
         strides = [self._stride(axis) for axis in AXES]

@@ -335,12 +335,10 @@ class Session:
         self.engines[name] = engine
         if "parameters" in self.capabilities.sharded:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))
-        stage = self.world.layout.coordinate("pp", self.world.rank)
-        place = self.world.data_rank + self.world.data_size * stage
-        if place > 0:
-            # Dropout must differ between replicas, and between the layers of stages; the first
-            # keeps the stream of a plain loop.
-            torch.manual_seed(self._seed + 1_000_003 * place)
+        stream = self.world.layout.stream(self.world.rank)
+        if stream > 0:
+            # The first keeps that of a plain loop.
+            torch.manual_seed(self._seed + 1_000_003 * stream)
         return engine
 
     def _opened(self, asked: str | Path, name: str) -> InitialWeights:

@@ -127,6 +127,7 @@ class _Progress(BaseModel):
     global_batch_size: Annotated[int, Field(ge=1, le=_MAX_COUNT)] | None = None
     loader: _Position | None = None
     metrics: dict[str, float] = {}
+    streams: Annotated[list[_Count], Field(max_length=_MAX_RANKS), FailFast()] = []
 
 
 class _Body(BaseModel):

@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from unipar.checkpoint.decode import open_checkpoint
 from unipar.checkpoint.directory import find
 from unipar.checkpoint.experts import fused, holds_separate
 from unipar.checkpoint.huggingface import holds_safetensors, read_directory
 from unipar.checkpoint.load import Source, agree
 from unipar.checkpoint.manifest import EngineIndex, Manifest
+from unipar.checkpoint.read import ChunkReader
 from unipar.errors import CheckpointError, did_you_mean
 from unipar.state import TensorState
 from unipar.world import World
@@ -67,7 +70,7 @@ class StoredWeights:
             name: next((other for other in tied if other in known), name)
             for name, tied in names.items()
         }
-        spare = {other for name, tied in names.items() for other in tied if other != chosen[name]}
+        spare = {other: name for name in names for other in names[name] if other != chosen[name]}
         stored = {n: tensor for n, tensor in self._engine.weights.items() if n not in spare}
         if holds_separate(stored) and not stored.keys() >= set(chosen.values()):
             # Of the hub, for a model that holds all experts of a layer in one tensor.
@@ -76,6 +79,33 @@ class StoredWeights:
         Source(self._manifest, engine, self._world).fill_weights(
             [dataclasses.replace(state, name=chosen[state.name]) for state in states]
         )
+        filled = {state.name: state for state in states}
+        twice = {
+            other: filled[name] for other, name in spare.items() if other in self._engine.weights
+        }
+        agree(self._world, self._differing(twice))
+
+    def _differing(self, twice: Mapping[str, TensorState]) -> str | None:
+        """Say which stored weights are not what tied ones have been filled with, on this rank."""
+        with ChunkReader(self._manifest) as reader:
+            for name, state in twice.items():
+                stored = self._engine.weights[name]
+                for box, own in zip(state.boxes, state.read(), strict=True):
+                    other = torch.empty(box.sizes, dtype=own.dtype)
+                    try:
+                        same = stored.shape == tuple(state.shape)
+                        if same:
+                            reader.fill(name, stored, box, other)
+                    except CheckpointError as failure:
+                        return str(failure)
+                    if same and torch.equal(own.detach().cpu(), other):
+                        continue
+                    return (
+                        f"{self._manifest.path} holds '{name}' with other values than those of "
+                        f"'{state.name}', and the two are one weight of this model. Build the "
+                        "model with two (tie_word_embeddings=False), or store one of them."
+                    )
+        return None
 
 
 def check_weights(path: Path) -> None:

@@ -193,11 +193,11 @@ def _check_engines(manifest: Manifest, engines: Mapping[str, Engine], *, exact: 
 
 
 def _restore_generators(manifest: Manifest, world: World) -> None:
-    info = manifest.files.get(rng_path(world.rank))
-    # Ranks that share a replica draw alike, which those of another strategy have not done.
-    shared = world.data_size != world.size
-    if manifest.world_size != world.size or info is None or shared:
-        rng.reseed(int(manifest.progress.get("seed", 0)), world.data_rank, manifest.step)
+    streams = [world.layout.stream(rank) for rank in range(world.size)]
+    # Ranks that hold parts of the same layers draw alike, and no others do.
+    stored = manifest.progress.get("streams", list(range(manifest.world_size)))
+    if stored != streams or rng_path(world.rank) not in manifest.files:
+        rng.reseed(int(manifest.progress.get("seed", 0)), streams[world.rank], manifest.step)
         return
     rng.restore(read_generators(manifest, world.rank))
 

@@ -23,8 +23,9 @@ def load(
 ) -> Manifest:
     """Restore engines from a checkpoint, written under any strategy by any number of ranks.
 
-    Collective. Random number generators are restored too if as many ranks wrote the checkpoint;
-    else each rank is reseeded from (``progress["seed"]``, rank, step).
+    Collective. Random number generators are restored too if as many ranks wrote the checkpoint,
+    and the same ones of them drew alike (parts of the same layers do); else each rank is reseeded
+    from (``progress["seed"]``, its stream, step).
 
     Args:
         path: a checkpoint, or a directory of them, of which the newest is taken that is not

@@ -223,12 +223,18 @@ def _manifest(
         world_size=world.size,
         engines={},
         files={},
-        progress=progress or {},
+        progress={**(progress or {}), **_streams(world)},
         metrics=metrics or {},
         weights_only=weights_only,
         unipar_version=__version__,
         torch_version=str(torch.__version__),
     )
+
+
+def _streams(world: World) -> dict[str, list[int]]:
+    """Which ranks draw the same random numbers; left out where no two do."""
+    streams = [world.layout.stream(rank) for rank in range(world.size)]
+    return {} if streams == list(range(world.size)) else {"streams": streams}
 
 
 def _plan(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import xxhash
 from torch import nn
 
 from unipar.errors import ConfigError, first_few
 from unipar.state import LocalState, TensorInfo, WeightSource, named_weights
-from unipar.utils.deferred import DeferredModel
+from unipar.utils.deferred import DeferredModel, digest
 from unipar.world import World
 
 InitialWeights = Literal["model", "by_name"] | WeightSource
@@ -40,9 +39,7 @@ class InitialValues:
     def __init__(
         self, build: Callable[[], nn.Module], seed: int, stored: WeightSource | None
     ) -> None:
-        with torch.random.fork_rng([]):
-            torch.default_generator.manual_seed(seed)
-            self._deferred = DeferredModel(build, seed)
+        self._deferred = DeferredModel(build, seed)
         self.module = self._deferred.module
         weights, self._aliases = named_weights(self.module)
         self._stored = stored
@@ -78,7 +75,7 @@ class InitialValues:
             if name in held:
                 whole = self._deferred.compute(name)
                 if world is not None:
-                    digests[name] = _digest(whole)
+                    digests[name] = digest(whole)
                 LocalState.of(name, held[name]).take(whole)
         if world is not None:
             _refuse_different(world.gather(digests))
@@ -108,17 +105,12 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _digest(tensor: torch.Tensor) -> str:
-    values: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_hexdigest(memoryview(values))
-
-
 def _refuse_different(found: list[dict[str, str]]) -> None:
     """Hold that ranks that have computed the same tensor have computed the same values."""
     values: dict[str, set[str]] = {}
     for digests in found:
-        for name, digest in digests.items():
-            values.setdefault(name, set()).add(digest)
+        for name, found_here in digests.items():
+            values.setdefault(name, set()).add(found_here)
     different = [name for name, digests in values.items() if len(digests) > 1]
     if different:
         raise ConfigError(

@@ -15,11 +15,12 @@ import contextlib
 import hashlib
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
@@ -54,16 +55,21 @@ class DeferredModel:
         module: what was built; its tensors have shapes and no values.
 
     Raises:
-        ConfigError: ``build`` needs a value while it runs, draws from a generator of its own, or
-            does with a tensor's memory what cannot be repeated.
+        ConfigError: ``build`` needs a value while it runs, draws from a generator of its own,
+            computes with what has no values, or does with a tensor's memory what cannot be
+            repeated.
     """
 
     def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
         self._recorder = _Recorder()
         drawing = _TruncatedNormal(self._recorder).installed()
+        own = _seed(seed, "", 0)
         try:
-            with self._recorder, _AsOnTheHost(self._recorder), drawing:
-                self.module = build()
+            with torch.random.fork_rng([]):
+                torch.default_generator.manual_seed(own)
+                with self._recorder, _AsOnTheHost(self._recorder), drawing:
+                    self.module = build()
+                self._reseeded = torch.default_generator.initial_seed() != own
         except UniparError:
             raise
         except Exception as error:
@@ -79,17 +85,30 @@ class DeferredModel:
         }
         self._seeds: dict[int, int] = {}
         for name, tensor in self._named():
-            random = (n for n in self._steps(tensor) if self._recorder.steps[n].random)
-            for place, number in enumerate(random):
+            for place, number in enumerate(self._draws(tensor)):
                 # What a second tensor is computed of as well, it shall find equal.
                 self._seeds.setdefault(number, _seed(seed, name, place))
 
-    def check(self, names: Iterable[str]) -> None:
-        """Refuse tensors of which nothing says what they hold.
+    def check(self, names: Collection[str]) -> None:
+        """Refuse tensors of which nothing says what they hold, or that shall hold something else.
 
         Raises:
-            ConfigError: some are never given a value.
+            ConfigError: some are never given a value; or are drawn at random, and the function has
+                seeded torch's generator; or what they are computed of has been changed since.
         """
+        # Now, when every rank comes to know of it, and not the one that computes a tensor.
+        for number in {n for name in names for n in self._steps(self._tensors[name])}:
+            for one in tree_leaves(self._recorder.steps[number].arguments):
+                if isinstance(one, _Constant):
+                    one.check()
+        drawn = [name for name in names if self._reseeded and self._draws(self._tensors[name])]
+        if drawn:
+            raise ConfigError(
+                f"the model function seeds torch's generator (torch.manual_seed), and "
+                f"{first_few(drawn)} would not be drawn under that seed: each tensor is drawn "
+                "under a seed made of the run's and its name. Leave the seed to the run (seed=…), "
+                "or use initial_weights='model'."
+            )
         empty = [name for name in names if self._is_empty(self._tensors[name])]
         if empty:
             raise ConfigError(
@@ -99,21 +118,20 @@ class DeferredModel:
             )
 
     def compute(self, name: str) -> torch.Tensor:
-        """The value of a parameter or buffer, whole, on the host; equal each time.
-
-        Raises:
-            ConfigError: what it was computed of has been changed since.
-        """
+        """The value of a parameter or buffer, whole, on the host; equal each time."""
         return self._value(self._tensors[name])
 
     def compute_attributes(self) -> None:
         """Give values to tensors that modules hold as plain attributes."""
-        for part in self.module.modules():
+        for _, part, key, value in self._attributes():
+            setattr(part, key, tree_map(lambda v: self._value(v) if _is_meta(v) else v, value))
+
+    def _attributes(self) -> Iterator[tuple[str, nn.Module, str, Any]]:
+        for path, part in self.module.named_modules():
             for key, value in list(vars(part).items()):
                 own = key not in {"_parameters", "_buffers", "_modules"}
                 if own and tree_any(_is_meta, value):
-                    computed = tree_map(lambda v: self._value(v) if _is_meta(v) else v, value)
-                    setattr(part, key, computed)
+                    yield path, part, key, value
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         seen: set[int] = set()
@@ -121,6 +139,12 @@ class DeferredModel:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor
+        for path, _, key, value in self._attributes():
+            for place, one in enumerate(filter(_is_meta, tree_leaves(value))):
+                yield f"{path}.{key}[{place}]", one
+
+    def _draws(self, tensor: torch.Tensor) -> list[int]:
+        return [number for number in self._steps(tensor) if self._recorder.steps[number].random]
 
     def _steps(self, tensor: torch.Tensor) -> list[int]:
         return self._recorder.steps_of(_place(tensor)) if tensor.is_meta else []
@@ -140,16 +164,16 @@ class _Constant:
     """A tensor with values among those without, as it was when it was used."""
 
     tensor: torch.Tensor
-    version: int
+    digest: str
 
-    def read(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
+    def check(self) -> None:
+        # Its version does not tell of changes through NumPy.
+        if digest(self.tensor) != self.digest:
             raise ConfigError(
                 f"the model function computes with a tensor of shape {tuple(self.tensor.shape)} "
                 "that it changes afterwards, so that what was computed of it cannot be computed "
                 "again. Let it change a copy (tensor.clone()), or use initial_weights='model'."
             )
-        return self.tensor.detach().to(_HOST)
 
 
 @dataclass(frozen=True)
@@ -183,7 +207,7 @@ class _Step:
 
         def real(value: Any) -> Any:
             if isinstance(value, _Constant):
-                return value.read()
+                return value.tensor.detach().to(_HOST)
             return _real(value, memory) if _is_meta(value) else value
 
         args, kwargs = tree_map(real, self.arguments)
@@ -221,24 +245,31 @@ class _Recorder(TorchDispatchMode):
     def _run(self, func: Any, *arguments: Any) -> Any:
         leaves = tree_leaves(arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if tensors and not any(tensor.is_meta for tensor in tensors):
+        given = list(filter(_is_meta, tensors))
+        if tensors and not given:
             # As torch.tensor([…]) makes them; what is computed of such alone has values, too.
             return func(*arguments[0], **arguments[1])
         if func is _aten._local_scalar_dense.default and self.is_certain(tensors[0]):
             return self.compute(tensors[0]).item()
         _refuse_generators(leaves, func)
+        if not self._known.keys() >= set(map(_place, given)):
+            raise ConfigError(
+                f"the model function calls {func} on a tensor on the meta device that it has not "
+                "made, and that has no values. Let it make all that it computes with, or use "
+                "initial_weights='model'."
+            )
         changed = [one for one in _changed(func, *arguments) if isinstance(one, torch.Tensor)]
         if func.overloadpacket in _MOVES_MEMORY or not all(map(_is_meta, changed)):
             raise ConfigError(
                 f"the model function calls {func} on a tensor, which cannot be repeated for one "
                 "tensor at a time. Let it make a new one, or use initial_weights='model'."
             )
-        noted = tree_map(_constant, arguments)
-        args, kwargs = tree_map(_stand_in, noted)
+        noted = tree_map(_as_it_is, arguments)
+        args, kwargs = tree_map(_stand_in, arguments)
         if "device" in kwargs:
             kwargs["device"] = _META
         results = func(*args, **kwargs)
-        self.note(func, noted, results, set(map(_place, changed)))
+        self.note(func, noted, tree_map(_as_it_is, results), set(map(_place, changed)))
         return results
 
     def note(self, func: Any, noted: Any, results: Any, changed: set[int]) -> None:
@@ -246,8 +277,8 @@ class _Recorder(TorchDispatchMode):
 
         Args:
             func: it.
-            noted: its arguments, positional ones and those by name.
-            results: what it has returned.
+            noted: its arguments, positional ones and those by name, as they were.
+            results: what it has returned, likewise.
             changed: the memory that it changes.
         """
         given = [leaf for leaf in tree_leaves(noted) if _is_meta(leaf)]
@@ -284,12 +315,12 @@ class _Recorder(TorchDispatchMode):
         with torch.no_grad(), torch.random.fork_rng([]):
             try:
                 for number in self.steps_of(_place(tensor)):
-                    if number in seeds:
+                    if self.steps[number].random:
                         torch.default_generator.manual_seed(seeds[number])
                     self.steps[number].repeat(memory)
             finally:
                 torch.set_default_dtype(dtype)
-        value = _real(tensor, memory)
+        value = _real(tensor, memory).resolve_conj().resolve_neg()
         # A part of a larger one would keep that in memory.
         return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
 
@@ -378,7 +409,9 @@ class _TruncatedNormal:
             if not tensor.is_meta:
                 return self._draw(tensor, *args, generator=generator)
             _refuse_generators([generator], "trunc_normal_")
-            self._recorder.note(self, ((tensor, *args), {}), tensor, {_place(tensor)})
+            with _disable_current_modes():
+                noted = _as_it_is(tensor)
+            self._recorder.note(self, ((noted, *args), {}), noted, {_place(tensor)})
         return tensor
 
 
@@ -395,17 +428,25 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
-def _constant(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and not value.is_meta:
-        return _Constant(value, value._version)
-    return value
+def digest(tensor: torch.Tensor) -> str:
+    """A checksum of a tensor's values, on the host."""
+    values = tensor.detach().to(_HOST).resolve_conj().resolve_neg().contiguous().reshape(-1)
+    found: Any = values.view(torch.uint8).numpy()
+    return xxhash.xxh3_64_hexdigest(memoryview(found))
+
+
+def _as_it_is(value: Any) -> Any:
+    """What stays as it is when the function gives a tensor other memory (``p.data = …``,
+    ``p.to(dtype)``) or another shape (``p.t_()``)."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if value.is_meta else _Constant(value, digest(value))
 
 
 def _stand_in(value: Any) -> Any:
-    if not isinstance(value, _Constant):
+    if not isinstance(value, torch.Tensor) or value.is_meta:
         return value
-    one = value.tensor
-    return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=_META)
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -435,9 +476,12 @@ def _real(noted: torch.Tensor, memory: dict[int, torch.UntypedStorage]) -> torch
     place = _place(noted)
     if place not in memory:
         memory[place] = torch.UntypedStorage(noted.untyped_storage().nbytes())
-    return torch.empty(0, dtype=noted.dtype).set_(
+    real = torch.empty(0, dtype=noted.dtype).set_(
         memory[place], noted.storage_offset(), noted.shape, noted.stride()
     )
+    # Conjugates and negatives are views, too.
+    real = real.conj() if noted.is_conj() else real
+    return _aten._neg_view.default(real) if noted.is_neg() else real
 
 
 def _seed(seed: int, name: str, place: int) -> int:

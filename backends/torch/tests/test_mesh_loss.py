@@ -86,11 +86,40 @@ def with_other_terms(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
     return total + 0.01 * penalty - 0.1 * (chosen * kept).sum(), kept.sum()
 
 
+def of_no_cross_entropy(model: Any, batch: Any) -> tuple[torch.Tensor, Any]:
+    """What DTensor computes wrong gradients of, and what it takes no plain tensor beside."""
+    logits, labels = model(input_ids=batch["tokens"]).logits, batch["labels"]
+    kept = (labels != -100).flatten()
+    logits, labels = logits.flatten(0, 1), labels.flatten().clamp(min=0)
+    total = functional.mse_loss(logits, functional.one_hot(labels, VOCABULARY).float())
+    right = (logits.detach().argmax(-1) == labels).float()
+    weights = torch.linspace(0.5, 1.5, VOCABULARY)
+    costs = functional.cross_entropy(logits, labels, weights, reduction="none") * (1 + right)
+    margins = functional.multi_margin_loss(logits, labels, reduction="none")
+    count = kept.sum()
+    return total * count + ((costs + margins) * kept).sum(), count
+
+
+def sharpened() -> nn.Module:
+    """Parameters beside the layer that gives logits."""
+    model: Any = untied()
+    model.scale, model.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(VOCABULARY))
+    model.register_forward_hook(sharpen)
+    return model
+
+
+def sharpen(model: Any, args: Any, output: Any) -> Any:
+    output.logits = 5 * torch.tanh(output.logits / 5) * model.scale + model.shift
+    return output
+
+
 LLAMA = replace(DECODER, model=llama, terms=predict, optimizer=sgd, num_steps=4)
 SCENARIOS: dict[str, tuple[Scenario, dict[str, Any]]] = {
     "tied": (LLAMA, {}),
     "each token's": (replace(LLAMA, terms=of_each_token), {}),
     "other terms": (replace(LLAMA, model=untied, terms=with_other_terms), {}),
+    "no cross-entropy": (replace(LLAMA, model=untied, terms=of_no_cross_entropy), {}),
+    "parameters after logits": (replace(LLAMA, model=sharpened), {}),
     "divided sequences, recomputation, accumulation": (
         replace(LLAMA, activation_checkpointing="full", accumulation=2),
         {"sequence_parallel": True},
@@ -197,6 +226,25 @@ def test_a_vocabulary_that_stays_whole_is_refused(world_pool: WorldPools) -> Non
     scenario = replace(LLAMA, model=lambda: llama(vocabulary=21), num_steps=1)
     with pytest.raises(ConfigError, match=r"loss_parallel divides the logits.* multiple of tp"):
         kit_of(world_pool).train(scenario)
+
+
+def in_place(placement: Placement) -> str:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        logits = model(input_ids=batch).logits
+        logits[..., 0] = -1e9
+        return functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+    with Session("mesh:tp=2,loss_parallel=true", device="cpu", placement=placement) as session:
+        engine = session.prepare(llama(), optimizer=sgd)
+        batch = next(iter(session.loader(torch.ones(4, 6).long(), global_batch_size=4)))
+        with pytest.raises(ConfigError) as raised:
+            engine.train_step(batch, loss)
+        return str(raised.value)
+
+
+def test_logits_that_a_loss_changes_in_place_are_refused(world_pool: WorldPools) -> None:
+    for said in world_pool(2).run(in_place):
+        assert "__setitem__ changes logits in place" in said
 
 
 def by_hand(placement: Placement) -> str:

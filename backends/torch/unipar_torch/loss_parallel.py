@@ -5,12 +5,14 @@ Cross-entropy of it needs a maximum and two sums for each token from the other r
 holds logits or probabilities of the whole vocabulary. (Shoeybi et al., arXiv:1909.08053, section
 3.) torch's own context of this name (2.13, distributed/tensor/parallel/loss.py) refuses label
 smoothing, and computes wrong gradients, without a word, of a ``log_softmax`` that goes elsewhere.
+So do others of DTensor's operations (``mse_loss``), and it takes no plain parameter beside it: what
+is neither cross-entropy nor a change of all logits alike is computed from gathered ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unipar.data.batch import MicroBatch
 from unipar.engine.divider import PartOf
@@ -47,8 +49,7 @@ class LossParallel:
             return
         self.active = True
         try:
-            # Whatever else a loss is made of is the same on all of these ranks.
-            with implicit_replication(), _OfDividedLogits():
+            with _OfDividedLogits():
                 yield _whole
         finally:
             self.active = False
@@ -64,7 +65,8 @@ class Logits(Activations):
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         if not self._loss.active:
             return super().gather(part)
-        return DTensor.from_local(part, self.mesh, [Shard(part.ndim - 1)], run_check=False)
+        logits = DTensor.from_local(part, self.mesh, [Shard(part.ndim - 1)], run_check=False)
+        return _marked(logits)
 
 
 def refuse_without_logits(plan: TensorPlan, blocks: Collection[str]) -> None:
@@ -100,6 +102,22 @@ def _whole(data: Any) -> Any:
     return data
 
 
+_ALIKE = {
+    *("to", "float", "clone", "detach", "contiguous", "view", "reshape", "flatten", "unflatten"),
+    *("transpose", "permute", "movedim", "squeeze", "unsqueeze", "__getitem__", "tanh", "mul"),
+    *("div", "mul_", "div_", "__mul__", "__rmul__", "__truediv__", "__imul__", "__itruediv__"),
+}
+"""Names of operations that, of one tensor and numbers, do the same with each rank's part."""
+_ABOUT = {
+    *("__get__", "size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous"),
+    *("is_floating_point", "is_complex", "element_size", "get_device", "__len__", "__hash__"),
+    *("__repr__", "__format__", "register_hook", "retain_grad", "requires_grad_"),
+}
+"""Names of operations that compute nothing."""
+_INTO = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
+"""Names of operations that change their first argument, beside those that end in ``_``."""
+
+
 class _OfDividedLogits(TorchFunctionMode):
     """Computes cross-entropy of divided logits in parts; what else is made of them is gathered."""
 
@@ -107,13 +125,44 @@ class _OfDividedLogits(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
         kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in _ABOUT or not _any_divided((*args, *kwargs.values())):
+            return func(*args, **kwargs)
         if func is functional.cross_entropy:
             found = _cross_entropy(*args, **kwargs)
             if found is not None:
                 return found
-        out = func(*args, **kwargs)
-        # The loss itself is for the engine, which knows plain tensors.
-        return out.full_tensor() if isinstance(out, DTensor) and out.ndim == 0 else out
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        if name in _ALIKE and len(tensors) == 1:
+            out = func(*args, **kwargs)
+            # The loss itself is for the engine, which knows plain tensors.
+            return _marked(out) if out.ndim else out.full_tensor()
+        into = name in _INTO or (name.endswith("_") and not name.endswith("__"))
+        if _is_divided(kwargs.get("out")) or (into and _is_divided(args[0])):
+            raise ConfigError(
+                f"mesh: {name} changes logits in place, of which loss_parallel leaves each rank a "
+                "part. Make new ones of them (torch.where, masked_fill), or leave loss_parallel "
+                "out."
+            )
+        return func(*tree_map(_gathered, args), **tree_map(_gathered, kwargs))
+
+
+def _marked(logits: torch.Tensor) -> torch.Tensor:
+    """Tell them from parameters, which may be DTensors of the same mesh."""
+    vars(logits)["divided_logits"] = True
+    return logits
+
+
+def _is_divided(value: Any) -> bool:
+    return isinstance(value, DTensor) and "divided_logits" in vars(value)
+
+
+def _any_divided(values: Iterable[Any]) -> bool:
+    return any(_any_divided(v) if type(v) in (list, tuple) else _is_divided(v) for v in values)
+
+
+def _gathered(value: Any) -> Any:
+    return value.full_tensor() if _is_divided(value) else value
 
 
 def _cross_entropy(
@@ -135,6 +184,7 @@ def _cross_entropy(
         or weight is not None
         or size_average is not None
         or reduce is not None
+        or reduction not in ("none", "mean", "sum")
     ):
         return None
     part = input.to_local().movedim(classes, -1)

@@ -52,6 +52,16 @@ def _equal(a: nn.Module, b: nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
+def test_a_tied_weight_that_is_stored_twice_is_one(tmp_path: Path, model: Tied) -> None:
+    stored = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    assert _equal(load_model(tmp_path, Tied), model)
+    stored["head.weight"][3, 2] += 1
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'head.weight' with other values .* Build the mod"):
+        load_model(tmp_path, Tied)
+
+
 def test_weights_load_into_a_model_or_what_builds_one(path: Path, model: Tied) -> None:
     assert _equal(load_model(path, Tied()), model)
     assert _equal(load_model(path.parent, Tied), model)

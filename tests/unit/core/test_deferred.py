@@ -60,6 +60,85 @@ class Steady(nn.Module):
         torch.set_default_dtype(dtype)
 
 
+def linear() -> nn.Linear:
+    """One whose weight holds other numbers on each side of its diagonal."""
+    layer = nn.Linear(4, 4)
+    with torch.no_grad():
+        layer.weight.copy_(torch.arange(16).view(4, 4))
+    return layer
+
+
+def halved_data(layer: nn.Linear) -> None:
+    for parameter in layer.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def product_of_itself(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.data = layer.weight * 0.5
+
+
+def halved_after_a_cast(layer: nn.Linear) -> None:
+    halved_data(layer.bfloat16())
+
+
+def swapped(layer: nn.Linear) -> None:
+    other = nn.Linear(4, 4)
+    with torch.no_grad():
+        other.weight.copy_(layer.weight * 3)
+    torch.utils.swap_tensors(layer.weight, other.weight)
+
+
+def turned_in_place(layer: nn.Linear) -> None:
+    weight = torch.arange(16.0).view(1, 4, 4)
+    layer.weight = nn.Parameter(weight.squeeze_(0).t_())
+
+
+def conjugates(layer: nn.Linear) -> None:
+    angles = torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+    layer.register_buffer("angles", angles)
+    layer.register_buffer("negatives", angles.imag)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(halved_data, product_of_itself, halved_after_a_cast),
+        *(swapped, turned_in_place, conjugates),
+    ],
+)
+def test_tensors_that_change_their_memory_keep_what_was_computed_of_them(
+    change: Callable[[nn.Linear], None],
+) -> None:
+    def build() -> nn.Module:
+        layer = linear()
+        nn.init.zeros_(layer.bias)
+        change(layer)
+        return layer
+
+    torch.testing.assert_close(computed(build), named_tensors(build()), rtol=0, atol=0)
+
+
+class Noisy(nn.Module):
+    """It draws what is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+        self.noise, self.more = torch.randn(8), [torch.randn(8)]
+
+
+def test_random_attributes_are_the_same_on_every_rank() -> None:
+    found: list[Any] = []
+    for ambient in (1, 2):
+        deferred = DeferredModel(Noisy, 0)
+        torch.manual_seed(ambient)
+        deferred.compute_attributes()
+        found.append(deferred.module)
+    assert torch.equal(found[0].noise, found[1].noise)
+    assert not torch.equal(found[0].noise, found[0].more[0])
+
+
 def computed(build: Callable[[], nn.Module], seed: int = 0) -> dict[str, torch.Tensor]:
     deferred = DeferredModel(build, seed)
     names = named_tensors(deferred.module)
@@ -165,15 +244,43 @@ def test_what_cannot_be_computed_by_itself_is_refused(
         computed(lambda: Refused(how))
 
 
-def test_what_was_computed_of_a_changed_tensor_is_refused() -> None:
-    given = torch.ones(4)
+def test_a_seed_of_the_functions_own_is_refused_where_it_would_count() -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(5)
+        return nn.BatchNorm1d(2) if steady else nn.Linear(2, 2)
+
+    steady = False
+    with pytest.raises(ConfigError, match=r"seeds torch's generator .* weight, bias would not"):
+        computed(build)
+    steady = True
+    computed(build)
+
+
+def test_what_is_computed_of_a_tensor_made_before_on_meta_is_refused() -> None:
+    before = torch.ones(4, device="meta")
+
+    def build() -> nn.Module:
+        model = nn.Linear(4, 4)
+        model.bias = nn.Parameter(before * 2)
+        return model
+
+    with pytest.raises(ConfigError, match="that it has not made"):
+        computed(build)
+
+
+@pytest.mark.parametrize("by_numpy", [False, True])
+def test_what_was_computed_of_a_changed_tensor_is_refused(by_numpy: bool) -> None:
+    values = np.ones(4, "float32")
+    given = torch.from_numpy(values)
 
     def build() -> nn.Module:
         model = nn.Linear(4, 4)
         model.bias.data.copy_(given)
-        given.add_(1)
+        if by_numpy:
+            values[:] = 2
+        else:
+            given.add_(1)
         return model
 
-    deferred = DeferredModel(build, 0)
     with pytest.raises(ConfigError, match="changes afterwards"):
-        deferred.compute("bias")
+        DeferredModel(build, 0).check(["bias"])
