@@ -36,7 +36,7 @@ class WholeLosses:
     def __init__(
         self,
         module: nn.Module,
-        parts: Mapping[str, nn.Parameter],
+        parts: Mapping[str, torch.Tensor],
         gives_whole: Callable[[nn.Module], bool],
         strategy: str,
     ) -> None:
@@ -71,7 +71,12 @@ class WholeLosses:
 
 def _mark_whole(module: nn.Module, args: Any, output: torch.Tensor) -> None:
     if output.grad_fn is not None:
-        output.grad_fn.metadata[_WHOLE] = True
+        _notes(output.grad_fn)[_WHOLE] = True
+
+
+def _notes(node: Any) -> dict[Any, Any]:
+    """Of a node of the graph: a property, where its class has a method (torch 2.13)."""
+    return node.metadata
 
 
 def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -80,7 +85,7 @@ def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     seen: set[Node] = set()
     while todo:
         node = todo.pop()
-        if node is None or node in seen or _WHOLE in node.metadata:
+        if node is None or node in seen or _WHOLE in _notes(node):
             continue
         seen.add(node)
         # Where a gradient is accumulated.

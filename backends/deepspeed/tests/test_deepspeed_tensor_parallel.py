@@ -160,7 +160,7 @@ def penalized(model: Any, batch: Any) -> LossSum:
 
 def of_attention(model: Any, batch: Any) -> LossSum:
     output = model(input_ids=batch["input_ids"], output_attentions=True)
-    return LossSum(sum(each.square().mean() for each in output.attentions), 1)
+    return LossSum(torch.stack([each.square().mean() for each in output.attentions]).sum(), 1)
 
 
 def of_hidden_states(model: Any, batch: Any) -> LossSum:
