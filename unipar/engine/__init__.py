@@ -22,6 +22,7 @@ from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
+from unipar.engine.parts import WholeLosses
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
@@ -41,6 +42,7 @@ from unipar.engine.transforms import (
     Undo,
     compile_modules,
     has_forward,
+    has_hooks,
     modules_of_classes,
     parallelize,
     refuse_copies,
@@ -70,6 +72,7 @@ __all__ = [
     "Stepper",
     "Undo",
     "Update",
+    "WholeLosses",
     "backward_pass",
     "broadcast_tensors",
     "build_optimizer",
@@ -85,6 +88,7 @@ __all__ = [
     "group_names",
     "group_states",
     "has_forward",
+    "has_hooks",
     "modules_of_classes",
     "offload_activations",
     "parallelize",

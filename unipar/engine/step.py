@@ -59,6 +59,7 @@ class StepEngine(Engine):
         state: what the model and its optimizer keep in checkpoints.
         schedule: runs a pipeline; a user's own loop is then refused.
         divider: gives each rank a part of its samples; a user's own loop is then refused.
+        check_loss: refuses losses, before their backward passes.
         undo: called by :meth:`close`, newest first.
 
     Attributes:
@@ -88,6 +89,7 @@ class StepEngine(Engine):
         state: ModelState | None = None,
         schedule: Schedule | None = None,
         divider: Divider | None = None,
+        check_loss: Callable[[torch.Tensor], None] | None = None,
         undo: Iterable[Callable[[], None]] = (),
     ) -> None:
         self.spec, self.world, self.module = spec, world, module
@@ -113,6 +115,7 @@ class StepEngine(Engine):
             self._pipeline = Pipeline(schedule, world, precision, self.average, self._guard)
         self._whole_steps = schedule is not None or divider is not None
         self._divider = Whole() if divider is None else divider
+        self._check_loss = check_loss
         self._undo = [self.reducer.close, *undo]
         if optimizer is not None:
             clearing = self.reducer.hides_gradients
@@ -207,6 +210,8 @@ class StepEngine(Engine):
             count: how many items those are.
             last: whether no micro-batch follows.
         """
+        if self._check_loss is not None:
+            self._check_loss(loss)
         self.average.add(loss.detach(), weight, count)
         if last:
             self.average.start()

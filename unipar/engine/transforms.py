@@ -156,3 +156,10 @@ def refuse_parameter_hooks(module: nn.Module, strategy: str) -> None:
                 "called: the strategy puts parts of parameters in their place. Take the hook away, "
                 "or use strategy='ddp'."
             )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a user has hung something on a module's own passes."""
+    # torch 2.13, nn/modules/module.py.
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)

@@ -148,6 +148,47 @@ def test_resumes_what_any_source_has_saved(
 # -- refusals --------------------------------------------------------------------------------------
 
 
+def changed(what: str) -> Any:
+    """A model with something in a layer that Colossal-AI would lose."""
+    model = language_model()
+    layer = model.model.layers[0].mlp.up_proj
+    if what == "hook":
+        layer.register_forward_hook(lambda *_: None)
+    elif what == "gradient":
+        layer.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def refused(placement: Placement, strategy: str) -> list[str]:
+    def penalized(model: Any, batch: Any) -> LossSum:
+        squares = sum(weight.square().sum() for weight in model.parameters())
+        return LossSum(entropy(model, batch)[0] + squares, 1)
+
+    def attempt(what: str) -> None:
+        with Session(strategy, device="cpu", placement=placement) as session:
+            engine, loader = prepare(session, changed(what))
+            engine.train_step(next(iter(loader)), penalized)
+
+    said: list[str] = []
+    for what in ("hook", "gradient", "penalty"):
+        with pytest.raises(ConfigError) as refusal:
+            attempt(what)
+        said.append(str(refusal.value))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("colossalai:plugin=hybrid,tp_size=2", 2), (ZERO2, 4)]
+)
+def test_what_would_be_of_parts_of_layers_or_lost_with_them_is_refused(
+    strategy: str, ranks: int, world_pool: WorldPools
+) -> None:
+    for hook, gradient, penalty in world_pool(ranks).run(refused, strategy):
+        assert "up_proj' (Linear) has a hook, which plugin='hybrid' loses" in hook
+        assert "up_proj.weight' has a hook on its gradient" in gradient
+        assert "each rank holds a part of it: a penalty of the weights" in penalty
+
+
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [

@@ -14,9 +14,11 @@ from torch import nn
 from unipar.engine import (
     OptimizerStepper,
     Reducer,
+    WholeLosses,
     build_optimizer,
     checkpoint_activations,
     disarm,
+    has_hooks,
     refuse_inner_gradients,
     scale_gradients,
 )
@@ -43,11 +45,14 @@ def prepare(start: Start) -> BoosterEngine:
     if optimizer is not None:
         check_training(module)
     logical = Logical(module, optimizer)
-    wrapper, stepped = start.boost(optimizer)
+    wrapper, stepped = divide(start, optimizer)
     undo = [*start.undo]
+    check_loss = None
     if not pipeline:
         # In a pipeline no loss has the whole model's graph, and PyTorch says so.
         undo.append(refuse_inner_gradients(module, "colossalai"))
+        check_loss = whole_losses(module)
+        undo.append(check_loss.close)
     # Only now: Colossal-AI replaces the methods of the modules that it divides.
     undo.append(checkpoint_activations(module, spec.activation_checkpointing))
     precision = part_precision(spec, world)
@@ -69,8 +74,35 @@ def prepare(start: Start) -> BoosterEngine:
         stepper=stepper,
         state=HybridState(logical, module, optimizer, dist.get_rank(plugin.tp_group), world),
         schedule=PipelineSchedule(start, wrapper, stepped) if pipeline else None,
+        check_loss=check_loss,
         undo=undo,
     )
+
+
+def divide(start: Start, optimizer: torch.optim.Optimizer | None) -> tuple[Any, Any]:
+    """Let Colossal-AI divide the module, and wrap it and the optimizer.
+
+    Raises:
+        ConfigError: a layer that it has replaced had a hook.
+    """
+    hooked = {name: part for name, part in start.module.named_modules() if has_hooks(part)}
+    boosted = start.boost(optimizer)
+    divided = dict(start.module.named_modules())
+    for name, part in hooked.items():
+        if divided.get(name) is not part:
+            raise ConfigError(
+                f"colossalai: '{name}' ({type(part).__name__}) has a hook, which plugin='hybrid' "
+                "loses with the layer that it replaces. Take the hook away, or hang it on the "
+                "block around it, or use 'mesh:tp=2', which divides layers where they are."
+            )
+    return boosted
+
+
+def whole_losses(module: nn.Module) -> WholeLosses:
+    """Refuse losses that are computed from this rank's parts of layers."""
+    divided = {name: p for name, p in module.named_parameters() if is_divided(p)}
+    # Colossal-AI's layers say so that are divided by their outputs.
+    return WholeLosses(module, divided, lambda m: getattr(m, "gather_output", True), "colossalai")
 
 
 class HybridReducer(Reducer):

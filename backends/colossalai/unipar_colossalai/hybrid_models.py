@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unipar.engine import refuse_parameter_hooks
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.world import Placement
@@ -138,11 +139,12 @@ def check_model(model: nn.Module, tp_size: int, pp_size: int) -> None:
 
 
 def check_training(model: nn.Module) -> None:
-    """Refuse frozen weights.
+    """Refuse frozen weights, and those with hooks.
 
     Raises:
         ConfigError: there is one.
     """
+    refuse_parameter_hooks(model, "colossalai")
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             raise ConfigError(

@@ -29,7 +29,7 @@ from unipar_colossalai.checks import check_optimizer
 from unipar_colossalai.divided_state import Part
 from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.framework import quiet
-from unipar_colossalai.hybrid import HybridNorm, refuse_probing
+from unipar_colossalai.hybrid import HybridNorm, divide, refuse_probing, whole_losses
 from unipar_colossalai.hybrid import prepare as prepare_whole
 from unipar_colossalai.hybrid_models import check_model, check_training
 from unipar_colossalai.hybrid_state import HybridState, Logical, Shard
@@ -50,7 +50,7 @@ def prepare(start: Start) -> BoosterEngine:
     assert optimizer is not None
     check_optimizer(module, optimizer)
     logical = Logical(module, optimizer)
-    wrapper, _ = start.boost(None)
+    wrapper, _ = divide(start, None)
     for parameter in module.parameters():
         parameter.data = parameter.data.contiguous()
     with quiet():
@@ -60,7 +60,8 @@ def prepare(start: Start) -> BoosterEngine:
             dp_process_group=plugin.dp_group,
             backward_context=wrapper._hook_context,
         )
-    undo = [*start.undo, refuse_inner_gradients(module, "colossalai")]
+    check_loss = whole_losses(module)
+    undo = [*start.undo, refuse_inner_gradients(module, "colossalai"), check_loss.close]
     # Only now: Colossal-AI replaces the methods of the modules that it divides.
     undo.append(checkpoint_activations(module, spec.activation_checkpointing))
     reducer = HybridZeROReducer(module, world, zero, partial=plugin.zero_stage == 2)
@@ -77,6 +78,7 @@ def prepare(start: Start) -> BoosterEngine:
         precision=precision,
         stepper=ZeROStepper(reducer, precision, norm),
         state=HybridZeROState(logical, module, zero, dist.get_rank(plugin.tp_group), world),
+        check_loss=check_loss,
         undo=undo,
     )
 

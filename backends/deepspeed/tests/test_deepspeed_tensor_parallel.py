@@ -149,6 +149,92 @@ def test_frozen_weights_stay(strategy: str, world_pool: WorldPools) -> None:
     assert_equal_weights(parts, model.state_dict(), 1e-5)
 
 
+# -- what is inside of divided layers --------------------------------------------------------------
+
+
+def penalized(model: Any, batch: Any) -> LossSum:
+    total, count = entropy(model, batch)
+    squares = sum(weight.square().sum() for weight in getattr(model, "module", model).parameters())
+    return LossSum(total + count * 0.01 * squares, count)
+
+
+def of_attention(model: Any, batch: Any) -> LossSum:
+    output = model(input_ids=batch["input_ids"], output_attentions=True)
+    return LossSum(torch.stack([each.square().mean() for each in output.attentions]).sum(), 1)
+
+
+def of_hidden_states(model: Any, batch: Any) -> LossSum:
+    """From what all ranks have whole, the model's parts called one by one."""
+    parts = getattr(model, "module", model)
+    output = parts.model(input_ids=batch["input_ids"], output_hidden_states=True)
+    total = sum(each.square().mean((1, 2)).sum() for each in output.hidden_states)
+    return LossSum(total + parts.lm_head(output.last_hidden_state).square().sum(), 1)
+
+
+def refused_losses(placement: Placement) -> tuple[list[str], float]:
+    with Session("zero2:tp=2", device="cpu", placement=placement) as session:
+        engine, loader = prepare(session, language_model(attn_implementation="eager"))
+        batch = next(iter(loader))
+        said: list[str] = []
+        for attempt in (
+            lambda: engine.train_step(batch, penalized),
+            lambda: engine.train_step(batch, of_attention),
+            lambda: engine.backward(penalized(engine, batch.microbatches[0].data)),
+            lambda: engine.probe(batch.microbatches[0], loss_of),
+        ):
+            with pytest.raises(ConfigError) as refusal:
+                attempt()
+            said.append(str(refusal.value))
+            engine.zero_grad()
+        return said, engine.train_step(batch, of_hidden_states).grad_norm
+
+
+def test_losses_that_would_be_of_parts_of_layers_are_refused(world_pool: WorldPools) -> None:
+    model = language_model()
+    loss = of_hidden_states(model, Sentences()[:BATCH])
+    (loss.total / loss.count).backward()
+    wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item()
+    for (*of_parts, probing), norm in world_pool(2).run(refused_losses):
+        for said in of_parts:
+            assert "the loss depends on 'model.layers.1" in said
+            assert "each rank holds a part of it: a penalty of the weights" in said
+        assert "Set micro_batch_size to a number" in probing
+        assert norm == pytest.approx(wanted, rel=1e-5)
+
+
+def transposed(model: Any, batch: Any) -> LossSum:
+    """Of embeddings as a convolution gives them, whose sample is contiguous in its channels."""
+    channels = torch.cos(torch.arange(16)[:, None] * batch["input_ids"][:, None])
+    logits = model(inputs_embeds=channels.transpose(1, 2)).logits
+    return LossSum(logits.float().logsumexp(-1).sum(), 1)
+
+
+def without_embedding() -> Any:
+    model = language_model()
+    model.model.embed_tokens.requires_grad_(False)
+    return model
+
+
+def norms_of_single_samples(placement: Placement) -> list[float]:
+    with Session("zero2:tp=2", device="cpu", placement=placement) as session:
+        engine, _ = prepare(session, without_embedding())
+        loader = session.loader(Sentences(), global_batch_size=1, shuffle=False)
+        return [engine.train_step(batch, transposed).grad_norm for batch in islice(loader, 2)]
+
+
+def test_inputs_that_are_not_contiguous_change_nothing(world_pool: WorldPools) -> None:
+    model = without_embedding()
+    optimizer = adamw(model.named_parameters())
+    wanted = []
+    for index in range(2):
+        optimizer.zero_grad()
+        transposed(model, Sentences()[index : index + 1]).total.backward()
+        wanted.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+        optimizer.step()
+    for norms in world_pool(2).run(norms_of_single_samples):
+        assert norms == pytest.approx(wanted, rel=1e-5)
+
+
 def own_loop(placement: Placement) -> tuple[list[float], dict[str, float]]:
     with Session("zero2:tp=2", device="cpu", placement=placement) as session:
         engine, loader = prepare(session, language_model(), 3)
@@ -302,12 +388,34 @@ def test_what_is_not_proved_is_refused_by_name(strategy: str, message: str, tmp_
         start(strategy, language_model(), tmp_path)
 
 
+def changed(what: str) -> Any:
+    """A model with something in a layer that DeepSpeed would lose or get wrong."""
+    model = language_model()
+    first, second = (layer.mlp for layer in model.model.layers)
+    if what == "hook":
+        first.up_proj.register_forward_hook(lambda *_: None)
+    elif what == "tie":
+        second.up_proj.weight = first.up_proj.weight
+    elif what == "class":
+        first.up_proj = torch.nn.Sequential(first.up_proj)
+    else:
+        first.up_proj.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (torch.nn.Linear(2, 2), r"LlamaForCausalLM, .*a Linear of torch.*'mesh:tp=2'"),
         (language_model(intermediate_size=25), r"tp=2 does not divide .*intermediate_size=25"),
         (language_model().bfloat16(), r"bfloat16, and tp=2 is proved with float32.*model.float"),
+        (changed("hook"), r"'model.layers.0.mlp.up_proj' has a hook, which DeepSpeed would lose"),
+        (changed("tie"), r"up_proj' shares its weight .* cut it twice.*'mesh:tp=2'"),
+        (
+            changed("class"),
+            r"up_proj' is a Sequential, .*divides torch.nn.Linear alone",
+        ),
+        (changed("gradient"), r"'model.layers.0.mlp.up_proj.weight' has a hook on its gradient"),
     ],
 )
 def test_models_that_are_not_proved_are_refused(

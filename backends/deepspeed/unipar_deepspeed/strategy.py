@@ -166,8 +166,12 @@ class DeepSpeedStrategy(Strategy):
         # ZeRO puts its flat partitions in their place.
         groups = group_names(module, optimizer)
         deepspeed = self._initialize(spec, world, module, optimizer, undo)
+        check_loss = None
         if parts is not None:
             parts.check(module, deepspeed.engine)
+            tensor_parallel.keep_inputs_contiguous(module)
+            check_loss = parts.whole_losses(module, self.name)
+            undo.append(check_loss.close)
         precision = PrecisionPolicy(spec.precision, world.device)
         undo.append(autocast_forward(module, precision))
         undo.append(refuse_inner_gradients(module, "deepspeed"))
@@ -199,6 +203,7 @@ class DeepSpeedStrategy(Strategy):
             precision=precision,
             stepper=ZeROStepper(deepspeed, precision),
             state=ZeROState(module, deepspeed, swapping, groups, world, parts),
+            check_loss=check_loss,
             undo=undo,
         )
 

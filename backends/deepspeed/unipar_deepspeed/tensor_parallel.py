@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from unipar.engine import WholeLosses, has_hooks, refuse_parameter_hooks
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.state import Box, LocalState, TensorState, named_weights
@@ -95,6 +96,59 @@ def check_model(model: nn.Module, tp: int, strategy: str) -> None:
                 f"{strategy}: tp={tp} does not divide the model's {attribute}={size}. Set tp to a "
                 "divisor of it."
             )
+    refuse_parameter_hooks(model, strategy)
+    _check_layers(model, tp, strategy)
+
+
+def _check_layers(model: nn.Module, tp: int, strategy: str) -> None:
+    """Refuse layers that DeepSpeed would put others in the place of, without what they have.
+
+    Raises:
+        ConfigError: it has a hook, or a weight that another layer has too, or is of another class.
+    """
+    _, aliases = named_weights(model)
+    shared = {*aliases, *aliases.values()}
+    for name, layer in model.named_modules():
+        if not _is_divided(f"{name}.weight"):
+            continue
+        if type(layer) is not nn.Linear:
+            what = f"is a {type(layer).__name__}, and DeepSpeed divides torch.nn.Linear alone"
+        elif has_hooks(layer):
+            what = "has a hook, which DeepSpeed would lose with the layer that it replaces"
+        elif f"{name}.weight" in shared:
+            what = "shares its weight with another layer, and DeepSpeed would cut it twice"
+        else:
+            continue
+        raise ConfigError(
+            f"{strategy}: '{name}' {what}. Take that away, or use 'mesh:tp={tp}', which divides "
+            "layers where they are, or leave tp out."
+        )
+
+
+def _is_divided(name: str) -> bool:
+    """Return whether a weight of this name is divided."""
+    return any(re.match(pattern, name) for pattern in _LAYERS.values())
+
+
+def _columns(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers that are divided by their outputs."""
+    return (m for n, m in module.named_modules() if re.match(_LAYERS["column"], f"{n}.weight"))
+
+
+def keep_inputs_contiguous(module: nn.Module) -> None:
+    """Have each layer's gradient summed over the ranks, whatever its input's strides are.
+
+    DeepSpeed 0.19.8 reduces a copy of a gradient that is not contiguous, and goes on with this
+    rank's own (module_inject/layers.py, ``ColumnParallel.backward``): that of an input that is not,
+    as ``inputs_embeds`` of one transposed sample.
+    """
+    for layer in _columns(module):
+        layer.register_forward_pre_hook(lambda _, args: (args[0].contiguous(), *args[1:]))
+
+
+def _shape(held: Any) -> tuple[int, ...]:
+    """The shape of this rank's part of layers; stage 3 leaves it beside an empty tensor."""
+    return tuple(getattr(held, "ds_shape", held.shape))
 
 
 def stop() -> None:
@@ -145,9 +199,15 @@ class LayerParts:
                 of_weight = re.sub(r"\.bias$", ".weight", name)
                 if dim < len(wanted) and re.match(pattern, of_weight):
                     wanted[dim] //= self.tp
-            held = tuple(getattr(weight, "ds_shape", weight.shape))
+            held = _shape(weight)
             assert held == tuple(wanted), (name, held, wanted)
         engine.first_dataloader_check.remove()
+
+    def whole_losses(self, module: nn.Module, strategy: str) -> WholeLosses:
+        """Refuse losses that are computed from this rank's parts."""
+        divided = {n: p for n, p in module.named_parameters() if _shape(p) != self.shapes[n]}
+        columns = set(_columns(module))
+        return WholeLosses(module, divided, lambda layer: layer not in columns, strategy)
 
     def place(self, name: str, state: TensorState) -> TensorState:
         """Describe a state of this rank's slice as one of the user's tensor.

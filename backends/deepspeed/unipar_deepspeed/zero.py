@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -96,6 +97,15 @@ class ZeROReducer(Reducer):
         with _overflowing(self._deepspeed.zero):
             self._deepspeed.engine.step()
         self.clear()
+
+    def probing(self) -> AbstractContextManager[None]:
+        if (tp := self.world.layout.tp) > 1:
+            raise ConfigError(
+                f"deepspeed: micro_batch_size='auto' tries what fits, and with tp={tp} a rank that "
+                "runs out of memory would leave the others waiting for its part of a layer. Set "
+                "micro_batch_size to a number."
+            )
+        return super().probing()
 
     def clear(self) -> None:
         super().clear()
