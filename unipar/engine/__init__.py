@@ -25,7 +25,7 @@ from unipar.engine.optimizer import build_optimizer
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
-from unipar.engine.schedule import Schedule, StageCall
+from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
 from unipar.engine.stages import Stages
 from unipar.engine.state import (
     ModelState,
@@ -60,6 +60,7 @@ __all__ = [
     "ModelState",
     "ModuleState",
     "OptimizerStepper",
+    "PassClock",
     "PrecisionPolicy",
     "Reducer",
     "Schedule",
@@ -68,10 +69,12 @@ __all__ = [
     "Stages",
     "StepEngine",
     "Stepper",
+    "TimedSchedule",
     "Undo",
     "Update",
     "backward_pass",
     "broadcast_tensors",
+    "bubble_of",
     "build_optimizer",
     "check_divisible",
     "check_float8",
