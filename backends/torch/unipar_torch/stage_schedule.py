@@ -55,7 +55,8 @@ class StageSchedule:
         self.before_backward = before_backward
         self.clock: PassClock | None = None
         self.stages = {stage.index: stage for stage in stages}
-        self.name, self.world = schedule, world
+        self.name: ScheduleName = schedule
+        self.world = world
         layout = world.layout
         self.pp, self.num_stages = layout.pp, stages[0].plan.num_stages
         self.group = world.mesh("pp").get_group()
