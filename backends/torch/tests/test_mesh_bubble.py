@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,8 +11,12 @@ import torch
 from torch import nn
 
 import unipar
-from unipar.benchmark.bubble import PassTimes, idle_shares
+from unipar.benchmark.bubble import PassTimes, by_formula, idle_shares, measured
+from unipar.benchmark.cells import Cell
+from unipar.benchmark.job import BenchJob
+from unipar.benchmark.meter import PIPELINED
 from unipar.benchmark.records import Passes, Rank
+from unipar.benchmark.trial import measure
 from unipar.data.batch import Batch, MicroBatch
 from unipar.testing import models
 from unipar.testing.pool import WorldPools
@@ -95,6 +100,12 @@ def test_no_formula_is_given_for_what_it_does_not_hold_for() -> None:
 MICROBATCHES, STEPS = 4, 3
 
 
+OBJECTIVE = unipar.Objective(
+    lambda batch: (batch["x"],),
+    lambda output, batch: nn.functional.cross_entropy(output, batch["y"]),
+)
+
+
 class Sleeping(torch.autograd.Function):
     """Takes so many seconds forward, and twice as many backward."""
 
@@ -142,10 +153,6 @@ def passes_of(placement: Placement, seconds: tuple[float, ...], schedule: str) -
         MicroBatch({key: value[at : at + 2] for key, value in data.items()}, 2)
         for at in range(0, 2 * MICROBATCHES, 2)
     ]
-    objective = unipar.Objective(
-        lambda batch: (batch["x"],),
-        lambda output, batch: nn.functional.cross_entropy(output, batch["y"]),
-    )
     strategy = f"mesh:pp=2,schedule={schedule}"
     with unipar.Session(strategy, device="cpu", placement=placement) as session:
         engine: Any = session.prepare(
@@ -156,7 +163,7 @@ def passes_of(placement: Placement, seconds: tuple[float, ...], schedule: str) -
             watched = 0 < step <= STEPS
             if watched:
                 times.__enter__()
-            engine.train_step(Batch(tuple(parts), 2 * MICROBATCHES), objective)
+            engine.train_step(Batch(tuple(parts), 2 * MICROBATCHES), OBJECTIVE)
             if watched:
                 times.__exit__()
         return times.read()
@@ -214,3 +221,36 @@ def test_passes_that_are_split_count_in_both_parts(world_pool: WorldPools) -> No
     for passes in timed(world_pool, known, "zero-bubble"):
         assert passes.formula == [None]
         assert passes.computing[0] < passes.whole[0]
+
+
+# -- in a benchmark --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_trial_times_the_steps_after_those_that_it_compares(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {
+        "model": models.Network,
+        "data": models.points(NUM_SAMPLES),
+        "loss": OBJECTIVE,
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "global_batch_size": 8,
+    }
+    job = BenchJob(arguments, warmup=1, steps=2)
+    cell = Cell(strategy="mesh:pp=2", devices=2, micro_batch_size=2)
+    request = {"cell": cell.model_dump(), "repeat": 0, "trace": False, "began": time.time()}
+    trial = measure(job, tmp_path, request).trial
+    for rank in trial.ranks:
+        assert len(rank.seconds) == 2
+        assert rank.passes is not None
+        assert rank.passes.formula == [0.2] * PIPELINED
+        times = zip(rank.passes.computing, rank.passes.whole, strict=True)
+        assert all(0 < computing < whole for computing, whole in times)
+        # Each of the other looks has had its step, too.
+        assert rank.traffic
+        assert rank.memory is not None
+        assert rank.overlap is not None
+    assert by_formula([trial]) == 0.2
+    found = measured([trial])
+    assert found is not None
+    assert found.count == PIPELINED
