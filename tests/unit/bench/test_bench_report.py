@@ -286,7 +286,7 @@ def test_what_a_pipeline_idles_is_in_the_table_and_survives_the_file(tmp_path: P
     assert (again.cells[0].bubble, again.cells[0].bubble_formula) == (Spread.of([0.245]), 0.2)
     written = Words(html.render(again)).written
     assert "bubble %" in written
-    assert "by formula %" in written
+    assert "bubble by formula %" in written
     assert "24.5 20.0" in written
     assert "bubble" not in Words(html.render(bench_result())).written
 

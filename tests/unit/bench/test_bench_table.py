@@ -156,12 +156,12 @@ def with_a_pipeline() -> BenchResult:
 def test_what_a_pipeline_idles_stands_beside_its_formula_and_others_have_none() -> None:
     result = with_a_pipeline()
     found = {column.title: column for column in rows.of(result).columns}
-    for title, own in (("bubble", "24.5"), ("by formula", "20.0")):
+    for title, own in (("bubble", "24.5"), ("bubble by formula", "20.0")):
         assert found[title].unit == "%"
         figures = zip(found["strategy"].figures, found[title].figures, strict=True)
         assert {name.text: one.text for name, one in figures} == {"ddp": "", "mesh:pp=2": own}
     assert re.search(r"mesh:pp=2 .* 24\.5 +20\.0 ", shown(result, 200))
-    assert "| bubble % | by formula % |" in table.markdown(result)
+    assert "| bubble % | bubble by formula % |" in table.markdown(result)
     assert "| 24.5 | 20.0 |" in table.markdown(result)
     ddp, piped = csv.DictReader(io.StringIO(table.csv(result)))
     assert (ddp["bubble"], ddp["bubble_formula"]) == ("", "")

@@ -114,7 +114,8 @@ def of(result: BenchResult) -> Rows:
         _numbers("traffic", text.unit_of_bytes(traffic), traffic, cells, "low", rank=2),
         _numbers("bubble", percent, [row["bubble"] for row in flat], cells, None, rank=1),
         replace(
-            _numbers("by formula", percent, formulas, cells, None, rank=1), short="by\nformula"
+            _numbers("bubble by formula", percent, formulas, cells, None, rank=1),
+            short="by\nformula",
         ),
         _numbers("load", percent, [cell.load for cell in cells], cells, None, rank=7),
         Column("loss difference", "loss\ndiff.", "", [_parity(cell) for cell in cells]),
