@@ -76,18 +76,20 @@ class StageSchedule:
         virtual = self.num_stages // self.pp
         args = (self.name, self.pp, virtual, len(calls), self._place)
         batch = _Batch(self, calls, training=training)
-        order = order_of(*args, training=training)
         if not training or self._compared:
-            with batch.timed(bubble(self.name, self.pp, virtual, len(calls))):
-                batch.run(order)
+            batch.run(order_of(*args, training=training))
             return
         self.changes = BufferChanges()
         try:
-            batch.run(order)
+            batch.run(order_of(*args, training=training))
             self.changes.check(self.stages[self._place], self.peers, self.name, self.world)
         finally:
             self.changes = None
         self._compared = True
+
+    def bubble(self, microbatches: int) -> float | None:
+        """The share of a step that each rank idles, where a formula is known."""
+        return bubble(self.name, self.pp, self.num_stages // self.pp, microbatches)
 
     def share(self, values: torch.Tensor) -> None:
         dist.broadcast(values, self.peers[-1], group=self.group)
@@ -118,9 +120,6 @@ class _Batch:
         self._clock = schedule.clock if training else None
         self._computing = nullcontext if self._clock is None else self._clock.computing
 
-    def timed(self, bubble: float | None) -> AbstractContextManager[None]:
-        return nullcontext() if self._clock is None else self._clock.batch(bubble)
-
     def run(self, order: Sequence[Action]) -> None:
         steps = {
             "F": self._forward,
@@ -132,10 +131,16 @@ class _Batch:
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
         }
-        for action in order:
-            steps[action.kind](action.stage, action.microbatch)
-        for work, _ in self._leaving:
-            work.wait()
+        with self._timed():
+            for action in order:
+                steps[action.kind](action.stage, action.microbatch)
+            for work, _ in self._leaving:
+                work.wait()
+
+    def _timed(self) -> AbstractContextManager[None]:
+        if self._clock is None:
+            return nullcontext()
+        return self._clock.batch(self._schedule.bubble(len(self._calls)))
 
     # -- passes ----------------------------------------------------------------------------------
 
