@@ -199,7 +199,7 @@ class Scheduled:
             for surrounding in (self.clock.computing(), contextlib.nullcontext()):
                 with surrounding:
                     for _ in range(50):
-                        factor @ factor
+                        torch.mm(factor, factor)
 
 
 def test_passes_are_timed_on_the_device_without_waiting_for_it() -> None:
