@@ -112,7 +112,7 @@ def of(result: BenchResult) -> Rows:
         _numbers("MFU", percent, [cell.mfu for cell in cells], cells, high, rank=4),
         _numbers("peak", text.unit_of_bytes(peaks), peaks, cells, "low"),
         _numbers("traffic", text.unit_of_bytes(traffic), traffic, cells, "low", rank=2),
-        _numbers("bubble", percent, [row["bubble"] for row in flat], cells, None, rank=1),
+        _numbers("bubble", percent, [row["bubble"] for row in flat], cells, None),
         replace(
             _numbers("bubble by formula", percent, formulas, cells, None, rank=1),
             short="by\nformula",
