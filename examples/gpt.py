@@ -93,6 +93,13 @@ def loss(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
+parts = unipar.Objective(
+    inputs=lambda batch: (batch[0],),
+    loss=lambda logits, batch: functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()),
+)
+"""The same loss in its parts, as a pipeline takes it."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

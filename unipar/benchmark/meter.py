@@ -11,18 +11,22 @@ import psutil
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unipar.benchmark.bubble import PassTimes
 from unipar.benchmark.load import usage
 from unipar.benchmark.memory import Held, counting_saved, held, updates_copies
 from unipar.benchmark.overlap import Profile
 from unipar.benchmark.records import Memory, Rank, RankRecord
 from unipar.benchmark.traffic import Collectives, CollectiveWatcher
 from unipar.callbacks import Callback, RunInfo, RunResult, StepRecord
+from unipar.engine import StepEngine, TimedSchedule
 from unipar.strategy import registry
 from unipar.utils.devices import peak_memory
 
+PIPELINED = 5
+"""Steps of a pipeline, after the timed ones, whose passes are timed."""
 WATCHED = 3
-"""Steps after the timed ones: one whose collectives are seen, one whose memory is, and one under
-the profiler."""
+"""Steps after these: one whose collectives are seen, one whose memory is, and one under the
+profiler."""
 
 
 class Meter(Callback):
@@ -37,6 +41,7 @@ class Meter(Callback):
         data: what is trained on, so that it can be told from what training holds.
         began: when the processes were started, in seconds since the epoch.
         trace: whether each rank also leaves a Chrome trace of the step under the profiler.
+        pipeline: whether the strategy has one, of which more steps are looked at.
     """
 
     every_rank = True
@@ -50,14 +55,23 @@ class Meter(Callback):
         data: Any,
         began: float,
         trace: bool = False,
+        pipeline: bool = False,
     ) -> None:
         self.directory, self.data, self.began, self.trace = directory, data, began, trace
         self._timed = range(warmup + 1, warmup + steps + 1)
+        self._last = self._timed.stop - 1 + (PIPELINED if pipeline else 0)
+        """The one before what is watched closely."""
         self._records: list[StepRecord] = []
         self._ready = self._first = 0.0
         self._resident = 0
         self._held: Held | None = None
         self._copies = self._selective = False
+        self._passes: PassTimes | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps it takes, all told."""
+        return self._last + WATCHED
 
     def on_run_start(self, run: RunInfo) -> None:
         assert run.engine is not None
@@ -81,11 +95,21 @@ class Meter(Callback):
         self._cleanup.close()
         if record.step == self._timed.stop - 1:
             self._peak = peak_memory(run.device)
+        if self._timed.stop - 1 <= record.step < self._last:
+            self._time_passes(run.device)
+        elif record.step == self._last:
             self._watch_collectives()
-        elif record.step == self._timed.stop:
+        elif record.step == self._last + 1:
             self._watch_memory()
-        elif record.step == self._timed.stop + 1 and (run.world_size > 1 or self.trace):
+        elif record.step == self._last + 2 and (run.world_size > 1 or self.trace):
             self._cleanup.enter_context(self._profile)
+
+    def _time_passes(self, device: str) -> None:
+        engine = self._engine
+        if isinstance(engine, StepEngine) and isinstance(engine.schedule, TimedSchedule):
+            if self._passes is None:
+                self._passes = PassTimes(engine.schedule, device, engine.world.data_rank)
+            self._cleanup.enter_context(self._passes)
 
     def _watch_collectives(self) -> None:
         if issubclass(self._strategy, CollectiveWatcher):
@@ -137,4 +161,5 @@ class Meter(Callback):
             traffic=self._collectives.traffic,
             # The profiler sees nothing of what a framework sends by means of its own.
             overlap=None if self._collectives.told else self._profile.overlap,
+            passes=self._passes.read() if self._passes else None,
         )

@@ -72,6 +72,24 @@ class Overlap(Stored):
     exposed: float
 
 
+class Passes(Stored):
+    """Times of one rank of a pipeline, of each of some steps.
+
+    Attributes:
+        pipeline: which, where several run on different samples.
+        whole: seconds of the step's pipeline: from the first pass or transfer to the last, without
+            the reduction of gradients and the optimizer that follow.
+        computing: seconds of these in forward and backward passes of micro-batches.
+        formula: the share that ranks idle, by :func:`unipar.engine.bubble_of`; ``None`` where that
+            does not hold for the schedule.
+    """
+
+    pipeline: int
+    whole: list[float]
+    computing: list[float]
+    formula: list[float | None]
+
+
 class Rank(Stored):
     """One rank's measurements in one repeat.
 
@@ -82,6 +100,7 @@ class Rank(Stored):
         memory: ``None`` where it was not measured, as in a hand-written loop.
         traffic: of one step; ``None`` where it was not measured.
         overlap: of one step; ``None`` where the profiler does not see all collectives, or none.
+        passes: of a pipeline; ``None`` without one, or where its passes cannot be timed.
     """
 
     rank: int
@@ -90,6 +109,7 @@ class Rank(Stored):
     memory: Memory | None = None
     traffic: list[Traffic] | None = None
     overlap: Overlap | None = None
+    passes: Passes | None = None
 
 
 class Usage(Stored):

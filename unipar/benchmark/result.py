@@ -116,6 +116,10 @@ class CellResult(Stored):
         traces: Chrome traces by rank, as paths in the benchmark's directory.
         load: the share of the cores that other processes had, in the median repeat; ``None`` where
             it is not known, as on accelerators.
+        bubble: the share of a pipeline's time that its ranks idle, over steps and repeats;
+            ``None`` without a pipeline, or where its passes cannot be timed.
+        bubble_formula: the same by :func:`unipar.engine.bubble_of`; ``None`` where that does not
+            hold for the schedule.
     """
 
     cell: Cell
@@ -135,6 +139,8 @@ class CellResult(Stored):
     ties: list[str] = Field(default_factory=list)
     traces: list[str] = Field(default_factory=list)
     load: float | None = None
+    bubble: Spread | None = None
+    bubble_formula: float | None = None
 
 
 class Interconnect(Stored):
@@ -320,6 +326,8 @@ class BenchResult(Stored):
             "traffic_bytes": None if traffic is None else sum(one.bytes for one in traffic),
             "communication_seconds": overlap.communication if overlap else None,
             "exposed_seconds": overlap.exposed if overlap else None,
+            "bubble": _median(result.bubble),
+            "bubble_formula": result.bubble_formula,
             "loss_difference": result.parity.difference if result.parity else None,
             "drifts": result.parity.drifts if result.parity else None,
         }

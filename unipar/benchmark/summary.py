@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from unipar.benchmark import bubble
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.recommend import judge, recommend
 from unipar.benchmark.records import Memory, Trial
@@ -105,6 +106,8 @@ def _cell(
         traces=traces,
         parity=reference.parity(trials[0].losses) if reference else None,
         load=statistics.median(loads) if loads else None,
+        bubble=bubble.measured(trials),
+        bubble_formula=bubble.by_formula(trials),
     )
 
 

@@ -20,7 +20,7 @@ from unipar.benchmark import modelling, probe, raw
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.load import of_others
-from unipar.benchmark.meter import WATCHED, Meter
+from unipar.benchmark.meter import Meter
 from unipar.benchmark.records import RankRecord, Trial
 from unipar.benchmark.store import Failure, Finding
 from unipar.benchmark.writing import replace
@@ -46,10 +46,9 @@ def measure(job: BenchJob, directory: Path, request: dict[str, Any]) -> Finding:
         data=job.arguments["data"],
         began=request["began"],
         trace=request["trace"],
+        pipeline=registry.resolve(cell.strategy).capabilities().pipeline,
     )
-    arguments = job.of(
-        cell, job.warmup + job.steps + WATCHED, callbacks=[meter], output_dir=directory / "run"
-    )
+    arguments = job.of(cell, meter.num_steps, callbacks=[meter], output_dir=directory / "run")
     fit(**arguments)
     return gather(directory, request)
 

@@ -26,7 +26,7 @@ from unipar.engine.parts import WholeLosses
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
-from unipar.engine.schedule import Schedule, StageCall
+from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
 from unipar.engine.stages import Stages
 from unipar.engine.state import (
     ModelState,
@@ -62,6 +62,7 @@ __all__ = [
     "ModelState",
     "ModuleState",
     "OptimizerStepper",
+    "PassClock",
     "PrecisionPolicy",
     "Reducer",
     "Schedule",
@@ -70,11 +71,13 @@ __all__ = [
     "Stages",
     "StepEngine",
     "Stepper",
+    "TimedSchedule",
     "Undo",
     "Update",
     "WholeLosses",
     "backward_pass",
     "broadcast_tensors",
+    "bubble_of",
     "build_optimizer",
     "check_divisible",
     "check_float8",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -39,6 +39,54 @@ class Schedule(Protocol):
     def share(self, values: torch.Tensor) -> None:
         """Give every stage, in place, what the last one has in ``values``."""
         ...
+
+
+class PassClock(Protocol):
+    """Times one step's passes, for whoever has asked for that."""
+
+    def batch(self, bubble: float | None) -> AbstractContextManager[None]:
+        """Surround all that a schedule does in a step, transfers and waiting for them included.
+
+        Args:
+            bubble: by :func:`bubble_of`; ``None`` where that does not hold for the schedule.
+        """
+        ...
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Surround one forward or backward pass, or a part of one, that waits for no other stage.
+
+        What a pass needs has come when this is entered, and sending what it gives follows.
+        """
+        ...
+
+
+@runtime_checkable
+class TimedSchedule(Protocol):
+    """A :class:`Schedule` whose passes can be timed.
+
+    Attributes:
+        clock: surrounds the steps of training; ``None``, as in all training but a benchmark's:
+            nothing is timed.
+    """
+
+    clock: PassClock | None
+
+
+def bubble_of(ranks: int, microbatches: int, virtual: int) -> float:
+    """The share of a step that each rank idles while the pipeline fills and drains.
+
+    ``(p - 1) / (m * v + p - 1)`` of the whole step; Narayanan et al., "Efficient Large-Scale
+    Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 2.2, set the same
+    time beside that of computing, ``(p - 1) / (m * v)``. It holds for GPipe, for 1F1B, and for
+    interleaved 1F1B where ``m`` is a multiple of ``p``, if all stages take the same time and
+    transfers none.
+
+    Args:
+        ranks: ``p``, that hold stages.
+        microbatches: ``m``, of the step.
+        virtual: ``v``, stages on each rank.
+    """
+    return (ranks - 1) / (microbatches * virtual + ranks - 1)
 
 
 def drawing_nothing(inputs: Callable[[], Any], device: torch.device) -> Any:

@@ -70,6 +70,7 @@ class StepEngine(Engine):
         precision: surrounds forward passes, and scales losses.
         stepper: divides, clips and steps; ``None`` without an optimizer.
         state: what the model and its optimizer keep in checkpoints.
+        schedule: runs a pipeline; ``None`` without one.
         average: the loss of the step so far.
     """
 
@@ -110,7 +111,7 @@ class StepEngine(Engine):
         self.state = ModuleState(module, optimizer, world) if state is None else state
         self.average = LossAverage(world)
         self._guard = GradientGuard(self.reducer)
-        self._pipeline = None
+        self.schedule, self._pipeline = schedule, None
         if schedule is not None:
             self._pipeline = Pipeline(schedule, world, precision, self.average, self._guard)
         self._whole_steps = schedule is not None or divider is not None

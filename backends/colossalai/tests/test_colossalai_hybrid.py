@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import pytest
 import torch
 from colossalai_hybrid import BOTH, OWN_LOSS, PP, TP, prepare, take
-from colossalai_models import Sentences, Step, adamw, entropy, inputs, language_model, plain_loop
+from colossalai_models import (
+    BATCH,
+    Sentences,
+    Step,
+    adamw,
+    entropy,
+    inputs,
+    language_model,
+    plain_loop,
+)
 
 from unipar import LossSum, Objective, Session
+from unipar.benchmark.bubble import PassTimes
+from unipar.benchmark.records import Passes
 from unipar.errors import ConfigError
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
@@ -148,6 +160,33 @@ def test_a_loop_of_the_users_own_trains_the_same_run(world_pool: WorldPools) -> 
     wanted = [step.loss for step in expected(())[:7]]
     for losses in world_pool(4).run(own_loop):
         assert losses == pytest.approx(wanted, rel=1e-5)
+
+
+SLOW, BATCH_PARTS = 0.1, 4
+
+
+def timed(placement: Placement) -> Passes | None:
+    """Two steps of micro-batches of which the first stage takes ``SLOW`` seconds each."""
+    with Session(PP, device="cpu", placement=placement) as session:
+        engine, loader = prepare(session, language_model(), BATCH // BATCH_PARTS)
+        if placement.rank == 0:
+            engine.module.get_input_embeddings().register_forward_pre_hook(
+                lambda *_: time.sleep(SLOW)
+            )
+        with PassTimes(engine.schedule, "cpu", 0) as times:
+            take(engine, loader, 2)
+        take(engine, loader, 1)
+        return times.read()
+
+
+def test_a_stage_that_waits_for_a_slow_one_is_seen_to_idle(world_pool: WorldPools) -> None:
+    slow, fast = world_pool(2).run(timed)
+    assert slow.formula == fast.formula == [1 / (BATCH_PARTS + 1)] * 2
+    for own, other in zip(slow.computing, fast.computing, strict=True):
+        assert own > BATCH_PARTS * SLOW
+        assert own > other
+    for whole, computing in zip(fast.whole, fast.computing, strict=True):
+        assert whole - computing > BATCH_PARTS * SLOW / 2
 
 
 # -- evaluation ----------------------------------------------------------------------------------

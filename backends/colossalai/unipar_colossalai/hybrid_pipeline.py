@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from colossalai.pipeline.schedule import (  # pyright: ignore[reportMissingImpor
     OneForwardOneBackwardSchedule,
 )
 
-from unipar.engine import StageCall
+from unipar.engine import PassClock, StageCall, bubble_of
 from unipar_colossalai.engine import Start
 
 Stage = Callable[[StageCall, "dict[str, Any] | None"], Any]
@@ -28,6 +29,17 @@ class GivenMicrobatches(OneForwardOneBackwardSchedule):
     Colossal-AI 0.5.0 (colossalai/pipeline/schedule/one_f_one_b.py) cuts a batch into equal ones,
     and divides the loss by their number.
     """
+
+    clock: PassClock | None = None
+
+    def run_forward_backward(
+        self, model: Any, data_iter: Iterator[StageCall], *args: Any, **kwargs: Any
+    ) -> Any:
+        calls, run = list(data_iter), super().run_forward_backward
+        if self.clock is None:
+            return run(model, iter(calls), *args, **kwargs)
+        with self.clock.batch(bubble_of(self.stage_manager.num_stages, len(calls), 1)):
+            return run(model, iter(calls), *args, **kwargs)
 
     def load_batch(self, data_iter: Iterator[StageCall], device: Any = None) -> None:
         given = list(data_iter)
@@ -42,7 +54,13 @@ class GivenMicrobatches(OneForwardOneBackwardSchedule):
         accum_loss: Any = None,
         outputs: Any = None,
     ) -> Any:
-        return criterion(next(self._given), input_obj)
+        call = next(self._given)
+        with nullcontext() if self.clock is None else self.clock.computing():
+            return criterion(call, input_obj)
+
+    def backward_step(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.clock is None else self.clock.computing():
+            return super().backward_step(*args, **kwargs)
 
 
 def use_given_microbatches(plugin: Any) -> None:
@@ -54,7 +72,7 @@ def use_given_microbatches(plugin: Any) -> None:
 
 
 class PipelineSchedule:
-    """Runs this rank's stage as Colossal-AI's schedule asks for it; a :class:`Schedule`.
+    """Runs this rank's stage as Colossal-AI's schedule asks for it; a :class:`TimedSchedule`.
 
     Args:
         start: what the engine is made from.
@@ -70,6 +88,14 @@ class PipelineSchedule:
         self._last_rank = dist.get_global_rank(self._plugin.pp_group, self._plugin.pp_size - 1)
         # Of the class: Colossal-AI has given the module the forward pass of a stage.
         self._module, self._forward = start.module, inspect.signature(type(start.module).forward)
+
+    @property
+    def clock(self) -> PassClock | None:
+        return self._plugin.scheduler.clock
+
+    @clock.setter
+    def clock(self, clock: PassClock | None) -> None:
+        self._plugin.scheduler.clock = clock
 
     def run(self, calls: Sequence[StageCall], *, training: bool) -> None:
         if training:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from plain import BATCH, batches, build, loss_fn
 from torch import nn
 
 from unipar import Session, checkpoint
+from unipar.benchmark.bubble import PassTimes
 from unipar.data.batch import Batch, MicroBatch
 from unipar.optimizers.named import NamedOptimizer
 from unipar.strategy import EngineSpec, Precision, registry
@@ -184,6 +186,37 @@ def test_no_step_waits_for_the_device_but_for_its_loss(strategy: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert all(result.loss == result.loss and result.grad_norm for result in results)
     world.leave()
+
+
+class Scheduled:
+    """Half of its work is in a pass."""
+
+    clock: Any = None
+
+    def run(self) -> None:
+        factor = torch.randn(4096, 4096, device="cuda")
+        with self.clock.batch(None):
+            for surrounding in (self.clock.computing(), contextlib.nullcontext()):
+                with surrounding:
+                    for _ in range(50):
+                        torch.mm(factor, factor)
+
+
+def test_passes_are_timed_on_the_device_without_waiting_for_it() -> None:
+    schedule = Scheduled()
+    times = PassTimes(schedule, "cuda", 0)
+    # The first product makes what the library needs, and waits.
+    with times:
+        schedule.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with times:
+            schedule.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = times.read()
+    assert found is not None
+    assert 0.35 < found.computing[1] / found.whole[1] < 0.65
 
 
 def test_a_run_tries_its_strategy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

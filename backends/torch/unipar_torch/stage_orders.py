@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from unipar.engine import bubble_of
 from unipar.errors import ConfigError
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipev"]
@@ -101,6 +102,20 @@ def order_of(
         Action(one.computation_type.value, one.stage_index, one.microbatch_index)
         for one in found[rank]
     )
+
+
+def bubble(schedule: ScheduleName, pp: int, virtual: int, microbatches: int) -> float | None:
+    """The share of a step that each rank idles, by the formula; ``None`` where none is known.
+
+    Args:
+        schedule: by name.
+        pp: how many ranks hold stages.
+        virtual: how many stages each has.
+        microbatches: of the step.
+    """
+    if schedule in SPLITTING or (schedule == "interleaved" and microbatches % pp):
+        return None
+    return bubble_of(pp, microbatches, virtual)
 
 
 def _table(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from unipar.engine import StageCall, backward_pass
+from unipar.engine import PassClock, StageCall, backward_pass
 from unipar.errors import ConfigError
 from unipar.world import World
 from unipar_torch.stage_buffers import BufferChanges
 from unipar_torch.stage_checks import NUM_COMPARED, check_loss, compare, digest, run_checked
 from unipar_torch.stage_modules import Stage
-from unipar_torch.stage_orders import STYLES, Action, ScheduleName, order_of
+from unipar_torch.stage_orders import STYLES, Action, ScheduleName, bubble, order_of
 from unipar_torch.stage_plan import rank_of_stage
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -35,7 +35,7 @@ Key = tuple[int, int]
 
 
 class StageSchedule:
-    """Runs stages as a schedule of torch's says; a :class:`unipar.engine.Schedule`.
+    """Runs stages as a schedule of torch's says; a :class:`unipar.engine.TimedSchedule`.
 
     Args:
         stages: this rank's, in their order.
@@ -53,8 +53,10 @@ class StageSchedule:
         before_backward: Callable[[Stage, bool], None] | None = None,
     ) -> None:
         self.before_backward = before_backward
+        self.clock: PassClock | None = None
         self.stages = {stage.index: stage for stage in stages}
-        self.name, self.world = schedule, world
+        self.name: ScheduleName = schedule
+        self.world = world
         layout = world.layout
         self.pp, self.num_stages = layout.pp, stages[0].plan.num_stages
         self.group = world.mesh("pp").get_group()
@@ -85,6 +87,10 @@ class StageSchedule:
             self.changes = None
         self._compared = True
 
+    def bubble(self, microbatches: int) -> float | None:
+        """The share of a step that each rank idles, where a formula is known."""
+        return bubble(self.name, self.pp, self.num_stages // self.pp, microbatches)
+
     def share(self, values: torch.Tensor) -> None:
         dist.broadcast(values, self.peers[-1], group=self.group)
 
@@ -111,6 +117,8 @@ class _Batch:
         self._arriving: dict[tuple[str, int, int], dist.Work] = {}
         self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
         self._backwards = dict.fromkeys(self._stages, 0)
+        self._clock = schedule.clock if training else None
+        self._computing = nullcontext if self._clock is None else self._clock.computing
 
     def run(self, order: Sequence[Action]) -> None:
         steps = {
@@ -123,10 +131,16 @@ class _Batch:
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
         }
-        for action in order:
-            steps[action.kind](action.stage, action.microbatch)
-        for work, _ in self._leaving:
-            work.wait()
+        with self._timed():
+            for action in order:
+                steps[action.kind](action.stage, action.microbatch)
+            for work, _ in self._leaving:
+                work.wait()
+
+    def _timed(self) -> AbstractContextManager[None]:
+        if self._clock is None:
+            return nullcontext()
+        return self._clock.batch(self._schedule.bubble(len(self._calls)))
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -140,7 +154,7 @@ class _Batch:
         check = (index, self._training) in self._schedule.unchecked
         changes = self._schedule.changes
         watching = changes.counting(stage) if changes is not None else nullcontext()
-        with call.computing(), watching:
+        with self._computing(), call.computing(), watching:
             run = run_checked if check else Stage.run
             output = run(stage, args, kwargs, received)
             if key in self._told:
@@ -178,7 +192,7 @@ class _Batch:
             self._schedule.before_backward(self._stages[index], last)
         # All that leads here may be frozen.
         if output.requires_grad:
-            with backward_pass():
+            with self._computing(), backward_pass():
                 torch.autograd.backward(output, gradient)
         self._input_done(key)
 
@@ -200,7 +214,7 @@ class _Batch:
             start = get_gradient_edge(output), gradient
             if gradient is None:
                 start = start[0], torch.ones_like(output)
-            with backward_pass():
+            with self._computing(), backward_pass():
                 (found,), self._split[key] = first([output], gradients, given, weights)
             if found is None:
                 # Torch finds weights on the way to the input, and no way leads there (the model
@@ -216,7 +230,7 @@ class _Batch:
         groups = self._split.pop((index, number), None)
         if groups is None:
             return
-        with backward_pass():
+        with self._computing(), backward_pass():
             if isinstance(groups, tuple):
                 torch.autograd.backward(*groups)
             else:

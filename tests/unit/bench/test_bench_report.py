@@ -18,6 +18,7 @@ from unipar.benchmark.report import html
 from unipar.benchmark.report.charts import CHARTS
 from unipar.benchmark.report.charts.drawing import Chart, Missing
 from unipar.benchmark.result import BenchResult, Parity
+from unipar.benchmark.statistics import Spread
 from unipar.errors import ConfigError
 
 
@@ -269,6 +270,25 @@ def test_a_loss_that_is_no_number_survives_the_file_and_is_drawn_without_it(
     found = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert found
     assert "NaN" not in found[1]
+
+
+def test_what_a_pipeline_idles_is_in_the_table_and_survives_the_file(tmp_path: Path) -> None:
+    piped = measured(
+        Cell(strategy="mesh:pp=2", devices=2),
+        0.1,
+        random.Random(0),
+        bubble=Spread.of([0.245]),
+        bubble_formula=0.2,
+    )
+    result = only(piped)
+    result.save(tmp_path / "result.json")
+    again = BenchResult.load(tmp_path)
+    assert (again.cells[0].bubble, again.cells[0].bubble_formula) == (Spread.of([0.245]), 0.2)
+    written = Words(html.render(again)).written
+    assert "bubble %" in written
+    assert "bubble by formula %" in written
+    assert "24.5 20.0" in written
+    assert "bubble" not in Words(html.render(bench_result())).written
 
 
 def test_one_cell_alone_draws_what_it_can_and_says_what_is_left_out() -> None:

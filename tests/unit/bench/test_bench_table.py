@@ -14,6 +14,7 @@ from synthetic_bench import bench_result, failed, measured
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.report import rows, table, text
 from unipar.benchmark.result import BenchResult
+from unipar.benchmark.statistics import Spread
 
 
 def shown(result: BenchResult, width: int) -> str:
@@ -139,6 +140,35 @@ def test_a_column_without_a_figure_is_left_out() -> None:
     titles = [column.title for column in rows.of(with_cells(alone)).columns]
     assert titles[7:] == ["peak", "traffic"]
     assert titles[:7] == ["strategy", "devices", "step", "p5-p95", "spread", "tokens/s", "TFLOP/s"]
+
+
+def with_a_pipeline() -> BenchResult:
+    piped = measured(
+        Cell(strategy="mesh:pp=2", devices=2),
+        0.1,
+        random.Random(0),
+        bubble=Spread.of([0.22, 0.245, 0.3]),
+        bubble_formula=0.2,
+    )
+    return with_cells(measured(Cell(strategy="ddp", devices=2), 0.1, random.Random(0)), piped)
+
+
+def test_what_a_pipeline_idles_stands_beside_its_formula_and_others_have_none() -> None:
+    result = with_a_pipeline()
+    found = {column.title: column for column in rows.of(result).columns}
+    for title, own in (("bubble", "24.5"), ("bubble by formula", "20.0")):
+        assert found[title].unit == "%"
+        figures = zip(found["strategy"].figures, found[title].figures, strict=True)
+        assert {name.text: one.text for name, one in figures} == {"ddp": "", "mesh:pp=2": own}
+    assert re.search(r"mesh:pp=2 .* 24\.5 +20\.0 ", shown(result, 200))
+    assert "| bubble % | bubble by formula % |" in table.markdown(result)
+    assert "| 24.5 | 20.0 |" in table.markdown(result)
+    ddp, piped = csv.DictReader(io.StringIO(table.csv(result)))
+    assert (ddp["bubble"], ddp["bubble_formula"]) == ("", "")
+    assert (piped["bubble"], piped["bubble_formula"]) == ("0.245", "0.2")
+    # However narrow the screen is, what was measured is there.
+    for width in (60, 80):
+        assert "24.5" in shown(result, width)
 
 
 def test_a_hand_written_loop_has_no_row_for_it_says_nothing_of_items() -> None:

@@ -96,6 +96,7 @@ def of(result: BenchResult) -> Rows:
     flat = [result.row(cell) for cell in cells]
     peaks, traffic = [peak(cell) for cell in cells], [row["traffic_bytes"] for row in flat]
     flops = [result.flops_per_second(cell) for cell in cells]
+    formulas = [cell.bubble_formula for cell in cells]
     percent = text.Unit("%", 0.01)
     columns = [
         Column(
@@ -111,6 +112,11 @@ def of(result: BenchResult) -> Rows:
         _numbers("MFU", percent, [cell.mfu for cell in cells], cells, high, rank=4),
         _numbers("peak", text.unit_of_bytes(peaks), peaks, cells, "low"),
         _numbers("traffic", text.unit_of_bytes(traffic), traffic, cells, "low", rank=2),
+        _numbers("bubble", percent, [row["bubble"] for row in flat], cells, None),
+        replace(
+            _numbers("bubble by formula", percent, formulas, cells, None, rank=1),
+            short="by\nformula",
+        ),
         _numbers("load", percent, [cell.load for cell in cells], cells, None, rank=7),
         Column("loss difference", "loss\ndiff.", "", [_parity(cell) for cell in cells]),
     ]
