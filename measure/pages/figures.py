@@ -166,6 +166,88 @@ def sequences_figure() -> str:
     return _svg(322, "A sequence divided among four ranks, and the ring of its attention", parts)
 
 
+def layers_figure() -> str:
+    """A pair of layers on two ranks: columns, rows, and the sum behind them."""
+    parts = [_box(12, 30, 130, 230, FILLS[0]), _text(77, 140, "activations", bold=True)]
+    parts += [_text(77, 160, "the same", small=True), _text(77, 176, "on both ranks", small=True)]
+    for rank in range(2):
+        top, fill = 30 + 120 * rank, FILLS[1 if rank else 3]
+        parts.append(_box(190, top, 430, 110, fill))
+        parts.append(_text(202, top + 20, f"rank {rank}", bold=True, anchor="start"))
+        for left, name, purpose in (
+            (202, "up", "half of the columns"),
+            (352, "activation", "half of the units"),
+            (492, "down", "half of the rows"),
+        ):
+            parts.append(_box(left, top + 34, 118, 56, PAPER))
+            parts.append(_text(left + 59, top + 58, name, bold=True))
+            parts.append(_text(left + 59, top + 78, purpose, small=True))
+        middle = top + 62
+        parts += [_arrow(x, middle, y, middle) for x, y in ((142, 202), (320, 352), (470, 492))]
+        parts.append(_arrow(610, middle, 690, middle))
+    parts.append(_box(690, 30, 138, 230, FILLS[4]))
+    parts.append(_text(759, 130, "sum", bold=True))
+    parts += [_text(759, 152, "all-reduce", mono=True), _text(759, 172, "whole again", small=True)]
+    title = "Two layers divided between two ranks: columns of one, rows of the next, and a sum"
+    return _svg(276, title, parts)
+
+
+def stages_figure() -> str:
+    """Four micro-batches on two stages under 1f1b, and when ranks wait."""
+    parts = [_text(420, 30, "1f1b: two stages, four micro-batches", bold=True)]
+    unit, first = 46, 126
+    for rank, steps in enumerate(("F0 F1 . . B0 F2 B1 F3 B2 . B3", ". F0 B0 F1 B1 F2 B2 F3 B3")):
+        top, left = 52 + 72 * rank, first
+        parts.append(_text(14, top + 22, f"rank {rank}", bold=True, anchor="start"))
+        parts.append(_text(14, top + 40, f"stage {rank}", small=True, anchor="start"))
+        parts.append(_box(first, top, 15 * unit, 52, FILLS[0], dashed=True))
+        for step in steps.split():
+            # A backward pass takes twice as long as a forward pass.
+            long = unit * (2 if step[0] == "B" else 1)
+            if step != ".":
+                parts.append(_box(left, top, long, 52, FILLS[1 if step[0] == "F" else 3]))
+                parts.append(_text(left + long / 2, top + 31, step))
+            left += long
+    for left, fill, dashed, text in (
+        (126, FILLS[1], False, "forward"),
+        (266, FILLS[3], False, "backward"),
+        (416, FILLS[0], True, "waits: (p - 1) / (m + p - 1) = 1/5 of the step"),
+    ):
+        parts.append(_box(left, 202, 22, 18, fill, dashed))
+        parts.append(_text(left + 30, 216, text, anchor="start"))
+    return _svg(238, "When two stages compute and when they wait, under 1f1b", parts)
+
+
+def axes_figure() -> str:
+    """Eight ranks of two nodes: which ranks are on one axis."""
+    parts = [_text(420, 30, "mesh:pp=2,tp=2 on eight: dp_shard=2 is what is left", mono=True)]
+    fills = (FILLS[3], FILLS[1])
+    for stage in range(2):
+        left = 12 + 420 * stage
+        parts.append(_box(left, 46, 396, 244, FILLS[0]))
+        parts.append(_text(left + 198, 70, f"node {stage}: stage {stage}", bold=True))
+        for shard in range(2):
+            top = 86 + 100 * shard
+            for part in range(2):
+                x, rank = left + 24 + 190 * part, 4 * stage + 2 * shard + part
+                parts.append(_box(x, top, 158, 74, fills[part]))
+                parts.append(_text(x + 79, top + 22, f"rank {rank}", bold=True))
+                parts.append(_text(x + 79, top + 42, f"half {part} of each layer", small=True))
+                parts.append(_text(x + 79, top + 60, f"samples {shard}, shard {shard}", small=True))
+            parts.append(_arrow(left + 182, top + 37, left + 214, top + 37))
+            parts.append(_arrow(left + 214, top + 37, left + 182, top + 37))
+    parts += [_arrow(408, y, 432, y) for y in (123, 223)]
+    for x in (103, 293, 523, 713):
+        parts += [_arrow(x, 160, x, 186), _arrow(x, 186, x, 160)]
+    for left, text in (
+        (20, "↔ tp: sums of activations, in each layer"),
+        (290, "↕ dp_shard: parameters, gradients"),
+        (520, "→ pp: activations, to the rank in the same place"),
+    ):
+        parts.append(_text(left, 314, text, anchor="start", small=True))
+    return _svg(330, "Eight ranks by stage, share of the samples and part of each layer", parts)
+
+
 def _rows(names: list[str], width: float) -> list[list[str]]:
     rows, used = [[]], 0.0
     for name in names:
@@ -240,8 +322,11 @@ def _arrow(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 FIGURES = {
+    ROOT / "docs" / "images" / "axes.svg": axes_figure,
     ROOT / "docs" / "images" / "experts.svg": experts_figure,
     ROOT / "docs" / "images" / "floors.svg": floors_figure,
+    ROOT / "docs" / "images" / "layers.svg": layers_figure,
     ROOT / "docs" / "images" / "seam.svg": seam_figure,
     ROOT / "docs" / "images" / "sequences.svg": sequences_figure,
+    ROOT / "docs" / "images" / "stages.svg": stages_figure,
 }
