@@ -29,6 +29,8 @@ class Framework(NamedTuple):
         preload: imports it, as ``module:function``; the ranks of pools begin so.
         layouts: strategies whose ranks divide more than data, with the numbers of ranks that they
             can be on; the first is where they save.
+        axes: one strategy for each axis that divides more than data; what they hold is measured
+            by ``layouts.py``, on models that each axis divides.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Framework(NamedTuple):
     half_only: tuple[str, ...] = ()
     preload: str = ""
     layouts: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    axes: tuple[str, ...] = ()
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -70,6 +73,7 @@ FRAMEWORKS = (
             "mesh:tp=2": (2, 4),
             "mesh:pp=2,stages=[[embedding,position,blocks.0],[blocks.1,head,calls]]": (2,),
         },
+        axes=("mesh:tp=2", "mesh:pp=2", "mesh:cp=2", "mesh:ep=2"),
     ),
     Framework(
         "DeepSpeed",

@@ -9,6 +9,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parents[2] / "docs" / "backends"
 GPU_TESTS = HERE.parent / "gpu" / "tests.json"
+APART = "[by parts](#where-more-than-data-is-divided)"
 PARTS = {"parameters": 4, "gradients": 4, "optimizer": 8}
 """Bytes of each part for each parameter, in fp32 under AdamW."""
 HALF_PARTS = {"parameters": 2, "gradients": 2, "optimizer": 12}
@@ -97,7 +98,7 @@ def overview() -> tuple[list[str], list[list[str]]]:
     """What each is, and how near it came at the largest number of processes."""
     rows = []
     for framework, strategy, found in strategies():
-        able, most = found["capabilities"], max(found["bytes"], key=int)
+        able, most = found["capabilities"], max(found["parity"], key=int)
         rounded = "" if found["precision"] == "fp32" else f" ({found['precision']})"
         rows.append(
             [
@@ -107,7 +108,7 @@ def overview() -> tuple[list[str], list[list[str]]]:
                 precisions(able["precisions"]),
                 most,
                 f"{found['parity'][most]['loss']:.1e}{rounded}",
-                f"{found['bytes'][most] / 2**20:.0f} MiB",
+                f"{found['bytes'][most] / 2**20:.0f} MiB" if "bytes" in found else APART,
             ]
         )
     heads = [
@@ -161,6 +162,8 @@ def memory() -> tuple[list[str], list[list[str]]]:
     """Bytes of the rank that holds most, beside what the capabilities promise."""
     rows = []
     for _, strategy, found in strategies():
+        if "bytes" not in found:
+            continue
         row = [f"`{strategy}`", divided(found["capabilities"])]
         for size in ("1", "2", "4"):
             if size not in found["bytes"]:

@@ -54,22 +54,25 @@ def main(question: dict[str, Any]) -> dict[str, Any]:
     pools = WorldPools("cpu")
     found = {}
     try:
-        for strategy in question["strategies"]:
+        for strategy in (*question["strategies"], *question["axes"]):
             sizes = (1,) if strategy == "single" else RANKS
             able = capabilities(strategy)
             precision = "fp32" if "fp32" in able["precisions"] else "bf16"
             given = registry.as_mapping(strategy) | SMALL_BUFFERS.get(strategy, {})
-            memory = {
-                size: pools(size).run(held, given, precision, LAYERS, WIDTH, timeout=300)[0]
-                for size in sizes
-            }
             found[strategy] = {
                 "capabilities": able,
                 "precision": precision,
                 "parity": {size: parity(strategy, size, pools) for size in sizes},
-                "parameters": memory[sizes[0]][0],
-                "bytes": {size: most for size, (_, most) in memory.items()},
             }
+            if strategy in question["strategies"]:
+                memory = {
+                    size: pools(size).run(held, given, precision, LAYERS, WIDTH, timeout=300)[0]
+                    for size in sizes
+                }
+                found[strategy] |= {
+                    "parameters": memory[sizes[0]][0],
+                    "bytes": {size: most for size, (_, most) in memory.items()},
+                }
             print(f"measured {strategy}", flush=True)
     finally:
         pools.close()

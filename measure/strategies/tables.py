@@ -25,8 +25,11 @@ def main() -> None:
     began = time.perf_counter()
     found = {}
     for framework in FRAMEWORKS:
-        strategies = (*framework.strategies, *framework.half_only)
-        question = {"strategies": strategies, "package": framework.package}
+        question = {
+            "strategies": (*framework.strategies, *framework.half_only),
+            "axes": framework.axes,
+            "package": framework.package,
+        }
         found[framework.name] = framework.ask("measure.strategies.parity", question)
     record = {
         "about": circumstances("make tables", time.perf_counter() - began, ()),

@@ -7,6 +7,7 @@ numbers are for messages. All else that unipar calls is in every version.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -29,16 +30,33 @@ def meta_device() -> torch.device:
 
 
 def forget_meshes() -> None:
-    """Let DTensors forget meshes whose process groups are gone.
+    """Let DTensors forget meshes whose process groups are gone, or will be.
 
-    torch 2.13 keeps what operations give, and the mesh of it, for as long as the process lives
-    (distributed/tensor/_sharding_prop.py); a later mesh of the same ranks is equal to it, and its
-    results would have groups that are closed, or others of the same name.
+    torch 2.13 keeps what operations give, and the mesh of it, for as long as the process lives;
+    a later mesh of the same ranks is equal to it, and its results would have groups that are
+    closed, or others of the same name. A group that is kept keeps its threads, too, and those of
+    gloo wake a hundred times a second (gloo, transport/tcp/loop.cc).
     """
-    if "torch.distributed.tensor" in sys.modules:
-        debug = importlib.import_module("torch.distributed.tensor.debug")
-        if clear := getattr(debug, "_clear_sharding_prop_cache", None):
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    tensors = [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+    # _gen_transform_infos, MeshTopoInfo.build_from_mesh, ShardingPropagator's; others elsewhere.
+    for module in tensors:
+        for value in vars(module).values():
+            for one in (value, *(vars(value).values() if isinstance(value, type) else ())):
+                if isinstance(one := getattr(one, "__func__", one), _CACHED):
+                    one.cache_clear()
+    # And dictionaries: debug/__init__.py, _redistribute.py, some only since 2.11.
+    for name, function in (
+        ("debug", "_clear_sharding_prop_cache"),
+        ("_redistribute", "clear_redistribute_planner_cache"),
+    ):
+        module = importlib.import_module(f"torch.distributed.tensor.{name}")
+        if clear := getattr(module, function, None):
             clear()
+
+
+_CACHED = type(functools.cache(lambda: None))
 
 
 def sharded_groups(module: Any) -> list[Any]:
