@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from unipar.errors import ConfigError, UniparError, first_few
+from unipar.utils.torch_versions import meta_device
 
 _META, _HOST = torch.device("meta"), torch.device("cpu")
 _aten = torch.ops.aten
@@ -64,6 +65,8 @@ class DeferredModel:
         self._recorder = _Recorder()
         drawing = _TruncatedNormal(self._recorder).installed()
         own = _seed(seed, "", 0)
+        # What torch 2.8 imports to draw on the meta device cannot be imported while noting.
+        meta_device()
         try:
             with torch.random.fork_rng([]):
                 torch.default_generator.manual_seed(own)
