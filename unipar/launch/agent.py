@@ -143,7 +143,10 @@ class Agent(LocalElasticAgent):
                 raise KeyboardInterrupt
             raise Terminated(self.stopped_by)
         if not group.failures():
-            return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+            result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
+            # A worker that has failed between the two looks is explained like any other.
+            if not result.is_failed():
+                return result
         failures = self._settle(group)
         if not self.stopped_by and (ended_by := cause(failures).signal):
             # It came to a rank alone, and the ranks have agreed on it, or will lose that one.

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from unipar.errors import ConfigError, NonFiniteLossError, WorkerError
 from unipar.launch import mark, run
+from unipar.launch.group import WorkerGroup
 from unipar.world import joined
 
 pytestmark = pytest.mark.timeout(120)
@@ -58,6 +59,27 @@ def test_the_rank_that_raised_is_named_and_not_the_one_it_left_alone():
     assert "entry.py" not in message
     # Gloo of torch 2.8 says that it is connected.
     assert re.search(r"Last output of rank 1:\n(\[Gloo\].*\n)*about to fail", message)
+
+
+def test_a_failure_that_the_agent_of_torch_sees_first_is_explained(monkeypatch):
+    looks = []
+
+    def failures(group):
+        # The workers end just after the look that finds none.
+        while not looks and group.running():
+            time.sleep(0.01)
+        looks.append(seen(group))
+        return looks[-1] if len(looks) > 1 else []
+
+    seen = WorkerGroup.failures
+    monkeypatch.setattr(WorkerGroup, "failures", failures)
+
+    def action():
+        raise ValueError("bad batch")
+
+    error = caught(failing(action, ranks=(0, 1)))
+    assert looks[0]
+    assert "ValueError: bad batch" in str(error)
 
 
 def test_frames_of_libraries_are_cut():
