@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from unipar import Callback, fit
+from unipar import Callback, Session, fit
 from unipar.errors import CheckpointError, ConfigError, WorkerError
 from unipar.strategy import EngineSpec, Strategy
 from unipar.strategy.registry import resolve
@@ -23,7 +24,7 @@ from unipar.testing.harness import on_strategy
 from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
 from unipar.testing.scenarios import Scenario, warmup_and_decay
-from unipar.world import World
+from unipar.world import Placement, World
 from unipar_deepspeed import framework
 from unipar_deepspeed.config import deepspeed_config
 from unipar_deepspeed.options import DeepSpeedOptions, ZeRO3Options
@@ -210,6 +211,30 @@ def test_each_rank_holds_its_share(
         # Buffers are whole everywhere, and shares differ by padding.
         assert rank["weights"] == pytest.approx(total / weights, rel=0.1)
         assert rank["optimizer"] == pytest.approx(2 * total / optimizer, rel=0.1)
+
+
+def optimizers_of_stage_3() -> int:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    gc.collect()
+    return sum(type(one) is DeepSpeedZeroOptimizer_Stage3 for one in gc.get_objects())
+
+
+def while_training(placement: Placement, strategy: str) -> int:
+    with Session(strategy=strategy, placement=placement) as session:
+        engine = session.prepare(build(), optimizer="adamw")
+        for batch in session.loader(DATA, global_batch_size=16):
+            engine.train_step(batch, loss_fn)
+        return optimizers_of_stage_3()
+
+
+def during_and_after(placement: Placement, strategy: str) -> tuple[int, int]:
+    before = optimizers_of_stage_3()
+    return while_training(placement, strategy) - before, optimizers_of_stage_3() - before
+
+
+def test_nothing_of_stage_3_outlives_its_session(world_pool: WorldPools) -> None:
+    assert world_pool(2).run(during_and_after, "zero3") == [(1, 0), (1, 0)]
 
 
 # -- a run -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -58,9 +59,28 @@ class Initialized:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module, and let go of it."""
         self.engine.destroy()
+        if self.engine.zero_optimization_partition_weights():
+            _forget(self.engine.module)
         self.engine = None
         # Its hooks and its parameters hold each other, and threads of gloo's hold on to both.
         gc.collect()
+
+
+def _forget(module: nn.Module) -> None:
+    """Let go of what DeepSpeed keeps of stage 3 until the process ends: model, optimizer, groups.
+
+    DeepSpeed 0.19.8, runtime/zero/: in parameter_offload.py the model stays on a stack of modules,
+    and in partitioned_param_coordinator.py a method's cache holds whom it was called for.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [other for other in stack if other is not module]
+    method: Any = vars(PartitionedParameterCoordinator)[
+        "_PartitionedParameterCoordinator__params_to_release"
+    ]
+    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 class ReplicaReducer(Reducer):
