@@ -14,6 +14,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -227,6 +228,8 @@ def _reset(request: Mapping[str, Any], path: list[str]) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    # What is imported may have asked for it, before there was TMPDIR.
+    tempfile.tempdir = None
     torch.set_num_threads(int(variables.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     np.random.seed()
     torch.seed()

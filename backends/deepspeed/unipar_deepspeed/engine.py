@@ -72,12 +72,12 @@ def _forget(module: nn.Module) -> None:
     DeepSpeed 0.19.8, runtime/zero/: in parameter_offload.py the model stays on a stack of modules,
     and in partitioned_param_coordinator.py a method's cache holds whom it was called for.
     """
-    from deepspeed.runtime.zero import parameter_offload
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.runtime.zero import parameter_offload  # pyright: ignore
+    from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator  # pyright: ignore
 
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [other for other in stack if other is not module]
-    method: Any = vars(PartitionedParameterCoordinator)[
+    method: Any = vars(coordinator.PartitionedParameterCoordinator)[
         "_PartitionedParameterCoordinator__params_to_release"
     ]
     inspect.getclosurevars(method).nonlocals["func"].cache_clear()

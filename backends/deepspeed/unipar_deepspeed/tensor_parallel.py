@@ -153,7 +153,7 @@ def _shape(held: Any) -> tuple[int, ...]:
 
 def stop() -> None:
     """Have DeepSpeed forget that layers were divided to be trained."""
-    from deepspeed import set_autotp_mode  # pyright: ignore[reportMissingImports]
+    from deepspeed import set_autotp_mode  # pyright: ignore
 
     set_autotp_mode(training=False)
 
