@@ -22,6 +22,7 @@ from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
+from unipar.engine.outputs import refuse_hidden_outputs, see_outputs
 from unipar.engine.parts import WholeLosses
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
@@ -97,11 +98,13 @@ __all__ = [
     "parallelize",
     "refuse_changed_weights",
     "refuse_copies",
+    "refuse_hidden_outputs",
     "refuse_inner_gradients",
     "refuse_parameter_hooks",
     "repeated_blocks",
     "restore_groups",
     "scale_gradients",
+    "see_outputs",
     "share_buffers",
     "sparse_parameters",
     "sum_shards",

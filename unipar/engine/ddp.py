@@ -42,6 +42,13 @@ _ELSEWHERE = (
 )
 
 
+_UNSEEN = (
+    "static_graph=true: DDP did not see the first backward pass. It sees it by the tensors in the "
+    "model's output, and finds those in tuples, lists and dicts, but in no dataclass and no other "
+    "object. Return one of these, or leave static_graph out."
+)
+
+
 class DDPReducer(Reducer):
     """Sums the gradients of whole replicas by a DistributedDataParallel.
 
@@ -126,6 +133,9 @@ class DDPReducer(Reducer):
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         if last and not self._whole_step:
             self._arm(loss)
+        elif self._armed and self.ddp.find_unused_parameters and not self.ddp.static_graph:
+            # The wrapper has asked what it found in the model's output, which is not all.
+            self.ddp.reducer.prepare_for_backward([loss])
         super().backward(loss, last=last)
 
     def _arm(self, loss: torch.Tensor) -> None:
@@ -151,6 +161,10 @@ class DDPReducer(Reducer):
                 raise ConfigError(_ELSEWHERE)
             self._reduce(list(self.ddp.module.parameters()))
             return
+        if self._records and not self.ddp._static_graph_delay_allreduce_enqueued:
+            # torch 2.13, nn/parallel/distributed.py, _DDPSink: it stands behind the tensors of the
+            # output that are found.
+            raise ConfigError(_UNSEEN)
         self._records = False
         try:
             self.ddp.reducer._check_reducer_finalized()

@@ -8,13 +8,13 @@ and the next one then computes with what it has left: other numbers, or an error
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
 
 _passes = 0
@@ -31,6 +31,11 @@ def backward_pass() -> Iterator[None]:
         yield
     finally:
         _passes -= 1
+
+
+def in_backward_pass() -> bool:
+    """Whether an engine of this process is in a backward pass, where it may compute again."""
+    return _passes > 0
 
 
 def passes_begun() -> int:
@@ -59,26 +64,12 @@ def refuse_inner_gradients(
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(check)
 
     hook: Any = torch.compiler.disable(watch)
     return model.register_forward_hook(hook).remove
-
-
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        for item in data.values():
-            yield from _tensors(item)
-    elif isinstance(data, (list, tuple)):
-        for item in data:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
-        for field in dataclasses.fields(data):
-            yield from _tensors(getattr(data, field.name))
 
 
 def _refusal(strategy: str, only_graphs: bool) -> ConfigError:

@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.utils.torch_versions import reset_passes, sharded_groups
 
 # torch 2.13, distributed/tensor/_dispatch.py, try_replicate_spec_for_scalar_tensor.
@@ -85,6 +85,34 @@ def discard_gradients(root: Any, strategy: str) -> None:
                     whole.grad = None
                 if parameter.unsharded_accumulated_grad is not None:
                     parameter.unsharded_accumulated_grad = None
+
+
+def refuse_unreduced(groups: Sequence[Any], strategy: str) -> None:
+    """Refuse to step with gradients that FSDP has not reduced, since it saw no backward pass.
+
+    Args:
+        groups: of parameters that FSDP gathers together.
+        strategy: as the user calls it.
+
+    Raises:
+        ConfigError: there are any.
+    """
+    for group in groups:
+        for parameter in group.fsdp_params:
+            # As in discard_gradients().
+            whole = getattr(parameter, "_unsharded_param", None)
+            left = parameter.unsharded_accumulated_grad
+            if left is not None or (whole is not None and whole.grad is not None):
+                raise ConfigError(
+                    f"{strategy}: the gradients of {_names_of(group)} were computed, and not "
+                    "summed over ranks: FSDP sees a backward pass by the tensors that a module "
+                    "gives, and the loss came from others. Compute it from what model(…) returns."
+                )
+
+
+def _names_of(group: Any) -> str:
+    names = [parameter._param_fqn or "a parameter" for parameter in group.fsdp_params]
+    return first_few(names)
 
 
 def total_norm_of_shards(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

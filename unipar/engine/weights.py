@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError, first_few
 from unipar.state import is_dtensor
 
@@ -128,8 +129,10 @@ class _SomePasses(_Watch):
     _sums: dict[nn.Parameter, tuple[int, torch.Tensor]]
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        self._number += 1
-        looks = self._number & (self._number - 1) == 0
+        # What is computed again in a backward pass has to be the same operations.
+        again = in_backward_pass()
+        self._number += not again
+        looks = not again and self._number & (self._number - 1) == 0
         self._sums = {p: (p.numel(), _sum(p)) for p in self._copies()} if looks else {}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:

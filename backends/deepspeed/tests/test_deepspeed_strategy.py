@@ -108,6 +108,30 @@ def test_a_parameter_without_dimensions_is_refused(tmp_path: Path) -> None:
         fit(model, DATA, strategy="zero1", **settings(tmp_path))
 
 
+class Given:
+    """An output that DeepSpeed does not look into."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+
+class Giving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = build()
+
+    def forward(self, x: torch.Tensor) -> Given:
+        return Given(self.layers(x))
+
+
+def test_an_output_that_stage_3_does_not_look_into_is_refused(tmp_path: Path) -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]).logits, batch[1])
+
+    with pytest.raises(ConfigError, match=r"the model \(Giving\) gives a Given, .*Give a tensor"):
+        fit(Giving(), DATA, strategy="zero3", **settings(tmp_path, loss=loss))
+
+
 def test_steps_that_zero_drops_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ZeRO drops a step.*on_nan='skip'"):
         fit(build(), DATA, strategy="zero2", on_nan="ignore", **settings(tmp_path))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.engine import PrecisionPolicy, Reducer, Update
+from unipar.engine import PrecisionPolicy, Reducer, Undo, Update, refuse_hidden_outputs
 from unipar.errors import ConfigError, first_few
 from unipar.utils.host_copy import HostCopy
 from unipar.world import World
@@ -56,8 +56,10 @@ class ZeROReducer(Reducer):
         self._places: dict[str, int] = {}
         self._calls = 0
         self._begun = self._interrupted = False
+        self._undo: list[Undo] = []
         if self._stage_3:
             deepspeed.engine.register_forward_pre_hook(self._saw_call)
+            self._undo = refuse_hidden_outputs(module, "stage 3 of ZeRO", _found)
         else:
             self._places = self._find_places()
 
@@ -117,6 +119,8 @@ class ZeROReducer(Reducer):
             self._unused.clear()
 
     def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
         if self._unused is not None:
             self._unused.stop()
 
@@ -148,6 +152,18 @@ class ZeROReducer(Reducer):
                 "when the model was prepared, and is not now: ZeRO would leave it as it is. "
                 "Prepare the model again from a checkpoint, or use strategy='ddp' or 'horovod'."
             )
+
+
+def _found(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors that stage 3 finds in what a module gives.
+
+    DeepSpeed 0.19.8, runtime/zero/utils.py, ``apply_to_tensors_only``.
+    """
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (list, tuple, dict)):
+        for item in output.values() if isinstance(output, dict) else output:
+            yield from _found(item)
 
 
 class ZeROStepper:

@@ -38,18 +38,20 @@ from unipar.engine import (
     refuse_inner_gradients,
     refuse_parameter_hooks,
     repeated_blocks,
+    see_outputs,
     sum_shards,
     with_divisible_optimizer,
 )
 from unipar.engine.sharded import (
     discard_gradients,
     refuse_gradients_outside,
+    refuse_unreduced,
     scaler_of,
     total_norm_of_shards,
 )
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
-from unipar.utils.torch_versions import recovering
+from unipar.utils.torch_versions import recovering, sharded_groups
 from unipar.world import World
 from unipar_torch.expert_sharding import MeshesStepper, shard_experts
 from unipar_torch.from_host import give_values, host_model, take_values, tied_names
@@ -203,6 +205,9 @@ class ShardReducer(Reducer):
     ) -> None:
         super().__init__(module, world)
         self.strategy, self._every = strategy, every
+        parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._groups = [group for part in parts for group in sharded_groups(part)]
+        self._undo = see_outputs(module)
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -211,6 +216,13 @@ class ShardReducer(Reducer):
             yield
         finally:
             self.module.set_requires_gradient_sync(True)
+
+    def finish(self) -> None:
+        refuse_unreduced(self._groups, self.strategy)
+
+    def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
 
     def discard(self) -> None:
         # Those that were not reduced are inside FSDP.
