@@ -123,7 +123,7 @@ def _see(module: Any, args: Any, kwargs: Any, output: Any) -> None:
     # What came in is used by others, too, whose backward passes are not this module's.
     came = {id(one) for tensor in tensors_of((args, kwargs)) for one in (tensor, tensor._base)}
     for tensor in unseen:
-        if id(tensor) not in came:
+        if id(tensor) not in came and tensor.requires_grad:
             tensor.register_hook(module._get_fsdp_state()._pre_backward)
 
 

@@ -116,8 +116,14 @@ def give_values(
         ConfigError: on rank 0, if the values are those of another model.
     """
     buffers = dict(module.named_buffers(remove_duplicate=False))
+    ties = tied_names(module)
     module.to_empty(device=_HOST if offloaded else world.device)
-    # They are computed with where they are, and tied ones are no longer one.
+    # Tied plain tensors are no longer one.
+    held = dict(module.named_parameters(remove_duplicate=False))
+    for name, first in ties.items():
+        if held[name] is not held[first]:
+            _set(module, name, held[first])
+    # Buffers are computed with where they are.
     placed = {b: torch.empty_like(b, device=world.device) for b in set(buffers.values())}
     for name, buffer in buffers.items():
         _set(module, name, placed[buffer])

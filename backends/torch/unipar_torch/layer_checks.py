@@ -313,13 +313,16 @@ def _replaced(
     try:
         for part_name, part in block.named_modules():
             for key, parameter in list(part._parameters.items()):
-                if not is_gathered(parameter):
+                if parameter is None or (
+                    isinstance(parameter, DTensor) and not is_gathered(parameter)
+                ):
                     continue
                 kept.append((part, key, parameter))
                 if id(parameter) not in copies:
                     own: Any = parameter.detach().float()
-                    value: Any = visible(own.full_tensor(), len(copies))
-                    if not whole:
+                    whole_value = own.full_tensor() if isinstance(own, DTensor) else own.clone()
+                    value: Any = visible(whole_value, len(copies))
+                    if isinstance(own, DTensor) and not whole:
                         value = distribute_tensor(
                             value, parameter.device_mesh, parameter.placements, src_data_rank=None
                         )

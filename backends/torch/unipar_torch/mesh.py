@@ -126,6 +126,7 @@ class MeshStrategy(Strategy):
             model = _skeleton(spec, layout, world.placement)
             plan, stages, experts = world.broadcast(self._plans(model, layout))
         sequences = divide = loss = None
+        sharded = plan is None or options.shards(layout)
         if layout.cp > 1:
             from unipar_torch.context_parallel import ContextParallel
 
@@ -137,9 +138,14 @@ class MeshStrategy(Strategy):
                 from unipar_torch.loss_parallel import LossParallel
 
                 loss = LossParallel()
-            sequence = options.sequence_parallel
             divide = functools.partial(
-                divide_layers, plan=plan, world=world, sequence=sequence, loss=loss
+                divide_layers,
+                plan=plan,
+                world=world,
+                sequence=options.sequence_parallel,
+                loss=loss,
+                # torch's loss scaler takes gradients of one kind (2.13, amp/grad_scaler.py).
+                plain=not sharded and layout.pp == 1 and spec.precision != "fp16",
             )
         if stages is not None:
             from unipar_torch import pipeline
@@ -151,7 +157,14 @@ class MeshStrategy(Strategy):
             divide = functools.partial(divide_experts, plan=experts, world=world)
         divided = () if experts is None else tuple(experts.experts)
         return prepare(
-            spec, world, options, divide, sequences=sequences, experts=divided, loss=loss
+            spec,
+            world,
+            options,
+            divide,
+            sequences=sequences,
+            experts=divided,
+            loss=loss,
+            sharded=sharded,
         )
 
     def _plans(self, model: nn.Module, layout: Layout) -> tuple[Any, Any, Any]:

@@ -120,6 +120,13 @@ class MeshOptions(ShardingOptions):
         """How many stages the model is cut into."""
         return self.pp * num_virtual(self.schedule, self.virtual_stages)
 
+    def shards(self, layout: Layout) -> bool:
+        """Whether FSDP divides parameters: among several ranks, or since an option of it is set."""
+        return layout.dp_replicate * layout.fsdp > 1 or any(map(self._is_set, _SHARDING))
+
+    def _is_set(self, option: str) -> bool:
+        return getattr(self, option) != type(self).model_fields[option].default
+
     def check_stages(self, layout: Layout) -> None:
         """Refuse what does not go together in a pipeline, once its processes are known.
 
@@ -139,13 +146,12 @@ class MeshOptions(ShardingOptions):
                 )
             return
         for option in _SHARDING:
-            given = getattr(self, option)
-            if given != type(self).model_fields[option].default:
+            if self._is_set(option):
                 raise ConfigError(
-                    f"mesh: {option}={given} says how ranks on other samples divide parameters, "
-                    f"and all {layout.size} processes of this run are on the same samples "
-                    f"(dp_replicate=1, dp_shard=1, pp={layout.pp}): each has its stages whole. "
-                    f"Start {2 * layout.size} processes, or leave {option} out."
+                    f"mesh: {option}={getattr(self, option)} says how ranks on other samples "
+                    f"divide parameters, and all {layout.size} processes of this run are on the "
+                    f"same samples (dp_replicate=1, dp_shard=1, pp={layout.pp}): each has its "
+                    f"stages whole. Start {2 * layout.size} processes, or leave {option} out."
                 )
 
     @model_validator(mode="after")

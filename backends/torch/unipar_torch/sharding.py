@@ -73,6 +73,8 @@ def prepare(
     sequences: ContextParallel | None = None,
     experts: Sequence[str] = (),
     loss: LossParallel | None = None,
+    *,
+    sharded: bool = True,
 ) -> StepEngine:
     """Shard a model, then build its optimizer. Collective.
 
@@ -84,6 +86,7 @@ def prepare(
         sequences: divides sequences.
         experts: names of modules that ranks along ``ep`` have divided.
         loss: computes the loss from divided logits.
+        sharded: whether FSDP divides parameters; else ``divide`` alone has.
     """
     name = options.strategy
     module, weights = host_model(spec, world, name)
@@ -101,9 +104,10 @@ def prepare(
     undo += [
         checkpoint_activations(module, spec.activation_checkpointing),
         offload_activations(module, spec.activation_offload, world.device),
-        # The second backward pass needs weights that the first one lets go of.
-        refuse_inner_gradients(module, name, only_graphs=True),
     ]
+    if sharded:
+        # The second backward pass needs weights that the first one lets go of.
+        undo.append(refuse_inner_gradients(module, name, only_graphs=True))
     units = units_of(module, options)
     compile_modules(units or [module], spec.compile)
     holders = [module.get_submodule(holder) for holder in experts]
@@ -116,13 +120,19 @@ def prepare(
             mp_policy=_mixed_precision(spec, options, root=False),
             offload_policy=_offload(world.device, options),
         )
-    shard_units(units, module, spec, world, options)
+    if sharded:
+        shard_units(units, module, spec, world, options)
     refuse_untied(name, ties, tied_names(module))
     give_values(module, weights, world, offloaded=options.cpu_offload)
-    parts = [*holders, *units, module]
-    undo.append(refuse_changed_weights(module, name, parts, is_copy))
+    if sharded:
+        parts = [*holders, *units, module]
+        undo.append(refuse_changed_weights(module, name, parts, is_copy))
+        undo += refuse_gradients_outside(module, options.strategy)
+        every = options.reduce_scatter_every_microbatch
+        reducer = ShardReducer(module, world, name, every=every)
+    else:
+        reducer = DividedReducer(module, world)
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
-    undo += refuse_gradients_outside(module, options.strategy)
     optimizer = build_optimizer(spec, module, may_fuse=True)
     # FSDP casts what goes into its units itself, unless asked to leave parameters as they are.
     autocast = options.param_dtype == "fp32"
@@ -134,14 +144,14 @@ def prepare(
     stepper = None
     if optimizer is not None:
         # Optimizers and clipping take the parameters of one mesh at a time.
-        kind = MeshesStepper if experts else OptimizerStepper
+        kind = OptimizerStepper if sharded and not experts else MeshesStepper
         stepper = kind(optimizer, precision, module.parameters(), total_norm_of_shards)
     return StepEngine(
         spec,
         world,
         module,
         optimizer,
-        reducer=ShardReducer(module, world, name, every=options.reduce_scatter_every_microbatch),
+        reducer=reducer,
         precision=precision,
         stepper=stepper,
         divider=sequences or loss,
@@ -183,6 +193,16 @@ def shard_units(
         )
     sum_shards(module)
     _prefetch(units, options.prefetch)
+
+
+class DividedReducer(Reducer):
+    """Of a model whose layers ranks divide on the same samples, and that is not sharded.
+
+    A backward pass gives each rank the gradients of what it has, and there are no others to add.
+    """
+
+    # Those of a part are not the layer's.
+    hides_gradients = True
 
 
 class ShardReducer(Reducer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,11 +25,12 @@ def divide_layers(
     *,
     sequence: bool,
     loss: LossParallel | None = None,
+    plain: bool = False,
 ) -> list[Undo]:
     """Divide a model's layers over the ranks along ``tp``.
 
     Every parameter becomes a DTensor on their mesh, those of layers that stay whole a replicated
-    one, so that optimizers and norms see one mesh.
+    one, so that FSDP, optimizers and norms see one mesh.
 
     Args:
         module: the whole model, with the same weights on every rank, or on the meta device.
@@ -37,6 +38,8 @@ def divide_layers(
         world: the joined processes.
         sequence: whether activations are divided by sequence between divided layers.
         loss: computes the loss from divided logits.
+        plain: whether parameters that stay whole stay plain tensors, too, where each rank has all
+            of their gradients. It saves what a DTensor takes to go through.
 
     Returns:
         What takes back what can be.
@@ -52,7 +55,12 @@ def divide_layers(
     entered = Activations(mesh, sequence=sequence, entered=True)
     holders = holders_of(blocks, plan) if sequence else {}
     logits = {} if loss is None else dict.fromkeys(logits_of(plan, blocks), Logits(mesh, loss))
-    _distribute(module, plan, mesh)
+    concerned = {
+        part
+        for name, part in module.named_modules()
+        if name in plan.styles or (sequence and part in within)
+    }
+    _distribute(module, plan, mesh, concerned if plain else None)
     undo: list[Undo] = []
     for name, part in module.named_modules():
         style = plan.styles.get(name)
@@ -64,8 +72,7 @@ def divide_layers(
             part.forward = divided_forward(part, style, activations)
             undo.append(lambda part=part: part.__dict__.pop("forward", None))
         elif any(True for _ in part.named_parameters(recurse=False)):
-            summed = style is not None or in_sequence
-            undo.append(show_whole_parameters(part, mesh, summed=summed))
+            undo.append(show_whole_parameters(part, mesh, summed=part in concerned))
         elif isinstance(part, nn.TransformerEncoderLayer):
             # Without gradients it calls none of its layers, but for hooks (torch 2.13).
             undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
@@ -82,8 +89,18 @@ def divide_layers(
     return undo
 
 
-def _distribute(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Put DTensors in the place of parameters; one that has two names stays one."""
+def _distribute(
+    module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, concerned: Collection[nn.Module] | None
+) -> None:
+    """Put DTensors in the place of parameters; one that has two names stays one.
+
+    Args:
+        module: the whole model.
+        plan: which layers are divided, and how.
+        mesh: of the tensor-parallel ranks.
+        concerned: modules whose parameters are to be DTensors, since ranks compute with parts of
+            them, or parts of their gradients; ``None``: all.
+    """
     held = [
         (name, part, key, parameter)
         for name, part in module.named_modules(remove_duplicate=False)
@@ -94,6 +111,9 @@ def _distribute(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     for name, _, key, parameter in held:
         if (dim := plan.dim(name, key)) is not None:
             dims[id(parameter)] = dim
+    if concerned is not None:
+        wanted = {id(parameter) for _, part, _, parameter in held if part in concerned}
+        held = [one for one in held if id(one[3]) in wanted]
     made: dict[int, nn.Parameter] = {}
     for _, part, key, parameter in held:
         if id(parameter) not in made:
