@@ -104,10 +104,10 @@ def prepare(
     undo += [
         checkpoint_activations(module, spec.activation_checkpointing),
         offload_activations(module, spec.activation_offload, world.device),
+        # The second backward pass needs weights that FSDP has let go of after the first one, and
+        # sums over ranks that divide layers.
+        refuse_inner_gradients(module, name, only_graphs=True),
     ]
-    if sharded:
-        # The second backward pass needs weights that the first one lets go of.
-        undo.append(refuse_inner_gradients(module, name, only_graphs=True))
     units = units_of(module, options)
     compile_modules(units or [module], spec.compile)
     holders = [module.get_submodule(holder) for holder in experts]
@@ -135,7 +135,7 @@ def prepare(
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
     optimizer = build_optimizer(spec, module, may_fuse=True)
     # FSDP casts what goes into its units itself, unless asked to leave parameters as they are.
-    autocast = options.param_dtype == "fp32"
+    autocast = not sharded or options.param_dtype == "fp32"
     scaler = scaler_of(module.parameters()) if spec.precision == "fp16" else None
     precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast, scaler=scaler)
     if sequences is not None and spec.precision == "fp8":
