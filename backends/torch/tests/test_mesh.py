@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -523,3 +524,104 @@ def without_gradients(placement: Placement, model: nn.Module) -> float:
 
 def test_divided_layers_compute_the_same_without_gradients(world_pool: WorldPools) -> None:
     assert world_pool(2).run(without_gradients, Encoder()) == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+# -- exchanges beside products ---------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """A block whose products have no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+def gated() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(Gated(), Gated()), nn.Linear(8, 3))
+
+
+def sequences() -> torch.Tensor:
+    return torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(1))
+
+
+def overlapped(placement: Placement) -> Any:
+    """Losses of two steps whose exchanges the compiler puts into products, and what it puts in."""
+    from torch._inductor import config
+    from torch.distributed import _symmetric_memory as memory
+
+    fused: set[str] = set()
+
+    def look(graph: torch.fx.Graph) -> None:
+        fused.update(str(node.target) for node in graph.nodes if "symm_mem" in str(node.target))
+
+    # The operations are CUDA's; what torch tests them by runs anywhere (torch 2.13,
+    # distributed/_symmetric_memory/__init__.py).
+    kernels = torch.library.Library("symm_mem", "IMPL")
+    kernels.impl("fused_all_gather_matmul", memory._fused_all_gather_matmul_fallback, "CPU")
+    kernels.impl("fused_matmul_reduce_scatter", memory._fused_matmul_reduce_scatter_fallback, "CPU")
+    options = {"name": "mesh", "tp": 2, "sequence_parallel": True, "async_tp": True}
+    try:
+        with (
+            memory._test_mode(),
+            mock.patch("torch.distributed.is_nccl_available", return_value=True),
+            mock.patch("unipar_torch.async_tp.check"),
+            mock.patch.object(config, "post_grad_custom_post_pass", look),
+            unipar.Session(options, device="cpu", placement=placement) as session,
+        ):
+            engine = session.prepare(gated(), optimizer={"name": "sgd", "lr": 0.1}, compile=True)
+            part = Batch((MicroBatch(sequences(), 4),), 4)
+            losses = [
+                engine.train_step(part, lambda model, x: model(x).square().mean()).loss
+                for _ in range(2)
+            ]
+    finally:
+        kernels._destroy()
+    return losses, fused, config._micro_pipeline_tp
+
+
+@pytest.mark.thorough
+def test_exchanges_go_into_products_and_change_nothing(world_pool: WorldPools) -> None:
+    model, expected = gated(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(sequences()).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses, fused, left in world_pool(2).run(overlapped):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert {name.split(".")[1] for name in fused} == {
+            "fused_all_gather_matmul",
+            "fused_matmul_reduce_scatter",
+        }
+        assert not left
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sequence_parallel": True}, r"async_tp=true needs GPUs .* Leave async_tp out"),
+        ({}, r"async_tp is about exchanges of divided sequences. Set sequence_parallel=true"),
+    ],
+)
+def test_exchanges_that_no_compiler_can_overlap_are_refused(
+    options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        unipar.fit(
+            gated(),
+            sequences(),
+            strategy={"name": "mesh", "tp": 2, "async_tp": True, **options},
+            loss=lambda model, x: model(x).square().mean(),
+            devices=2,
+            device="cpu",
+            compile=True,
+            global_batch_size=4,
+        )

@@ -78,6 +78,10 @@ class MeshStrategy(Strategy):
         layout = self.layout(placement)
         if layout.pp > 1:
             self.options.check_stages(layout)
+        if self.options.async_tp:
+            from unipar_torch import async_tp
+
+            async_tp.check(spec, placement)
         if layout.cp > 1 and isinstance(spec.model, nn.Module):
             from unipar_torch.context_parallel import refuse_other_attention
 
@@ -143,6 +147,7 @@ class MeshStrategy(Strategy):
                 plan=plan,
                 world=world,
                 sequence=options.sequence_parallel,
+                overlapped=options.async_tp,
                 loss=loss,
                 # torch's loss scaler takes gradients of one kind (2.13, amp/grad_scaler.py).
                 plain=not sharded and layout.pp == 1 and spec.precision != "fp16",

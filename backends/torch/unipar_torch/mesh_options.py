@@ -12,7 +12,7 @@ from unipar_torch.fsdp import ShardingOptions
 from unipar_torch.stage_orders import SPLITTING, ScheduleName, num_virtual
 
 _BELONG = {
-    "tp": ("sequence_parallel", "loss_parallel", "plan"),
+    "tp": ("sequence_parallel", "async_tp", "loss_parallel", "plan"),
     "cp": ("cp_kind", "sequence_dims"),
     "pp": ("schedule", "virtual_stages", "stages"),
     "ep": ("experts",),
@@ -44,6 +44,11 @@ class MeshOptions(ShardingOptions):
     sequence_parallel: bool = Field(
         default=False,
         description="Between divided layers each rank of 'tp' has a part of the sequence.",
+    )
+    async_tp: bool = Field(
+        default=False,
+        description="With sequence_parallel and compile, on GPUs: sequences are exchanged while "
+        "the matrix products that need them run.",
     )
     loss_parallel: bool = Field(
         default=False,
@@ -180,6 +185,11 @@ class MeshOptions(ShardingOptions):
             for option in ("cpu_offload", "sequence_parallel", "loss_parallel"):
                 if getattr(self, option):
                     raise ValueError(f"{option} with pp is not built. Leave one of them out")
+        if self.async_tp and not self.sequence_parallel:
+            raise ValueError(
+                "async_tp is about exchanges of divided sequences. Set sequence_parallel=true, or "
+                "leave async_tp out"
+            )
         if self.loss_parallel and self.cp > 1:
             raise ValueError("loss_parallel with cp is not built. Leave one of them out")
         return self

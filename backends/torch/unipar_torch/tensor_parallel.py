@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from unipar.world import World
+from unipar_torch.async_tp import overlap
 from unipar_torch.layer_checks import check_in_first_pass
 from unipar_torch.layer_cuts import Activations, divided_forward, show_whole_parameters
 from unipar_torch.loss_parallel import Logits, LossParallel, logits_of
@@ -26,6 +27,7 @@ def divide_layers(
     sequence: bool,
     loss: LossParallel | None = None,
     plain: bool = False,
+    overlapped: bool = False,
 ) -> list[Undo]:
     """Divide a model's layers over the ranks along ``tp``.
 
@@ -40,6 +42,7 @@ def divide_layers(
         loss: computes the loss from divided logits.
         plain: whether parameters that stay whole stay plain tensors, too, where each rank has all
             of their gradients. It saves what a DTensor takes to go through.
+        overlapped: whether the compiler is to exchange sequences while products run.
 
     Returns:
         What takes back what can be.
@@ -61,7 +64,7 @@ def divide_layers(
         if name in plan.styles or (sequence and part in within)
     }
     _distribute(module, plan, mesh, concerned if plain else None)
-    undo: list[Undo] = []
+    undo: list[Undo] = [overlap(world)] if overlapped else []
     for name, part in module.named_modules():
         style = plan.styles.get(name)
         in_sequence = sequence and part in within
