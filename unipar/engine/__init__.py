@@ -22,7 +22,7 @@ from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
-from unipar.engine.parts import WholeLosses
+from unipar.engine.parts import WholeLosses, layers_of
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
@@ -92,6 +92,7 @@ __all__ = [
     "group_states",
     "has_forward",
     "has_hooks",
+    "layers_of",
     "modules_of_classes",
     "offload_activations",
     "parallelize",

@@ -59,7 +59,7 @@ def refuse_inner_gradients(
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(check)
 
@@ -67,18 +67,19 @@ def refuse_inner_gradients(
     return model.register_forward_hook(hook).remove
 
 
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
+def tensors_of(data: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a model gives: in mappings, lists, tuples and dataclasses, too."""
     if isinstance(data, torch.Tensor):
         yield data
     elif isinstance(data, Mapping):
         for item in data.values():
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif isinstance(data, (list, tuple)):
         for item in data:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif dataclasses.is_dataclass(data) and not isinstance(data, type):
         for field in dataclasses.fields(data):
-            yield from _tensors(getattr(data, field.name))
+            yield from tensors_of(getattr(data, field.name))
 
 
 def _refusal(strategy: str, only_graphs: bool) -> ConfigError:

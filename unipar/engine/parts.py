@@ -1,51 +1,47 @@
-"""Losses that a rank computes from its parts of divided layers.
+"""Losses that a rank computes from its part of a model.
 
 A penalty of the weights, attention weights, what a layer has inside: where ranks hold parts of
-layers as plain tensors, each of them gets another number than the whole model's, and gradients of
-its own part of it, and nothing tells.
+layers as plain tensors, or some of the layers, each of them gets another number than the whole
+model's, and gradients of its own part of it, and nothing tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from unipar.engine.inner import tensors_of
 from unipar.errors import ConfigError
 
 _WHOLE = "unipar: what every rank has whole"
 
 
 class WholeLosses:
-    """Refuses losses that lead to a part of a weight past every layer that gives whole tensors.
+    """Refuses losses that lead to a part of the weights past every module that gives whole tensors.
 
     Called with each loss before its backward pass; it looks at the graph between the loss and those
-    layers, and at nothing on the device.
+    modules, and at nothing on the device.
 
     Args:
-        module: the divided model.
-        parts: the parameters of which this rank has a part, by name.
-        gives_whole: whether a layer, one with parameters of its own, gives what all ranks have
-            whole.
+        parts: the parameters of which this rank has a part, or which are a part of the model's, by
+            name.
+        whole: the modules whose outputs are what the whole model's would be.
         strategy: its name, for the message.
     """
 
     def __init__(
         self,
-        module: nn.Module,
         parts: Mapping[str, torch.Tensor],
-        gives_whole: Callable[[nn.Module], bool],
+        whole: Iterable[nn.Module],
         strategy: str,
     ) -> None:
         self._names = {id(parameter): name for name, parameter in parts.items()}
         self._strategy = strategy
-        layers = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
-        self._handles = [
-            layer.register_forward_hook(_mark_whole) for layer in layers if gives_whole(layer)
-        ]
+        self._handles = [module.register_forward_hook(_mark_whole) for module in whole]
 
     def __call__(self, loss: torch.Tensor) -> None:
         """Refuse a loss that depends on a part.
@@ -57,21 +53,27 @@ class WholeLosses:
             if name := self._names.get(id(parameter)):
                 raise ConfigError(
                     f"{self._strategy}: the loss depends on '{name}' by another way than the "
-                    "model's output, and each rank holds a part of it: a penalty of the weights, "
+                    "model's output, and each rank holds a part of the model: a penalty of the weights, "
                     "attention weights, or what a layer computes inside. Compute the loss from "
                     "logits and hidden states. A penalty of the weights is weight_decay of the "
                     "optimizer. Or use a strategy that divides no layers, such as 'ddp'."
                 )
 
     def close(self) -> None:
-        """Take the hooks off the module."""
+        """Take the hooks off the modules."""
         for handle in self._handles:
             handle.remove()
 
 
-def _mark_whole(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-    if output.grad_fn is not None:
-        _notes(output.grad_fn)[_WHOLE] = True
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The modules within a module, itself included, that have parameters of their own."""
+    return [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
+
+
+def _mark_whole(module: nn.Module, args: Any, output: Any) -> None:
+    for tensor in tensors_of(output):
+        if tensor.grad_fn is not None:
+            _notes(tensor.grad_fn)[_WHOLE] = True
 
 
 def _notes(node: Any) -> dict[Any, Any]:
