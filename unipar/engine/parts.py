@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from unipar.engine.inner import tensors_of
 from unipar.errors import ConfigError
 
-_WHOLE = "unipar: what every rank has whole"
+_WHOLE, _PART = "unipar: what every rank has whole", "unipar: what this rank has a part of"
 
 
 class WholeLosses:
@@ -49,15 +49,29 @@ class WholeLosses:
         Raises:
             ConfigError: it does.
         """
-        for parameter in _leaves(loss):
-            if name := self._names.get(id(parameter)):
-                raise ConfigError(
-                    f"{self._strategy}: the loss depends on '{name}' by another way than the "
-                    "model's output, and each rank holds a part of the model: a penalty of the weights, "
-                    "attention weights, or what a layer computes inside. Compute the loss from "
-                    "logits and hidden states. A penalty of the weights is weight_decay of the "
-                    "optimizer. Or use a strategy that divides no layers, such as 'ddp'."
-                )
+        for name in self._parts_of(loss):
+            raise ConfigError(
+                f"{self._strategy}: the loss depends on '{name}' by another way than the model's "
+                "output, and each rank holds a part of the model: a penalty of the weights, "
+                "attention weights, or what a layer computes inside. Compute the loss from what "
+                "every rank has whole, such as logits. A penalty of the weights is weight_decay of "
+                "the optimizer. Or use a strategy that divides no layers, such as 'ddp'."
+            )
+
+    def _parts_of(self, loss: torch.Tensor) -> Iterator[str]:
+        """Names of the parts that a loss is computed from, but for those behind what is whole."""
+        todo: list[Node | None] = [loss.grad_fn]
+        seen: set[Node] = set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen or _WHOLE in (notes := _notes(node)):
+                continue
+            seen.add(node)
+            # The second is where the gradient of a parameter is accumulated.
+            name = notes.get(_PART) or self._names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                yield name
+            todo += [before for before, _ in node.next_functions]
 
     def close(self) -> None:
         """Take the hooks off the modules."""
@@ -70,28 +84,32 @@ def layers_of(module: nn.Module) -> list[nn.Module]:
     return [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
 
 
+def mark_whole(tensor: torch.Tensor) -> None:
+    """Note of an activation that every rank has it whole."""
+    _note(tensor, _WHOLE, True)
+
+
+def mark_part(tensor: torch.Tensor, name: str) -> None:
+    """Note of an activation that each rank has a part of it.
+
+    Args:
+        tensor: what this rank has.
+        name: of the layer that has computed it.
+    """
+    _note(tensor, _PART, name)
+
+
+def _note(tensor: torch.Tensor, key: str, value: Any) -> None:
+    # A compiler traces no nodes of the graph that it makes.
+    if not torch.compiler.is_compiling() and tensor.grad_fn is not None:
+        _notes(tensor.grad_fn)[key] = value
+
+
 def _mark_whole(module: nn.Module, args: Any, output: Any) -> None:
     for tensor in tensors_of(output):
-        if tensor.grad_fn is not None:
-            _notes(tensor.grad_fn)[_WHOLE] = True
+        mark_whole(tensor)
 
 
 def _notes(node: Any) -> dict[Any, Any]:
     """Of a node of the graph: a property, where its class has a method (torch 2.13)."""
     return node.metadata
-
-
-def _leaves(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that a loss is computed from, but for those behind what is marked as whole."""
-    todo: list[Node | None] = [loss.grad_fn]
-    seen: set[Node] = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen or _WHOLE in _notes(node):
-            continue
-        seen.add(node)
-        # Where a gradient is accumulated.
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        todo += [before for before, _ in node.next_functions]

@@ -98,7 +98,7 @@ def divide(start: Start, optimizer: torch.optim.Optimizer | None) -> tuple[Any, 
 
 
 def whole_losses(module: nn.Module, *, pipeline: bool = False) -> WholeLosses:
-    """Refuse losses that are computed from this rank's parts of layers, or from its layers alone."""
+    """Refuse losses that are computed from this rank's parts of layers, or its stage alone."""
     parameters = dict(module.named_parameters())
     if pipeline:
         return WholeLosses(parameters, [module], "colossalai")

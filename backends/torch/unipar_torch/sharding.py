@@ -26,6 +26,7 @@ from unipar.engine import (
     Reducer,
     StepEngine,
     Undo,
+    WholeLosses,
     build_optimizer,
     checkpoint_activations,
     compile_modules,
@@ -143,6 +144,8 @@ def prepare(
         precision=precision,
         stepper=stepper,
         divider=sequences or loss,
+        # Where layers are divided they note what is a part.
+        check_loss=None if world.layout.tp == 1 else WholeLosses({}, [], name),
         undo=undo,
     )
 

@@ -61,7 +61,7 @@ def divide_layers(
             activations = logits.get(name, inside if in_sequence else usual)
             if name.rpartition(".")[0] in holders:
                 activations = entered
-            part.forward = divided_forward(part, style, activations)
+            part.forward = divided_forward(name, part, style, activations)
             undo.append(lambda part=part: part.__dict__.pop("forward", None))
         elif any(True for _ in part.named_parameters(recurse=False)):
             summed = style is not None or in_sequence
