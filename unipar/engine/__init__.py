@@ -23,7 +23,7 @@ from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
 from unipar.engine.outputs import refuse_hidden_outputs, see_outputs
-from unipar.engine.parts import WholeLosses
+from unipar.engine.parts import WholeLosses, layers_of, mark_part, mark_whole
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
@@ -93,6 +93,9 @@ __all__ = [
     "group_states",
     "has_forward",
     "has_hooks",
+    "layers_of",
+    "mark_part",
+    "mark_whole",
     "modules_of_classes",
     "offload_activations",
     "parallelize",

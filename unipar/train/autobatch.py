@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import torch
@@ -11,6 +12,7 @@ from unipar.data.batch import MicroBatch
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.strategy import Engine
+from unipar.train.probing import fits_on_all
 from unipar.world import World
 
 log = logging.getLogger("unipar")
@@ -29,13 +31,15 @@ def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: 
         The loader with the micro-batch size that fits.
 
     Raises:
-        ConfigError: not even one sample fits.
+        ConfigError: not even one sample fits; or a size does not on some rank, and the others
+            cannot try a smaller one with it.
     """
     size = loader.micro_batch_size
     while True:
         candidate = loader.with_micro_batch_size(size)
         microbatch = candidate.peek().microbatches[0]
-        if all(world.gather(_fits(engine, microbatch, loss_fn, world.device))):
+        attempt = functools.partial(_fits, engine, microbatch, loss_fn, world)
+        if fits_on_all(world, attempt, size):
             log.info("micro_batch_size='auto': %d fits", size)
             return candidate
         if size == 1:
@@ -48,14 +52,23 @@ def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: 
         size //= 2
 
 
-def _fits(engine: Engine, microbatch: MicroBatch, loss_fn: LossFn, device: torch.device) -> bool:
+def _fits(engine: Engine, microbatch: MicroBatch, loss_fn: LossFn, world: World) -> bool:
     try:
         # As in the run, where the next micro-batch is on its way by then.
-        beside = move_to(microbatch.data, device)
+        beside = move_to(microbatch.data, world.device)
         engine.probe(microbatch, loss_fn)
         del beside
     except (torch.OutOfMemoryError, MemoryError):
         fits = False
+    except ConfigError as error:
+        if not isinstance(error.__context__, torch.OutOfMemoryError):
+            raise
+        samples = microbatch.num_samples
+        raise ConfigError(
+            f"micro_batch_size='auto': rank {world.rank} ran out of memory trying {samples} "
+            f"samples, and cannot try fewer after that ({error}) Set micro_batch_size to a number "
+            f"that fits ({max(samples // 2, 1)}, say)."
+        ) from error
     except RuntimeError as error:
         # The CPU allocator has no exception type of its own.
         if "can't allocate memory" not in str(error):

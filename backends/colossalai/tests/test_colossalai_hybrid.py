@@ -282,3 +282,36 @@ def call_the_engine(placement: Placement, what: str) -> None:
 def test_a_pipeline_takes_whole_steps_only(what: str, world_pool: WorldPools) -> None:
     with pytest.raises(ConfigError, match="takes whole steps only"):
         world_pool(2).run(call_the_engine, what)
+
+
+# -- losses of what a rank has ---------------------------------------------------------------------
+
+
+def with_another_term(placement: Placement, strategy: str, what: str) -> None:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        model = language_model()
+        engine, loader = prepare(session, model)
+
+        def given(batch: Any) -> dict[str, Any]:
+            return {**inputs(batch), "output_hidden_states": what == "hidden states"}
+
+        def loss(output: Any, batch: Any) -> torch.Tensor:
+            terms = model.parameters() if what == "weights" else output.hidden_states
+            return mean_of_labels(output, batch) + sum(t.square().mean() for t in terms)
+
+        take(engine, loader, 1, Objective(given, loss))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "said"),
+    [
+        (PP, "weights", r"depends on '[\w.]+' by another way .* weight_decay of the optimizer"),
+        (PP, "hidden states", r"asked for output_hidden_states=True.*Leave output_hidden_states"),
+        (TP, "hidden states", r"asked for output_hidden_states=True.*Leave output_hidden_states"),
+    ],
+)
+def test_a_loss_of_what_a_rank_has_a_part_of_is_refused(
+    strategy: str, what: str, said: str, world_pool: WorldPools
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        world_pool(2).run(with_another_term, strategy, what)

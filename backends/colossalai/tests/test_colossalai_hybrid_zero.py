@@ -186,7 +186,7 @@ def test_what_would_be_of_parts_of_layers_or_lost_with_them_is_refused(
     for hook, gradient, penalty in world_pool(ranks).run(refused, strategy):
         assert "up_proj' (Linear) has a hook, which plugin='hybrid' loses" in hook
         assert "up_proj.weight' has a hook on its gradient" in gradient
-        assert "each rank holds a part of it: a penalty of the weights" in penalty
+        assert "each rank holds a part of the model: a penalty of the weights" in penalty
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from unipar.engine import (
     checkpoint_activations,
     disarm,
     has_hooks,
+    layers_of,
     refuse_inner_gradients,
     scale_gradients,
 )
@@ -46,13 +47,11 @@ def prepare(start: Start) -> BoosterEngine:
         check_training(module)
     logical = Logical(module, optimizer)
     wrapper, stepped = divide(start, optimizer)
-    undo = [*start.undo]
-    check_loss = None
+    check_loss = whole_losses(module, pipeline=pipeline)
+    undo = [*start.undo, refuse_left_out(module), check_loss.close]
     if not pipeline:
         # In a pipeline no loss has the whole model's graph, and PyTorch says so.
         undo.append(refuse_inner_gradients(module, "colossalai"))
-        check_loss = whole_losses(module)
-        undo.append(check_loss.close)
     # Only now: Colossal-AI replaces the methods of the modules that it divides.
     undo.append(checkpoint_activations(module, spec.activation_checkpointing))
     precision = part_precision(spec, world)
@@ -73,7 +72,7 @@ def prepare(start: Start) -> BoosterEngine:
         precision=precision,
         stepper=stepper,
         state=HybridState(logical, module, optimizer, dist.get_rank(plugin.tp_group), world),
-        schedule=PipelineSchedule(start, wrapper, stepped) if pipeline else None,
+        schedule=PipelineSchedule(start, wrapper, stepped, check_loss) if pipeline else None,
         check_loss=check_loss,
         undo=undo,
     )
@@ -98,11 +97,42 @@ def divide(start: Start, optimizer: torch.optim.Optimizer | None) -> tuple[Any, 
     return boosted
 
 
-def whole_losses(module: nn.Module) -> WholeLosses:
-    """Refuse losses that are computed from this rank's parts of layers."""
-    divided = {name: p for name, p in module.named_parameters() if is_divided(p)}
+def whole_losses(module: nn.Module, *, pipeline: bool = False) -> WholeLosses:
+    """Refuse losses that are computed from this rank's parts of layers, or its stage alone."""
+    parameters = dict(module.named_parameters())
+    if pipeline:
+        return WholeLosses(parameters, [module], "colossalai")
+    divided = {name: p for name, p in parameters.items() if is_divided(p)}
     # Colossal-AI's layers say so that are divided by their outputs.
-    return WholeLosses(module, divided, lambda m: getattr(m, "gather_output", True), "colossalai")
+    whole = [layer for layer in layers_of(module) if getattr(layer, "gather_output", True)]
+    return WholeLosses(divided, whole, "colossalai")
+
+
+def refuse_left_out(module: nn.Module) -> Callable[[], None]:
+    """Refuse a model that is asked for outputs that Colossal-AI leaves out with a warning.
+
+    Colossal-AI 0.5.0 (colossalai/shardformer/modeling/llama.py, ``llama_model_forward``, and those
+    of the other models) does so in a pipeline, and for most models without one, too.
+
+    Returns:
+        What takes the refusal back.
+    """
+
+    def check(_: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        for name in ("hidden_states", "attentions"):
+            asked = kwargs.get(f"output_{name}")
+            if asked is None:
+                asked = getattr(module.config, f"output_{name}", False)
+            if asked and getattr(output, name, None) is None:
+                raise ConfigError(
+                    f"colossalai: the model was asked for output_{name}=True, and under "
+                    f"plugin='hybrid' a {type(module).__name__} does not give its {name}. Leave "
+                    f"output_{name} out of the model's inputs and of its config, and compute the "
+                    "loss from logits; or use a strategy under which each rank has whole layers, "
+                    "such as 'fsdp' or plugin='zero2'."
+                )
+
+    return module.register_forward_hook(check, with_kwargs=True).remove
 
 
 class HybridReducer(Reducer):

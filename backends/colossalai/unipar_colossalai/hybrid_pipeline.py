@@ -78,11 +78,18 @@ class PipelineSchedule:
         start: what the engine is made from.
         wrapper: what Colossal-AI has made of the module.
         framework_optimizer: what it has made of the optimizer.
+        check_loss: refuses losses, on the last stage.
     """
 
-    def __init__(self, start: Start, wrapper: Any, framework_optimizer: Any) -> None:
+    def __init__(
+        self,
+        start: Start,
+        wrapper: Any,
+        framework_optimizer: Any,
+        check_loss: Callable[[torch.Tensor], None],
+    ) -> None:
         self.booster, self.wrapper = start.booster, wrapper
-        self.framework_optimizer = framework_optimizer
+        self.framework_optimizer, self._check_loss = framework_optimizer, check_loss
         self._plugin: Any = start.booster.plugin
         self._is_last: bool = self._plugin.stage_manager.is_last_stage()
         self._last_rank = dist.get_global_rank(self._plugin.pp_group, self._plugin.pp_size - 1)
@@ -115,7 +122,11 @@ class PipelineSchedule:
     def _stage(self, call: StageCall, received: dict[str, Any] | None) -> Any:
         with call.computing():
             output = self.wrapper(**self._named(*call.inputs()), **(received or {}))
-            return call.loss(output) if self._is_last else output
+            if not self._is_last:
+                return output
+            loss = call.loss(output)
+            self._check_loss(loss)
+            return loss
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What goes into the model, which every stage needs, by the names of its ``forward``."""

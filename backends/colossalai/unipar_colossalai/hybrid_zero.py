@@ -29,7 +29,13 @@ from unipar_colossalai.checks import check_optimizer
 from unipar_colossalai.divided_state import Part
 from unipar_colossalai.engine import BoosterEngine, Start
 from unipar_colossalai.framework import quiet
-from unipar_colossalai.hybrid import HybridNorm, divide, refuse_probing, whole_losses
+from unipar_colossalai.hybrid import (
+    HybridNorm,
+    divide,
+    refuse_left_out,
+    refuse_probing,
+    whole_losses,
+)
 from unipar_colossalai.hybrid import prepare as prepare_whole
 from unipar_colossalai.hybrid_models import check_model, check_training
 from unipar_colossalai.hybrid_state import HybridState, Logical, Shard
@@ -61,7 +67,8 @@ def prepare(start: Start) -> BoosterEngine:
             backward_context=wrapper._hook_context,
         )
     check_loss = whole_losses(module)
-    undo = [*start.undo, refuse_inner_gradients(module, "colossalai"), check_loss.close]
+    undo = [*start.undo, refuse_left_out(module), check_loss.close]
+    undo.append(refuse_inner_gradients(module, "colossalai"))
     # Only now: Colossal-AI replaces the methods of the modules that it divides.
     undo.append(checkpoint_activations(module, spec.activation_checkpointing))
     reducer = HybridZeROReducer(module, world, zero, partial=plugin.zero_stage == 2)

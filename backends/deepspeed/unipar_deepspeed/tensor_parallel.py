@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unipar.engine import WholeLosses, has_hooks, refuse_parameter_hooks
+from unipar.engine import WholeLosses, has_hooks, layers_of, refuse_parameter_hooks
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.state import Box, LocalState, TensorState, named_weights
@@ -207,7 +207,8 @@ class LayerParts:
         """Refuse losses that are computed from this rank's parts."""
         divided = {n: p for n, p in module.named_parameters() if _shape(p) != self.shapes[n]}
         columns = set(_columns(module))
-        return WholeLosses(module, divided, lambda layer: layer not in columns, strategy)
+        whole = [layer for layer in layers_of(module) if layer not in columns]
+        return WholeLosses(divided, whole, strategy)
 
     def place(self, name: str, state: TensorState) -> TensorState:
         """Describe a state of this rank's slice as one of the user's tensor.

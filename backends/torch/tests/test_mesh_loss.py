@@ -258,3 +258,56 @@ def by_hand(placement: Placement) -> str:
 def test_a_loop_of_ones_own_is_refused(world_pool: WorldPools) -> None:
     for said in world_pool(2).run(by_hand):
         assert "call engine.train_step(batch, loss_fn)" in said
+
+
+# -- losses of what a rank has ---------------------------------------------------------------------
+
+
+def of_hidden_states(model: Any, batch: Any) -> torch.Tensor:
+    found = model(input_ids=batch["tokens"], output_hidden_states=True).hidden_states
+    return torch.stack([hidden.square().mean() for hidden in found]).sum()
+
+
+def of_attention_weights(model: Any, batch: Any) -> torch.Tensor:
+    found = model(input_ids=batch["tokens"], output_attentions=True).attentions
+    return torch.stack([weights.square().mean() for weights in found]).sum()
+
+
+def of_logits(model: Any, batch: Any) -> torch.Tensor:
+    return model(input_ids=batch["tokens"]).logits.logsumexp(-1).mean()
+
+
+def losses_of(placement: Placement, strategy: str, loss: Any, warmed_up: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = llama()
+    model.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
+    tokens = torch.arange(24).view(4, 6) % VOCABULARY
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(model, optimizer=sgd)
+        batches = list(session.loader([{"tokens": row} for row in tokens], global_batch_size=4))
+        if warmed_up:
+            engine.train_step(batches[0], of_logits)
+        return [engine.train_step(batches[0], loss).loss]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "loss", "warmed_up", "said"),
+    [
+        (False, of_attention_weights, False, r"self_attn\.[kq]_proj' by another way"),
+        # Blocks are compared in the first pass, whose attention weights are then among these.
+        (False, of_attention_weights, True, r"self_attn\.[kq]_proj' by another way"),
+        (True, of_hidden_states, False, r"\(a part of the sequence\)' by another way"),
+    ],
+)
+def test_a_loss_of_what_each_rank_has_a_part_of_is_refused(
+    sequence: bool, loss: Any, warmed_up: bool, said: str, world_pool: WorldPools
+) -> None:
+    strategy = "mesh:tp=2" + ",sequence_parallel=true" * sequence
+    with pytest.raises(ConfigError, match=said):
+        world_pool(2).run(losses_of, strategy, loss, warmed_up)
+
+
+def test_a_loss_of_whole_hidden_states_is_that_of_one_process(world_pool: WorldPools) -> None:
+    (alone,) = world_pool(1).run(losses_of, "single", of_hidden_states, False)
+    for losses in world_pool(2).run(losses_of, "mesh:tp=2", of_hidden_states, False):
+        assert losses == pytest.approx(alone, rel=1e-5)

@@ -26,6 +26,7 @@ from unipar.loss import IGNORE_INDEX, LossFn
 from unipar.objective import Objective
 from unipar.world import World
 from unipar_torch.divided_attention import ring_attention, to_heads, to_positions
+from unipar_torch.divided_dropout import dropping_apart, own_stream
 from unipar_torch.sequence_checks import MOST_POSITIONS, compare
 from unipar_torch.sequence_parts import (
     MASK,
@@ -36,6 +37,7 @@ from unipar_torch.sequence_parts import (
     named_tensors,
 )
 
+_ALIKE = contextlib.nullcontext()
 Undo = Callable[[], None]
 Kind = Literal["ring", "all_gather", "ulysses"]
 
@@ -52,13 +54,14 @@ class ContextParallel:
     def __init__(self, world: World, kind: Kind, dims: dict[str, int] | None) -> None:
         mesh = world.mesh("cp")
         self._world, self._kind, self._group = world, kind, mesh.get_group()
-        rank = mesh.get_local_rank()
+        self._rank = rank = mesh.get_local_rank()
         self._batches = BatchParts(mesh.size(), rank, zigzag=kind != "ulysses", dims=dims)
         self._precision = PrecisionPolicy("fp32", world.device)
         # By mode, loss function and names of tensors: the greatest length compared, and the
         # function, so that ids of what it has are not another's later.
         self._checked: dict[Any, tuple[int, LossFn]] = {}
         self._now: Parts | None = None
+        self._drops = False
         self._masks: str | None = None
 
     def install(self, module: nn.Module) -> list[Undo]:
@@ -86,8 +89,13 @@ class ContextParallel:
         length, dims = self._batches.dims_of(aligned(microbatch.data))
         self._look_at_masks(microbatch.data)
         self._check(model, aligned(microbatch.data), loss_fn, length)
-        with self.attending(length):
-            yield lambda data: self._batches.divided(aligned(data), length, dims)
+        # Not in the check, which drops nothing and draws the same numbers whole and in parts.
+        with self.attending(length), dropping_apart(self._world.device, self._rank):
+            self._drops = True
+            try:
+                yield lambda data: self._batches.divided(aligned(data), length, dims)
+            finally:
+                self._drops = False
 
     def _check(self, model: nn.Module, data: Any, loss_fn: LossFn, length: int) -> None:
         """Compare what has not been compared: modes, losses, tensors, lengths. Collective."""
@@ -168,9 +176,12 @@ class ContextParallel:
         else:
             self._refuse_heads(q.shape[1], k.shape[1], parts.size)
             q, k, v = (to_heads(t, parts, self._group) for t in (q, k, v))
-            out = original(
-                q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=True
-            )
+            # Of the heads, of which each rank has others, too.
+            apart = own_stream(q.device, self._rank) if dropout_p and self._drops else _ALIKE
+            with apart:
+                out = original(
+                    q, k, v, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=True
+                )
             out = to_positions(out, parts, self._group)
         return out.reshape(*shape[:-1], value.shape[-1])
 

@@ -153,7 +153,7 @@ class _Check:
         with _apart(self._block, self._world.device), _gathered(self._block):
             try:
                 divided = self._run(args, kwargs, whole=False)
-            except ConfigError:
+            except (ConfigError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 return f"divided, it raises {type(error).__name__} ({str(error)[:160]})"

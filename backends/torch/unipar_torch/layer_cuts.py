@@ -29,6 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional
 
+from unipar.engine import mark_part, mark_whole
+
 SEQUENCE = 1
 """The dimension of activations that is the sequence."""
 
@@ -88,12 +90,16 @@ class Activations:
     def split_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence of what all ranks have."""
         whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        return whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+        part = whole.redistribute(placements=[Shard(SEQUENCE)]).to_local()
+        mark_part(part, "the first block's input (a part of the sequence)")
+        return part
 
     def gather_sequence(self, x: torch.Tensor) -> torch.Tensor:
         """The whole sequence, of which each rank has a part; then all ranks do the same with it."""
         whole = DTensor.from_local(x, self.mesh, [Shard(SEQUENCE)], run_check=False)
-        return whole.redistribute(placements=[Replicate()]).to_local()
+        gathered = whole.redistribute(placements=[Replicate()]).to_local()
+        mark_whole(gathered)
+        return gathered
 
     def held(self, parameter: torch.Tensor) -> torch.Tensor:
         """What this rank has of a parameter."""
@@ -110,10 +116,11 @@ class Activations:
 Forward = Callable[..., torch.Tensor]
 
 
-def divided_forward(layer: nn.Module, style: str, activations: Activations) -> Forward:
+def divided_forward(name: str, layer: nn.Module, style: str, activations: Activations) -> Forward:
     """The forward of a layer that is divided.
 
     Args:
+        name: of the layer.
         layer: with its parameters as DTensors.
         style: one of :data:`unipar_torch.tensor_plan.STYLES` that divides parameters.
         activations: how they go between ranks.
@@ -124,7 +131,14 @@ def divided_forward(layer: nn.Module, style: str, activations: Activations) -> F
     def forward(x: torch.Tensor) -> torch.Tensor:
         if not isinstance(layer.weight, DTensor):
             return whole(layer, x)
-        return divided(layer, x, activations)
+        output = divided(layer, x, activations)
+        if style == "colwise":
+            mark_part(output, name)
+        elif activations.outside.is_shard():
+            mark_part(output, f"{name} (a part of the sequence)")
+        else:
+            mark_whole(output)
+        return output
 
     return forward
 

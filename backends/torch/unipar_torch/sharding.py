@@ -26,6 +26,7 @@ from unipar.engine import (
     Reducer,
     StepEngine,
     Undo,
+    WholeLosses,
     build_optimizer,
     checkpoint_activations,
     compile_modules,
@@ -141,6 +142,11 @@ def prepare(
     if sequences is not None and spec.precision == "fp8":
         # Its layers stay what they are.
         sequences.check_by(precision)
+    # Layers that are divided note what is a part. FSDP gathers other parameters than these, and a
+    # compiled part of the graph leads to all of its own.
+    own = {}
+    if not sharded and not spec.compile:
+        own = {n: p for n, p in module.named_parameters() if is_divided(p)}
     stepper = None
     if optimizer is not None:
         # Optimizers and clipping take the parameters of one mesh at a time.
@@ -155,6 +161,7 @@ def prepare(
         precision=precision,
         stepper=stepper,
         divider=sequences or loss,
+        check_loss=None if world.layout.tp == 1 else WholeLosses(own, [], name),
         undo=undo,
     )
 
@@ -259,6 +266,11 @@ def is_copy(parameter: nn.Parameter) -> bool:
         return True
     # Of a layer that other ranks divide it is still a part.
     return parameter.device_mesh.mesh_dim_names in {("tp",), ("ep",)}
+
+
+def is_divided(parameter: nn.Parameter) -> bool:
+    """Whether ranks have different parts of it."""
+    return isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements)
 
 
 def units_of(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:

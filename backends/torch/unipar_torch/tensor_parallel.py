@@ -72,7 +72,7 @@ def divide_layers(
             activations = logits.get(name, inside if in_sequence else usual)
             if name.rpartition(".")[0] in holders:
                 activations = entered
-            part.forward = divided_forward(part, style, activations)
+            part.forward = divided_forward(name, part, style, activations)
             undo.append(lambda part=part: part.__dict__.pop("forward", None))
         elif any(True for _ in part.named_parameters(recurse=False)):
             undo.append(show_whole_parameters(part, mesh, summed=part in concerned))

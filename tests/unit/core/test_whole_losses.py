@@ -29,7 +29,7 @@ def model() -> Divided:
 @pytest.fixture
 def check(model: Divided) -> WholeLosses:
     parts = {"column.weight": model.column.weight, "row.weight": model.row.weight}
-    return WholeLosses(model, parts, lambda layer: layer is not model.column, "zero2")
+    return WholeLosses(parts, [model.embed, model.row], "zero2")
 
 
 def test_what_is_whole_may_be_used_in_any_way(model: Divided, check: WholeLosses) -> None:
@@ -51,3 +51,12 @@ def test_it_leaves_nothing_on_the_module(model: Divided, check: WholeLosses) -> 
     check.close()
     with pytest.raises(ConfigError, match="holds a part"):
         check(model(torch.randn(2, 3))[0].sum())
+
+
+def test_of_a_stage_everything_but_its_output_is_refused() -> None:
+    stage = Divided()
+    check = WholeLosses(dict(stage.named_parameters()), [stage], "hybrid")
+    output, _ = stage(torch.randn(2, 3))
+    check(output.square().mean())
+    with pytest.raises(ConfigError, match=r"hybrid: the loss depends on 'embed\.weight'"):
+        check(output.square().mean() + stage.embed.weight.norm())
