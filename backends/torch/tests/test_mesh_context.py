@@ -300,6 +300,38 @@ def test_ranks_drop_elements_of_their_positions_independently(
         assert all(map(torch.equal, masks, expected))
 
 
+class Points(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def of_changed_points(model: Any, batch: Any) -> LossSum:
+    """Changes the batch that it is given, in place."""
+    x, labels = batch["x"].mul_(1.5).add_(0.25), batch["labels"].flatten()
+    out = model(x).flatten(0, 1)
+    return LossSum(functional.cross_entropy(out, labels, reduction="sum"), len(labels))
+
+
+def losses_of_changed_points(placement: Placement, strategy: str) -> list[float]:
+    torch.manual_seed(3)
+    points = torch.randn(4, 16, 3)
+    data = [{"x": row, "labels": row.sum(1).gt(0).long()} for row in points]
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(Points(), optimizer=sgd)
+        loader = session.loader(data, global_batch_size=2)
+        return [engine.train_step(batch, of_changed_points).loss for batch in loader]
+
+
+def test_the_check_leaves_a_batch_as_it_is(world_pool: WorldPools) -> None:
+    (alone,) = world_pool(1).run(losses_of_changed_points, "single")
+    for losses in world_pool(2).run(losses_of_changed_points, "mesh:cp=2"):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 

@@ -262,6 +262,13 @@ class Dropped(models.Network):
         return self.outward(x)
 
 
+class Scaling(models.Network):
+    """Changes its input in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(1.5).add_(0.25))
+
+
 class Costly(models.Block):
     """A block that leaves a cost behind, as routers do."""
 
@@ -354,7 +361,7 @@ def of_one_session(
         }.get(term, lambda: 0.0)
         return loss_of(output, batch) + extra()
 
-    objective = unipar.Objective(lambda batch: (batch["x"],), loss)
+    objective = unipar.Objective(lambda batch: (batch["x"].clone(),), loss)
     with unipar.Session("mesh:pp=2", device="cpu", placement=placement) as session:
         engine = session.prepare(
             model, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
@@ -402,6 +409,17 @@ def test_what_a_stage_does_not_know_is_refused(name: str, world_pool: WorldPools
 def test_what_is_drawn_before_the_blocks_may_go_into_them(world_pool: WorldPools) -> None:
     losses = world_pool(2).run(of_one_session, Dropped, "")
     assert all(isinstance(one, float) and math.isfinite(one) for one in losses), losses
+
+
+def test_the_check_leaves_what_a_model_is_given_as_it_is(world_pool: WorldPools) -> None:
+    torch.manual_seed(3)
+    model = Scaling()
+    expected = sum(
+        loss_of(model(part.data["x"].clone()), part.data).item() * part.num_samples
+        for part in batch_of(0)
+    )
+    for loss in world_pool(2).run(of_one_session, Scaling, ""):
+        assert loss == pytest.approx(expected / batch_of(0).global_num_samples, rel=1e-5)
 
 
 def test_evaluation_is_checked_too(world_pool: WorldPools) -> None:

@@ -263,6 +263,8 @@ def _in_fp32(args: Any, kwargs: Any, rows: int | None) -> tuple[Any, Any]:
         learned, value = value.requires_grad, value.detach()
         if few and value.ndim and value.shape[0] == rows:
             value = value[:_SAMPLES]
+        # The block may change it.
+        value = value.clone()
         return value.float().requires_grad_(learned) if value.is_floating_point() else value
 
     return tree_map(own, (args, kwargs))

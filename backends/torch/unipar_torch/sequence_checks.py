@@ -159,8 +159,8 @@ def _piece(data: Any, length: int, dims: dict[str, int], samples: int) -> Any:
         of_samples = name not in dims or dims[name] % tensor.ndim
         if len(rows) == 1 and tensor.ndim and tensor.shape[0] in rows and of_samples:
             tensor = tensor[:samples]
-        # As a loader gives it; losses take views of labels.
-        return tensor.contiguous()
+        # As a loader gives it; losses take views of labels, and may change what they are given.
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     piece = map_named(data, cut)
     padding = _padding(piece)

@@ -54,9 +54,11 @@ def run_checked(
     """
     weights = _Weights(stage)
     again = _Again(stage)
+    # The model may change what it is given.
+    copies = tree_map(_copied, (args, kwargs, received))
     # It comes before the pass that counts, which is the one that modules remember things of.
     with torch.no_grad(), again.recording(), stage.standing_in(0.5):
-        expected = _run(stage, args, kwargs, received)
+        expected = _run(stage, *copies)
     # Casts of weights that were made without a graph would take their gradients away.
     torch.clear_autocast_cache()
     with again.repeating(), _ends(stage), stage.standing_in(math.nan):
@@ -172,6 +174,10 @@ def compare(stage: Stage, sent: list[float]) -> None:
             f"sent, that block is given {apart} on this stage than on the one before. So it is "
             f"made from what earlier layers have computed, and pp hands on one tensor. {_REMEDY}"
         )
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _compared(leaves: list[Any]) -> list[Any]:
