@@ -68,6 +68,18 @@ def sharded_groups(module: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def precisions_kept(module: Any) -> list[tuple[Any, str]]:
+    """Return what keeps the precision of an FSDP2 module, and the attribute that does."""
+    # torch 2.15, distributed/fsdp/_fully_shard/_fsdp_param_group.py: what parameters are gathered
+    # in is kept by each of them; until 2.13 by their group, and theirs is only handed on.
+    groups = sharded_groups(module)
+    parts = [*groups, *(parameter for group in groups for parameter in group.fsdp_params)]
+    return [
+        (module._get_fsdp_state(), "_mp_policy"),
+        *((part, "mp_policy") for part in parts if hasattr(part, "mp_policy")),
+    ]
+
+
 def reset_passes(root: Any, strategy: str) -> None:
     """Let FSDP2 forget passes that an error has ended.
 
