@@ -199,7 +199,7 @@ $(OTHER)/.ready: $(PINS)
 	@$(PYTHON) -m venv $(OTHER)
 	@{ grep -Ev '^(torch|setuptools)==' constraints.txt; echo 'torch==$(TORCH)'; } > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip --disable-pip-version-check --quiet --no-cache-dir install \
-	  -c $(OTHER)/constraints.txt -e '.[bench,examples,peers,tensorboard,test]'
+	  -c $(OTHER)/constraints.txt -e '.[bench,examples,fp8,peers,tensorboard,test]'
 	@touch $@
 
 $(BIN)/python:

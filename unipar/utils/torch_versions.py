@@ -130,6 +130,21 @@ def recovering(module: Any, strategy: str) -> Iterator[None]:
         reset_passes(module, strategy)
 
 
+def check_torchao() -> None:
+    """Let no run begin that needs torchao beside a torch that it cannot be imported with.
+
+    Raises:
+        ConfigError: this is one.
+    """
+    # torchao 0.18, quantization/quantize_/workflows/float8/float8_tensor.py, imports it from
+    # torch.nn.functional, where 2.8 has none; torchao itself asks for 2.11.
+    if not hasattr(torch.nn.functional, "ScalingType"):
+        raise ConfigError(
+            "precision='fp8' needs torchao, and torchao 0.18 cannot be imported under torch "
+            f"{torch.__version__}. Use torch 2.11 or newer, or precision='bf16'."
+        )
+
+
 def check_arguments_kept(tensor: Any) -> None:
     """Let nothing go on that computes with DTensors otherwise than element by element. Collective.
 
