@@ -80,6 +80,72 @@ def precisions_kept(module: Any) -> list[tuple[Any, str]]:
     ]
 
 
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Leave TF32 out on GPUs, whatever the run allows."""
+    # torch 2.9 has the first of these names, and does not mix it with the second.
+    products = torch.backends.cuda.matmul
+    newer = hasattr(products, "fp32_precision")
+    name, exact = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
+    before = getattr(products, name)
+    setattr(products, name, exact)
+    try:
+        yield
+    finally:
+        setattr(products, name, before)
+
+
+def actions_within(action: Any) -> tuple[Any, ...]:
+    """Return what a rank does at once, by an entry of a table of torch's pipelines."""
+    # torch 2.11, distributed/pipelining/schedules.py: one may hold others; none of 2.8's does.
+    return getattr(action, "sub_actions", None) or (action,)
+
+
+def kind_of(action: Any) -> str:
+    """Return the letter of a pass, or the name of a transfer, in such a table."""
+    # torch 2.11, distributed/pipelining/schedules.py: values are these; those of 2.8 are numbers,
+    # and it prints as them.
+    kind = action.computation_type
+    return kind.value if isinstance(kind.value, str) else str(kind)
+
+
+def check_split_passes(schedule: str) -> None:
+    """Let no pipeline begin that splits backward passes where torch does so wrongly.
+
+    Args:
+        schedule: as the user calls it.
+
+    Raises:
+        ConfigError: this torch gives other gradients.
+    """
+    if not splits_backward_passes():
+        raise ConfigError(
+            f"mesh: schedule='{schedule}' computes gradients of weights later than those of "
+            f"inputs. Torch {torch.__version__} gives wrong ones then, where a weight is used "
+            "twice. Set schedule='1f1b' or 'interleaved', or use torch 2.13 or newer."
+        )
+
+
+@functools.cache
+def splits_backward_passes() -> bool:
+    """Return whether gradients of weights are right when they are computed after those of inputs.
+
+    torch 2.11, distributed/pipelining/_backward.py, ``stage_backward_weight``: where one use of a
+    weight follows another, gradients pass through both twice. 2.13 has it right.
+    """
+    backward = importlib.import_module("torch.distributed.pipelining._backward")
+    with torch.enable_grad():
+        given = torch.ones(1, device="cpu", requires_grad=True)
+        weight = torch.nn.Parameter(torch.ones(1, device="cpu"))
+        output = (given * weight).sin() * weight
+        (expected,) = torch.autograd.grad(output, weight, retain_graph=True)
+        _, groups = backward.stage_backward_input(
+            [output], [torch.ones_like(output)], [given], iter([weight])
+        )
+        backward.stage_backward_weight(iter([weight]), groups)
+    return weight.grad is not None and torch.allclose(weight.grad, expected)
+
+
 def reset_passes(root: Any, strategy: str) -> None:
     """Let FSDP2 forget passes that an error has ended.
 

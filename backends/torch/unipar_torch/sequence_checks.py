@@ -32,7 +32,7 @@ from unipar.errors import ConfigError
 from unipar.loss import IGNORE_INDEX, LossFn, LossSum
 from unipar.objective import Objective
 from unipar.state import local_part
-from unipar.utils.torch_versions import precisions_kept, sharded_groups
+from unipar.utils.torch_versions import exact_products, precisions_kept, sharded_groups
 from unipar.world import World
 from unipar_torch.layer_checks import visible
 from unipar_torch.sequence_parts import (
@@ -127,7 +127,7 @@ def compare(
     tries = [] if only_length else [(short, _SAMPLES, True)]
     tries += [(long, 1, False)] if only_length or long > short else []
     decided = False
-    with _in_fp32(model, precision), _exact_products(), _visible_parameters(model):
+    with _in_fp32(model, precision), exact_products(), _visible_parameters(model):
         for most, samples, outputs in tries:
             piece = _piece(data, min(length, most), dims, samples)
             problem, counted = check.run(piece, outputs=outputs)
@@ -471,18 +471,6 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
             setattr(part, name, policy)
         for group in changed:
             group._init_mp_dtypes()
-
-
-@contextlib.contextmanager
-def _exact_products() -> Iterator[None]:
-    """Leave TF32 out on GPUs, whatever the run allows: it rounds as half precision does."""
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
 
 
 def _said_of_attention(number: int, apart: float) -> str:
