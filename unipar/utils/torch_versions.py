@@ -10,13 +10,16 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.torch_version import TorchVersion
 
 from unipar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def meta_device() -> torch.device:
@@ -29,14 +32,29 @@ def meta_device() -> torch.device:
     return torch.device("meta")
 
 
-def forget_meshes() -> None:
+def forget_meshes(ended: Collection[DeviceMesh] = ()) -> None:
     """Let DTensors forget meshes whose process groups are gone, or will be.
+
+    Args:
+        ended: of which nothing is to be kept, slices included.
 
     torch 2.13 keeps what operations give, and the mesh of it, for as long as the process lives;
     a later mesh of the same ranks is equal to it, and its results would have groups that are
     closed, or others of the same name. A group that is kept keeps its threads, too, and those of
     gloo wake a hundred times a second (gloo, transport/tcp/loop.cc).
     """
+    if ended:
+        # torch 2.8, distributed/device_mesh.py, _MeshEnv; in 2.11 a mesh has these itself.
+        resources = getattr(sys.modules["torch.distributed.device_mesh"], "_mesh_resources", None)
+        for name in (
+            "child_to_root_mapping",
+            "root_to_flatten_mapping",
+            "flatten_name_to_root_dims",
+        ):
+            known = getattr(resources, name, {})
+            for mesh, other in list(known.items()):
+                if any(mesh is one or other is one for one in ended):
+                    del known[mesh]
     if "torch.distributed.tensor" not in sys.modules:
         return
     tensors = [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor")]
@@ -46,6 +64,9 @@ def forget_meshes() -> None:
             for one in (value, *(vars(value).values() if isinstance(value, type) else ())):
                 if isinstance(one := getattr(one, "__func__", one), _CACHED):
                     one.cache_clear()
+    # 2.8, _sharding_prop.py: an attribute, of which debug/__init__.py has no function yet.
+    dispatcher: Any = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     # And dictionaries: debug/__init__.py, _redistribute.py, some only since 2.11.
     for name, function in (
         ("debug", "_clear_sharding_prop_cache"),
