@@ -32,7 +32,7 @@ from unipar.errors import ConfigError
 from unipar.loss import IGNORE_INDEX, LossFn, LossSum
 from unipar.objective import Objective
 from unipar.state import local_part
-from unipar.utils.torch_versions import sharded_groups
+from unipar.utils.torch_versions import exact_products, precisions_kept, sharded_groups
 from unipar.world import World
 from unipar_torch.layer_checks import visible
 from unipar_torch.sequence_parts import (
@@ -127,7 +127,7 @@ def compare(
     tries = [] if only_length else [(short, _SAMPLES, True)]
     tries += [(long, 1, False)] if only_length or long > short else []
     decided = False
-    with _in_fp32(model, precision), _exact_products(), _visible_parameters(model):
+    with _in_fp32(model, precision), exact_products(), _visible_parameters(model):
         for most, samples, outputs in tries:
             piece = _piece(data, min(length, most), dims, samples)
             problem, counted = check.run(piece, outputs=outputs)
@@ -437,16 +437,10 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
     It has no way to change that (torch 2.13, distributed/fsdp/_fully_shard: _fsdp_param_group.py,
     ``_init_mp_dtypes``; _fsdp_param.py, ``init_unsharded_param``, which keeps what it once made).
     """
-    changed: list[tuple[Any, Any]] = []
+    kept: list[tuple[Any, str, Any]] = []
+    changed: list[Any] = []
     gathered: list[tuple[Any, dict[str, Any]]] = []
     _reshard(model)
-
-    def set_policy(state: Any, groups: list[Any], policy: Any) -> None:
-        state._mp_policy = policy
-        for group in groups:
-            group.mp_policy = policy
-            group._init_mp_dtypes()
-
     names = ("_unsharded_param", "all_gather_outputs")
     try:
         for module in model.modules():
@@ -455,14 +449,17 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
             state: Any = module._get_fsdp_state()
             if state._mp_policy.param_dtype in (None, torch.float32):
                 continue
-            changed.append((module, state._mp_policy))
+            for part, name in precisions_kept(module):
+                policy = getattr(part, name)
+                kept.append((part, name, policy))
+                setattr(part, name, replace(policy, param_dtype=torch.float32))
             for group in sharded_groups(module):
+                changed.append(group)
+                group._init_mp_dtypes()
                 for one in group.fsdp_params:
                     before = {key: vars(one).pop(key) for key in names if key in vars(one)}
                     gathered.append((one, before))
                     one.all_gather_outputs = []
-            policy = replace(state._mp_policy, param_dtype=torch.float32)
-            set_policy(state, sharded_groups(module), policy)
         yield
     finally:
         _reshard(model)
@@ -470,20 +467,10 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
             for key in names:
                 one.__dict__.pop(key, None)
             one.__dict__.update(before)
-        for module, policy in changed:
-            set_policy(module._get_fsdp_state(), sharded_groups(module), policy)
-
-
-@contextlib.contextmanager
-def _exact_products() -> Iterator[None]:
-    """Leave TF32 out on GPUs, whatever the run allows: it rounds as half precision does."""
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
+        for part, name, policy in kept:
+            setattr(part, name, policy)
+        for group in changed:
+            group._init_mp_dtypes()
 
 
 def _said_of_attention(number: int, apart: float) -> str:
