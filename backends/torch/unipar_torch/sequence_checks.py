@@ -1,9 +1,11 @@
 """A model held against itself before it trains: whole sequences, and their parts on several ranks.
 
 On a few samples and positions, in fp32, without dropout and gradients: what attention gives, the
-outputs of the model's blocks and of what stands beside them, and the loss; then the loss alone of
-one longer sample, for some models do otherwise with more positions. Parameters that begin at
-nothing have other values meanwhile, for behind them nothing is seen.
+outputs of the model's blocks and of what stands beside them, and the loss; then the loss alone,
+where parts have unequal numbers of labels, and of one longer sample, for some models do otherwise
+with more positions. Parameters that begin at nothing have other values meanwhile, for behind them
+nothing is seen. Later micro-batches, ever more rarely, are compared by their loss, as they are:
+what depends on rare tokens shows in those that have some.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from unipar.data import move_to
+from unipar.data.randomness import OwnRandomness
 from unipar.engine import PrecisionPolicy, repeated_blocks
 from unipar.engine.losses import check_loss_of_rank
 from unipar.errors import ConfigError
@@ -53,6 +56,8 @@ _COUNT_TOLERANCE = 1e-6
 _TOLERANCES = {True: (1e-4, 1e-5), False: (3e-2, 2e-3)}
 """The largest differences that are rounding in fp32, and in less: of a tensor, relative to its
 largest element, and of the loss of an item, relative to it or to 1."""
+_LATER_TOLERANCE = 3e-3
+"""That of the loss in later micro-batches, which may have few labels and large weights."""
 _ATTENTION = "scaled_dot_product_attention"
 
 Attending = Callable[[int], AbstractContextManager[None]]
@@ -122,30 +127,130 @@ def compare(
     check = _Check(model, loss_fn, batches, attending, precision, world, group)
     length, dims = batches.dims_of(data)
     short = _POSITIONS * group.size()
-    long = min(max(world.gather(length)), MOST_POSITIONS)
+    found = world.gather((length, _has_ignored(data, dims)))
+    long = min(max(length for length, _ in found), MOST_POSITIONS)
     # Outputs of more positions take memory.
-    tries = [] if only_length else [(short, _SAMPLES, True)]
-    tries += [(long, 1, False)] if only_length or long > short else []
+    tries = [] if only_length else [_Try(short, _SAMPLES, outputs=True)]
+    if not only_length and any(ignored for _, ignored in found):
+        tries.append(_Try(short, _SAMPLES, uneven=True))
+    tries += [_Try(long, 1)] if only_length or long > short else []
     decided = False
     with _in_fp32(model, precision), exact_products(), _visible_parameters(model):
-        for most, samples, outputs in tries:
-            piece = _piece(data, min(length, most), dims, samples)
-            problem, counted = check.run(piece, outputs=outputs)
+        for one in tries:
+            piece = _piece(data, min(length, one.positions), dims, one.samples)
+            labeled = _meet_labels(piece, batches)
+            if one.uneven:
+                piece = _without_some(piece, data, batches)
+            problem, counted = check.run(piece, outputs=one.outputs, uneven=one.uneven)
             # Where parts meet has been looked at when only the length is new.
-            counted = counted and (only_length or _meet_labels(piece, batches))
-            found = world.gather((problem, counted))
-            if said := next((said for said, _ in found if said), ""):
-                at_length = "" if outputs else ", where shorter sequences agree"
-                raise ConfigError(
-                    f"mesh: cp={group.size()} divides each sequence among {group.size()} ranks, "
-                    f"and that changes what the model computes: {said}. Tried on {samples} "
-                    f"sample{'s' if samples > 1 else ''} of at most {most} positions{at_length}."
-                )
-            decided |= any(counted for _, counted in found)
+            counted = counted and (only_length or labeled)
+            at_length = "" if one.outputs or one.uneven else ", where shorter sequences agree"
+            decided |= _agreed(problem, counted, world, group, f"{one}{at_length}")
     return decided
 
 
-def _piece(data: Any, length: int, dims: dict[str, int], samples: int) -> Any:
+def compare_again(
+    model: nn.Module,
+    data: Any,
+    loss_fn: LossFn,
+    batches: BatchParts,
+    attending: Attending,
+    precision: PrecisionPolicy,
+    world: World,
+    group: dist.ProcessGroup,
+    *,
+    number: int,
+) -> None:
+    """Compare the loss of a later micro-batch, with its own labels and the weights of now.
+
+    It takes no more positions than this rank's part has, so less memory than the pass to come. For
+    arguments, see :func:`compare`. Collective.
+
+    Args:
+        number: of the micro-batch, for the message.
+
+    Raises:
+        ConfigError: they differ, on any rank.
+    """
+    length, dims = batches.dims_of(data)
+    name, dim = next(iter(dims.items()))
+    tensor = named_tensors(data)[name]
+    samples = tensor.shape[0] if dim % tensor.ndim else 1
+    most = min(samples * batches.parts_of(length).longest, MOST_POSITIONS)
+    most = max(most, _POSITIONS * group.size())
+    one = _Try(min(length, most), max(1, min(samples, most // length)))
+    piece = _piece(data, one.positions, dims, one.samples, as_it_is=True)
+    check = _Check(model, loss_fn, batches, attending, precision, world, group)
+    check.loss_tolerance = _LATER_TOLERANCE
+    with _in_fp32(model, precision), exact_products():
+        problem, counted = check.run(piece, outputs=False)
+    where = f"{one} of micro-batch {number}, where the first one agrees"
+    _agreed(problem, counted, world, group, where)
+
+
+@dataclass(frozen=True)
+class _Try:
+    """A piece to compare.
+
+    Attributes:
+        positions: the most of each sample.
+        samples: how many.
+        outputs: whether to compare what modules and attention give, and not only the loss.
+        uneven: whether to take labels away from one rank's part.
+    """
+
+    positions: int
+    samples: int
+    outputs: bool = False
+    uneven: bool = False
+
+    def __str__(self) -> str:
+        plural = "s" if self.samples > 1 else ""
+        return f"{self.samples} sample{plural} of at most {self.positions} positions"
+
+
+def _agreed(
+    problem: str, counted: bool, world: World, group: dist.ProcessGroup, where: str
+) -> bool:
+    """Raise on all ranks what one has found, or return whether any rank's loss counted."""
+    found = world.gather((problem, counted))
+    if said := next((said for said, _ in found if said), ""):
+        raise ConfigError(
+            f"mesh: cp={group.size()} divides each sequence among {group.size()} ranks, and that "
+            f"changes what the model computes: {said}. Tried on {where}."
+        )
+    return any(counted for _, counted in found)
+
+
+def _has_ignored(data: Any, dims: dict[str, int]) -> bool:
+    return any(_ignores(name, tensor, dims) for name, tensor in named_tensors(data).items())
+
+
+def _ignores(name: str, tensor: torch.Tensor, dims: dict[str, int]) -> bool:
+    return name in dims and is_integer(tensor) and bool((tensor == IGNORE_INDEX).any())
+
+
+def _without_some(piece: Any, data: Any, batches: BatchParts) -> Any:
+    """Leave the first rank along ``cp`` one label a sample, where a batch may lack labels at all.
+
+    A mean over positions, times the number of labels, then differs between whole and parts.
+    """
+    length, dims = batches.dims_of(piece)
+    chunks = batches.parts_of(length).chunks(0)
+    places = torch.cat([torch.arange(at, at + size) for at, size in chunks])[1:]
+    tensors = named_tensors(data)
+
+    def without(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in tensors or not _ignores(name, tensors[name], dims):
+            return tensor
+        return tensor.index_fill(dims[name], places.to(tensor.device), IGNORE_INDEX)
+
+    return map_named(piece, without)
+
+
+def _piece(
+    data: Any, length: int, dims: dict[str, int], samples: int, *, as_it_is: bool = False
+) -> Any:
     """The first samples, and their first positions, with labels where these have none.
 
     A prompt without labels would hide what a loss does where chunks meet.
@@ -163,6 +268,8 @@ def _piece(data: Any, length: int, dims: dict[str, int], samples: int) -> Any:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     piece = map_named(data, cut)
+    if as_it_is:
+        return piece
     padding = _padding(piece)
 
     def label(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -220,15 +327,16 @@ class _Check:
         self._world, self._group = world, group
         self._names = {module: name for name, module in model.named_modules()}
         self._exact = precision.dtype is torch.float32
-        self._tolerance, self._loss_tolerance = _TOLERANCES[self._exact]
+        self._tolerance, self.loss_tolerance = _TOLERANCES[self._exact]
         self._padding: torch.Tensor | None = None
 
-    def run(self, piece: Any, *, outputs: bool) -> tuple[str, bool]:
+    def run(self, piece: Any, *, outputs: bool, uneven: bool = False) -> tuple[str, bool]:
         """What differs, and whether the loss counted anything.
 
         Args:
             piece: of a micro-batch.
             outputs: whether to compare what modules and attention give, and not only the loss.
+            uneven: whether parts have unequal numbers of labels.
         """
         length, _ = self._batches.dims_of(piece)
         parts = self._batches.parts_of(length)
@@ -241,7 +349,7 @@ class _Check:
             self._both(piece, parts, [])
         whole, divided = self._both(piece, parts, outer if outputs else [])
         said = self._difference(whole, divided, parts)
-        of_loss = self._loss_difference(whole, divided)
+        of_loss = self._loss_difference(whole, divided, uneven=uneven)
         if any(self._world.gather(bool(said or (of_loss and not outputs)))):
             # Of the modules within a block another may be the first.
             again = self._both(piece, parts, list(self._model.modules()))
@@ -251,22 +359,33 @@ class _Check:
     def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
         length, dims = self._batches.dims_of(piece)
         part = self._batches.divided(piece, length, dims)
+        with torch.no_grad(), _without_dropout():
+            with self._as_before():
+                whole = self._seen(piece, watched)
+            with self._as_before(), self._attending(length):
+                divided = self._seen(part, watched)
+        return whole, divided
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        """Leave buffers and generators as they were."""
+        # A forward pass may put another tensor in the place of a buffer.
+        modules = [(module, dict(module._buffers)) for module in self._model.modules()]
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         device = self._world.device
         try:
-            with torch.no_grad(), _without_dropout():
-                with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                    whole = self._seen(piece, watched)
-                with (
-                    torch.random.fork_rng([device] if device.type == "cuda" else []),
-                    self._attending(length),
-                ):
-                    divided = self._seen(part, watched)
+            # Each pass draws the same numbers on a CPU.
+            with (
+                OwnRandomness(0),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+            ):
+                yield
         finally:
             with torch.no_grad():
                 for buffer, saved in buffers:
                     buffer.copy_(saved)
-        return whole, divided
+            for module, before in modules:
+                module._buffers.update(before)
 
     def _seen(self, data: Any, watched: list[nn.Module]) -> _Run:
         """Run the model, and keep what modules and attention give."""
@@ -358,7 +477,7 @@ class _Check:
             apart = apart.masked_fill(hidden.view(shape), 0.0)
         return float(apart.max() / scale)
 
-    def _loss_difference(self, whole: _Run, divided: _Run) -> str:
+    def _loss_difference(self, whole: _Run, divided: _Run, *, uneven: bool) -> str:
         """How the losses of the parts together differ from the whole's. Collective."""
         sums = torch.tensor(
             [divided.total, divided.count], dtype=torch.float64, device=self._world.device
@@ -372,13 +491,23 @@ class _Check:
                 "that are shifted in the data set, not in the loss function, and no item that "
                 "belongs to a sequence as a whole"
             )
-        rounding = self._loss_tolerance * max(abs(whole.total), count)
+        rounding = self.loss_tolerance * max(abs(whole.total), count)
         # What is no number shows nothing, and is the run's to find.
         if not math.isfinite(whole.total) or abs(total - whole.total) <= rounding:
             return ""
+        items = (
+            f"{whole.total / count:.6g} an item in whole sequences, and {total / count:.6g} in "
+            "their parts"
+        )
+        if uneven:
+            return (
+                f"the loss is another where parts have unequal numbers of labels: {items}. A mean "
+                "over positions times the number of labels, say, weighs each part's mean by the "
+                "labels of this part. Sum such a term over the positions that have a label: "
+                "(values * (labels != -100)).sum()"
+            )
         return (
-            f"the outputs agree, and the loss does not: {whole.total / count:.6g} an item in whole "
-            f"sequences, and {total / count:.6g} in their parts. It has to be a sum over positions "
+            f"the outputs agree, and the loss does not: {items}. It has to be a sum over positions "
             "(unipar.LossSum), each of its own output and label: shift labels in the data set, and "
             "leave out what is computed over all positions at once"
         )
