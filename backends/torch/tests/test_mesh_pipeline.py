@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import unipar
 from unipar import checkpoint
 from unipar.data.batch import Batch, MicroBatch
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
 from unipar.strategy import Strategy
 from unipar.testing import models
@@ -546,6 +547,24 @@ def test_what_cannot_be_cut_is_refused_before_any_process_starts(name: str) -> N
     placement = Placement(size=size, local_size=size)
     with pytest.raises(ConfigError, match=said):
         strategy.check(replace(PLAIN, model=model).spec(1), placement)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"activation_offload": True}, "activation_offload=True"),
+        ({"activation_checkpointing": "selective"}, "activation_checkpointing='selective'"),
+        ({"compile": True}, "compile=True"),
+        ({"parallelize": lambda module, world: None}, "parallelize"),
+    ],
+    ids=str,
+)
+def test_what_stages_cannot_do_is_refused_as_such(asked: dict[str, Any], said: str) -> None:
+    spec = replace(PLAIN, model=models.Network).spec(1)
+    placement = Placement(size=2, local_size=2)
+    with pytest.raises(ConfigError, match=rf"{said} is not supported with stages \(pp=2\)"):
+        check_capabilities(made()(), replace(spec, **asked), placement)
+    check_capabilities(made(pp=1, dp_shard=2)(), replace(spec, **asked), placement)
 
 
 @pytest.mark.parametrize(
