@@ -15,7 +15,7 @@ from unipar.strategy import Capabilities, EngineSpec, ModelContext, Strategy, bu
 from unipar.utils.garbage_collection import no_collection
 from unipar.world import Placement, World
 from unipar_torch.from_host import on_meta
-from unipar_torch.fsdp import explain_dtypes
+from unipar_torch.fsdp import explain_dtypes, refuse_scalars
 from unipar_torch.mesh_options import MeshOptions
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 from unipar_torch.stage_orders import SPLITTING, STYLES
@@ -82,6 +82,8 @@ class MeshStrategy(Strategy):
             from unipar_torch.context_parallel import refuse_other_attention
 
             refuse_other_attention(spec.model)
+        if isinstance(spec.model, nn.Module) and (layout.pp == 1 or layout.batch > 1):
+            refuse_scalars(spec.model, self.name)
         if layout.tp == layout.pp == layout.ep == 1:
             return
         model = _skeleton(spec, layout, placement)
@@ -177,9 +179,9 @@ class MeshStrategy(Strategy):
         return plan, stages, experts
 
     def explain(self, error: BaseException) -> str:
-        from unipar.engine.sharded import explain_mixed
+        from unipar.engine.sharded import explain_sharded
 
-        return explain_mixed(error, self.name) or (
+        return explain_sharded(error, self.name) or (
             explain_dtypes(error, self.name) if self._casts else ""
         )
 
