@@ -126,23 +126,6 @@ def by_memory(blocks: Any, x: torch.Tensor) -> Any:
     return x, seen
 
 
-class Made(torch.autograd.Function):
-    """Gives a view of what has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone().view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients
-
-
-class Viewing(Part):
-    def forward(self, x: torch.Tensor) -> Any:
-        return Made.apply(x + self.down(self.hidden(x)))
-
-
 def chained(blocks: Any, x: torch.Tensor) -> Any:
     for block in blocks:
         x = block(x)
@@ -155,7 +138,6 @@ WAYS: dict[str, Any] = {
     "dataclass": (IntoObject, by_dataclass),
     "attributes": (IntoObject, by_attributes),
     "memory": (IntoMemory, by_memory),
-    "view": (Viewing, chained),
 }
 
 
