@@ -22,12 +22,13 @@ from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
-from unipar.engine.outputs import refuse_hidden_outputs, see_outputs
+from unipar.engine.outputs import refuse_hidden_outputs
 from unipar.engine.parts import WholeLosses, layers_of, mark_part, mark_whole
 from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
+from unipar.engine.sharded_calls import see_calls
 from unipar.engine.stages import Stages
 from unipar.engine.state import (
     ModelState,
@@ -107,7 +108,7 @@ __all__ = [
     "repeated_blocks",
     "restore_groups",
     "scale_gradients",
-    "see_outputs",
+    "see_calls",
     "share_buffers",
     "sparse_parameters",
     "sum_shards",

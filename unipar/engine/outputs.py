@@ -7,13 +7,11 @@ they miss is one whose backward pass they do not see.
 from __future__ import annotations
 
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from unipar.errors import ConfigError
 
@@ -80,51 +78,6 @@ def hidden_output(name: str, output: Any, strategy: str) -> str:
         "tensor, so that it would not see the backward pass. Give a tensor, or a tuple, list or "
         "dict of tensors."
     )
-
-
-def see_outputs(root: nn.Module) -> list[Callable[[], None]]:
-    """Let FSDP2 see the backward pass of every tensor that a sharded module gives.
-
-    It hooks the tensors that it finds. One in an object of another class than a few it does not;
-    and where a view is changed in place, the hook stays behind, so the tensor that it is a view of
-    is hooked (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_state.py,
-    ``_register_pre_backward_hook``).
-
-    Args:
-        root: what ``fully_shard`` was called for, with all parts of it that it was called for.
-
-    Returns:
-        What takes that back.
-    """
-    # Importing it takes as long as torch, and only what shards needs it.
-    from torch.distributed.fsdp import FSDPModule
-
-    # It warns of what is put right here.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    hook: Any = torch.compiler.disable(_see)
-    parts = [part for part in root.modules() if isinstance(part, FSDPModule)]
-    # First, while the output is what the module gave: FSDP casts it.
-    return [
-        part.register_forward_hook(hook, prepend=True, with_kwargs=True).remove for part in parts
-    ]
-
-
-def _see(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-    if not torch.is_grad_enabled():
-        return
-    known = {id(leaf) for leaf in tree_leaves(output)}
-    unseen = [
-        tensor if tensor._base is None else tensor._base
-        for tensor in tensors_of(output)
-        if tensor.requires_grad and (id(tensor) not in known or tensor._base is not None)
-    ]
-    if not unseen:
-        return
-    # What came in is used by others, too, whose backward passes are not this module's.
-    came = {id(one) for tensor in tensors_of((args, kwargs)) for one in (tensor, tensor._base)}
-    for tensor in unseen:
-        if id(tensor) not in came and tensor.requires_grad:
-            tensor.register_hook(module._get_fsdp_state()._pre_backward)
 
 
 def _name_of(part: nn.Module, module: nn.Module) -> str:

@@ -22,6 +22,10 @@ from unipar.utils.torch_versions import reset_passes, sharded_groups
 
 # torch 2.13, distributed/tensor/_dispatch.py, try_replicate_spec_for_scalar_tensor.
 _MIXED = "got mixed torch.Tensor and DTensor"
+# torch 2.13, csrc/autograd/variable.cpp, handle_view_on_rebase: FSDP gives modules such views.
+_CHANGED = "is a view and is being modified inplace"
+# torch 2.13, aten/src/ATen/native/Resize.h, checkInBoundsForStorage.
+_FREED = "are out of bounds for storage of size 0"
 
 _REMEDIES = (
     "For a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
@@ -32,9 +36,26 @@ _REMEDIES = (
 )
 
 
-def explain_mixed(error: BaseException, strategy: str) -> str:
-    """Explain torch's error about shards among plain tensors; empty for any other error."""
-    if _MIXED not in str(error):
+def explain_sharded(error: BaseException, strategy: str) -> str:
+    """Explain an error of torch's that comes of sharding; empty for any other error."""
+    said = str(error)
+    if isinstance(error, RuntimeError) and _CHANGED in said:
+        return (
+            "a tensor was changed in place that autograd does not let be. Under strategy "
+            f"'{strategy}' that is so of each tensor with a gradient that a block (or another "
+            "module that is sharded by itself) is given, and of its views. Compute a new one, and "
+            "return it: x = x + y in place of x += y or x.add_(y); memory = torch.cat(…) or "
+            f"torch.where(…) in place of memory[…] = y. PyTorch says: {said}"
+        )
+    if isinstance(error, RuntimeError) and _FREED in said:
+        return (
+            "a backward pass came to parameters of the model that were freed after the forward "
+            f"pass. Under strategy '{strategy}' they are gathered again when the pass comes to "
+            "what a block (or another module that is sharded by itself) returned, or wrote into "
+            "what it was given. Return all that the loss depends on; what a block leaves in an "
+            f"attribute or a global is not seen. PyTorch says: {said}"
+        )
+    if _MIXED not in said:
         return ""
     return (
         f"a parameter of the model was used outside of the model's forward pass, together with "

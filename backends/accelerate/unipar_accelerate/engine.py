@@ -21,7 +21,7 @@ from unipar.engine import (
     Undo,
     build_optimizer,
     check_divisible,
-    see_outputs,
+    see_calls,
     sum_shards,
 )
 from unipar.engine.sharded import discard_gradients, refuse_gradients_outside
@@ -197,7 +197,7 @@ class ShardReducer(Reducer):
     def __init__(self, module: nn.Module, world: World, accelerator: Accelerator) -> None:
         super().__init__(module, world, partial(_backward, accelerator))
         self._accelerator = accelerator
-        self._undo = see_outputs(module)
+        self._undo = see_calls(module, "accelerate")
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._accelerator.no_sync(self.module)

@@ -133,9 +133,9 @@ class AccelerateStrategy(Strategy):
     def explain(self, error: BaseException) -> str:
         if self.options.plugin != "fsdp":
             return ""
-        from unipar.engine.sharded import explain_mixed
+        from unipar.engine.sharded import explain_sharded
 
-        return explain_mixed(error, self.name)
+        return explain_sharded(error, self.name)
 
     def teardown(self) -> None:
         self._framework.stop()

@@ -327,3 +327,37 @@ def test_a_dry_run_shows_every_parameter() -> None:
     )
     assert said["blocks.0.down.bias"] == "[16], whole on tp=2, dim 0 over dp_shard=2: [8] of a rank"
     assert said["tokens.weight"].endswith("also head.weight")
+
+
+class TiedToABlock(nn.Module):
+    """An embedding whose weight is also that of a layer that is divided."""
+
+    def __init__(self, *, as_table: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        blocks = [Bare() for _ in range(2)]
+        self.blocks = nn.ModuleList(blocks)
+        if as_table:
+            self.table = blocks[1].up.weight
+        else:
+            blocks[1].up.weight = self.embedding.weight
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_what_is_tied_to_a_layer_that_is_found_is_divided_alike() -> None:
+    plan = make_plan(TiedToABlock(), 2)
+    assert plan.styles["blocks.1.up"] == "colwise"
+    assert plan.styles["embedding"] == "embedding_rowwise"
+
+
+def test_a_parameter_of_no_layer_that_is_tied_to_a_divided_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'table' and 'blocks\.1\.up\.weight' are one parameter"):
+        make_plan(TiedToABlock(as_table=True), 2)

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
+from torch import nn
 
 from unipar.errors import ConfigError
 from unipar.layout import Layout
@@ -143,6 +144,8 @@ class FSDPStrategy(Strategy):
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:
         self.layout(placement)
+        if isinstance(spec.model, nn.Module):
+            refuse_scalars(spec.model, self.name)
 
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         self._casts |= spec.precision != "fp32" and self.options.param_dtype == "compute"
@@ -153,11 +156,22 @@ class FSDPStrategy(Strategy):
         return prepare(spec, world, self.options)
 
     def explain(self, error: BaseException) -> str:
-        from unipar.engine.sharded import explain_mixed
+        from unipar.engine.sharded import explain_sharded
 
-        return explain_mixed(error, self.name) or (
+        return explain_sharded(error, self.name) or (
             explain_dtypes(error, self.name) if self._casts else ""
         )
+
+
+def refuse_scalars(module: nn.Module, strategy: str) -> None:
+    """Refuse a parameter that FSDP has no dimension to divide by."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 0:
+            raise ConfigError(
+                f"{strategy}: parameter '{name}' has no dimension, and FSDP divides parameters by "
+                "their first one. Give it the shape (1,): nn.Parameter(torch.ones(1)); or use "
+                "strategy='ddp'."
+            )
 
 
 def explain_dtypes(error: BaseException, strategy: str) -> str:

@@ -15,7 +15,7 @@ from unipar.strategy import Capabilities, EngineSpec, ModelContext, Strategy, bu
 from unipar.utils.garbage_collection import no_collection
 from unipar.world import Placement, World
 from unipar_torch.from_host import on_meta
-from unipar_torch.fsdp import explain_dtypes
+from unipar_torch.fsdp import explain_dtypes, refuse_scalars
 from unipar_torch.mesh_options import MeshOptions
 from unipar_torch.single import DEVICE_TYPES, PRECISIONS
 from unipar_torch.stage_orders import SPLITTING, STYLES
@@ -87,6 +87,9 @@ class MeshStrategy(Strategy):
             from unipar_torch.context_parallel import refuse_other_attention
 
             refuse_other_attention(spec.model)
+        sharded = layout.batch > 1 if layout.pp > 1 else self._shards(layout)
+        if sharded and isinstance(spec.model, nn.Module):
+            refuse_scalars(spec.model, self.name)
         if layout.tp == layout.pp == layout.ep == 1:
             return
         model = _skeleton(spec, layout, placement)
@@ -131,7 +134,7 @@ class MeshStrategy(Strategy):
             model = _skeleton(spec, layout, world.placement)
             plan, stages, experts = world.broadcast(self._plans(model, layout))
         sequences = divide = loss = None
-        sharded = plan is None or options.shards(layout)
+        sharded = self._shards(layout)
         if layout.cp > 1:
             from unipar_torch.context_parallel import ContextParallel
 
@@ -173,6 +176,10 @@ class MeshStrategy(Strategy):
             sharded=sharded,
         )
 
+    def _shards(self, layout: Layout) -> bool:
+        """Whether FSDP divides a model that is not cut into stages."""
+        return layout.tp == 1 or self.options.shards(layout)
+
     def _plans(self, model: nn.Module, layout: Layout) -> tuple[Any, Any, Any]:
         """How layers, stages and experts are divided; None where they are not."""
         options = self.options
@@ -196,9 +203,9 @@ class MeshStrategy(Strategy):
         return plan, stages, experts
 
     def explain(self, error: BaseException) -> str:
-        from unipar.engine.sharded import explain_mixed
+        from unipar.engine.sharded import explain_sharded
 
-        return explain_mixed(error, self.name) or (
+        return explain_sharded(error, self.name) or (
             explain_dtypes(error, self.name) if self._casts else ""
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from unipar.engine import (
     refuse_inner_gradients,
     refuse_parameter_hooks,
     repeated_blocks,
-    see_outputs,
+    see_calls,
     sum_shards,
     with_divisible_optimizer,
 )
@@ -56,6 +56,7 @@ from unipar.utils.torch_versions import recovering, sharded_groups
 from unipar.world import World
 from unipar_torch.expert_sharding import MeshesStepper, shard_experts
 from unipar_torch.from_host import give_values, host_model, take_values, tied_names
+from unipar_torch.fsdp import refuse_scalars
 
 if TYPE_CHECKING:
     from unipar_torch.context_parallel import ContextParallel
@@ -92,6 +93,8 @@ def prepare(
     name = options.strategy
     module, weights = host_model(spec, world, name)
     refuse_parameter_hooks(module, options.strategy)
+    if sharded:
+        refuse_scalars(module, name)
     take_values(module, name)
     ties = tied_names(module)
     # While weights are whole: a layer does not tell afterwards who will gather its weight.
@@ -112,6 +115,8 @@ def prepare(
     units = units_of(module, options)
     compile_modules(units or [module], spec.compile)
     holders = [module.get_submodule(holder) for holder in experts]
+    if sharded:
+        refuse_apart(name, ties, module, [*holders, *units])
     for holder in holders:
         # First, so that the units around them leave them alone.
         shard_experts(
@@ -234,7 +239,7 @@ class ShardReducer(Reducer):
         self.strategy, self._every = strategy, every
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._groups = [group for part in parts for group in sharded_groups(part)]
-        self._undo = see_outputs(module)
+        self._undo = see_calls(module, strategy)
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -329,15 +334,47 @@ def _large_modules(model: nn.Module, minimum: int) -> list[nn.Module]:
     return taken
 
 
+def refuse_apart(
+    strategy: str, ties: Mapping[str, str], module: nn.Module, units: Sequence[nn.Module]
+) -> None:
+    """Refuse parameters that are one, and stand in several units.
+
+    Args:
+        strategy: as the user calls it.
+        ties: the first name of each parameter, by each of its names.
+        module: the model.
+        units: what is gathered by itself within it.
+    """
+    known = set(units)
+    for name, first in ties.items():
+        if _unit_of(name, module, known) is not _unit_of(first, module, known):
+            raise _two_of_one(strategy, first, name)
+
+
 def refuse_untied(strategy: str, before: Mapping[str, str], after: Mapping[str, str]) -> None:
-    """Refuse parameters that were one, and of which each unit has made its own."""
+    """Refuse parameters that were one, and of which a user's own division has made several."""
     for name, first in before.items():
         if after[name] != after[first]:
-            raise ConfigError(
-                f"{strategy}: '{first}' and '{name}' are one parameter of the model, and stand in "
-                "modules that are sharded each by itself, which would make two of it. Let one unit "
-                "hold both: name a class that does by wrap=[…], or use wrap=none."
-            )
+            raise _two_of_one(strategy, first, name)
+
+
+def _unit_of(name: str, module: nn.Module, units: Container[nn.Module]) -> nn.Module:
+    """The innermost unit that holds a parameter by one of its names."""
+    holder, _, _ = name.rpartition(".")
+    while holder:
+        part = module.get_submodule(holder)
+        if part in units:
+            return part
+        holder, _, _ = holder.rpartition(".")
+    return module
+
+
+def _two_of_one(strategy: str, first: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{strategy}: '{first}' and '{name}' are one parameter of the model, and stand in "
+        "modules that are sharded each by itself, which would make two of it. Let one unit "
+        "hold both: name a class that does by wrap=[…], or use wrap=none."
+    )
 
 
 def _prefetch(units: Sequence[nn.Module], ahead: int) -> None:

@@ -15,14 +15,15 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from unipar.engine import Undo, refuse_changed_weights, refuse_inner_gradients
+from unipar.engine import Undo, refuse_changed_weights, refuse_inner_gradients, see_calls
 from unipar.engine.sharded import discard_gradients, refuse_gradients_outside
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar.utils.torch_versions import sharded_groups
 from unipar.world import World
 from unipar_torch.from_host import tied_names
-from unipar_torch.sharding import is_copy, refuse_untied, shard_units, units_of
+from unipar_torch.fsdp import refuse_scalars
+from unipar_torch.sharding import is_copy, refuse_apart, refuse_untied, shard_units, units_of
 from unipar_torch.stage_modules import Stage
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ def shard_stage(stage: Stage, spec: EngineSpec, world: World, options: MeshOptio
     ties = tied_names(module)
     # The second backward pass needs weights that the first one lets go of.
     undo = [refuse_inner_gradients(module, _STRATEGY, only_graphs=True)]
-    shard_units(_units(stage, options), module, spec, world, options, gives_loss=stage.is_last)
+    refuse_scalars(module, _STRATEGY)
+    units = _units(stage, options)
+    refuse_apart(_STRATEGY, ties, module, units)
+    shard_units(units, module, spec, world, options, gives_loss=stage.is_last)
     refuse_untied(_STRATEGY, ties, tied_names(module))
     stage.copies = partial(_gathered, module)
     return undo
@@ -58,6 +62,8 @@ def shard_stage(stage: Stage, spec: EngineSpec, world: World, options: MeshOptio
 
 def watch_weights(stage: Stage) -> list[Undo]:
     """Refuse what FSDP would lose of a stage: changes of gathered weights, gradients of shards.
+
+    What blocks write into their inputs it keeps.
 
     Args:
         stage: with its values.
@@ -68,7 +74,8 @@ def watch_weights(stage: Stage) -> list[Undo]:
     module = stage.module
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     changed = refuse_changed_weights(module, _STRATEGY, parts, is_copy)
-    return [changed, *refuse_gradients_outside(module, _STRATEGY)]
+    outside = refuse_gradients_outside(module, _STRATEGY)
+    return [changed, *outside, *see_calls(module, _STRATEGY)]
 
 
 def reduce_in(every: bool, stage: Stage, last: bool) -> None:

@@ -106,10 +106,12 @@ def make_plan(model: nn.Module, tp: int, given: Mapping[str, str] | None = None)
         plan = _with_tied(model, plan, strict=False)
         plan = _without_indivisible(model, plan, tp)
     else:
-        plan = traced_plan(model, tp)
+        plan = _with_tied(model, traced_plan(model, tp), strict=True)
+        _check_ties(model, plan)
         check_sizes(model, plan, tp)
         return plan
     _check_layers(model, plan)
+    _check_ties(model, plan)
     check_sizes(model, plan, tp)
     plan = replace(plan, counts=counts_needed(model, plan, tp))
     check_sizes(model, plan, tp)
@@ -175,7 +177,8 @@ def _layers(model: nn.Module) -> list[str]:
 
 def _with_tied(model: nn.Module, plan: TensorPlan, *, strict: bool) -> TensorPlan:
     """The plan, in which layers with a weight in common are divided alike."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+    # A layer that has two names is divided once.
+    modules = dict(model.named_modules())
     owners: dict[int, list[str]] = {}
     for name, module in modules.items():
         for key, parameter in module.named_parameters(recurse=False):
@@ -251,6 +254,23 @@ def _check_layers(model: nn.Module, plan: TensorPlan) -> None:
                 f"mesh: '{name}' ({type(module).__name__}) cannot be divided as '{style}' "
                 f"({plan.source}): {said}. Leave it out: plan={{…}} with the other layers."
             )
+
+
+def _check_ties(model: nn.Module, plan: TensorPlan) -> None:
+    """Refuse a plan that divides a parameter by one of its names, and not by another one."""
+    known: dict[nn.Parameter, tuple[str, int | None]] = {}
+    for holder, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name, dim = f"{holder}.{key}".removeprefix("."), plan.dim(holder, key)
+            first, other = known.setdefault(parameter, (name, dim))
+            if dim != other:
+                raise ConfigError(
+                    f"mesh: '{first}' and '{name}' are one parameter of the model, and the plan "
+                    f"({plan.source}) divides it as one of them only. Leave the layer out: "
+                    "plan={…} with the other layers."
+                )
 
 
 # -- arithmetic ----------------------------------------------------------------------------------
