@@ -194,12 +194,13 @@ $(LOGGERS)/.ready: pyproject.toml | $(BIN)/python
 	@touch $@
 
 # The pins but for torch's, and for setuptools', of which some torches want an older one (2.11: <82).
+# transformers imports torchao where it is installed, and torchao 0.18 cannot be with torch 2.8.
 $(OTHER)/.ready: $(PINS)
 	@echo "Installing torch $(TORCH) into $(OTHER); once, and it is several GB."
 	@$(PYTHON) -m venv $(OTHER)
 	@{ grep -Ev '^(torch|setuptools)==' constraints.txt; echo 'torch==$(TORCH)'; } > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip --disable-pip-version-check --quiet --no-cache-dir install \
-	  -c $(OTHER)/constraints.txt -e '.[bench,examples,peers,tensorboard,test]'
+	  -c $(OTHER)/constraints.txt -e '.[bench,examples,$(if $(filter 2.8.%,$(TORCH)),,fp8,)peers,tensorboard,test]'
 	@touch $@
 
 $(BIN)/python:

@@ -27,6 +27,7 @@ from unipar.engine.checks import (
     check_initial_weights,
     check_model,
 )
+from unipar.engine.repeatable import explain_recomputed
 from unipar.engine.sharing import Sharing
 from unipar.errors import ConfigError, UniparError
 from unipar.evaluation.evaluate import Metric, Predict, evaluate
@@ -212,7 +213,9 @@ class Session:
 
     def _explained(self, error: BaseException) -> ConfigError | None:
         """A framework's error in words of the strategy's, if it knows it."""
-        words = "" if isinstance(error, UniparError) else self.strategy.explain(error)
+        if isinstance(error, UniparError):
+            return None
+        words = self.strategy.explain(error) or explain_recomputed(error)
         if not words:
             return None
         explained = ConfigError(words)

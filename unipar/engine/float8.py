@@ -17,6 +17,7 @@ from unipar.engine.transforms import Undo
 from unipar.errors import ConfigError, first_few
 from unipar.strategy import Precision
 from unipar.utils.logs import quiet_framework
+from unipar.utils.torch_versions import check_torchao
 from unipar.world import Placement
 
 log = logging.getLogger("unipar")
@@ -38,6 +39,7 @@ def check_float8(placement: Placement) -> None:
             f"precision='fp8' is not supported by {torch.cuda.get_device_name()}, whose compute "
             f"capability is {major}.{minor}. {instead}"
         )
+    check_torchao()
     try:
         found = metadata.version("torchao")
     except metadata.PackageNotFoundError:

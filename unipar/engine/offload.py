@@ -79,12 +79,12 @@ class _Offload:
             # Now, for a strategy that shards parameters has gathered them for this pass.
             weights = {_place(parameter) for parameter in region.parameters()}
 
-            def pack(tensor: torch.Tensor) -> torch.Tensor | _Saved:
+            def pack(tensor: torch.Tensor) -> _Stays | _Saved:
                 if not _can_move(tensor, self._device) or _is_cast_of(tensor, weights):
-                    return tensor
+                    return _Stays.of(tensor)
                 storage = tensor.untyped_storage()
                 if storage.nbytes() < SMALLEST or storage.data_ptr() in weights:
-                    return tensor
+                    return _Stays.of(tensor)
                 watch = _Watch(tensor)
                 held = self._held(storage, tensor, watch)
                 offset = int(tensor.storage_offset())
@@ -139,14 +139,19 @@ class _Watch:
 
     def check(self, kind: str) -> None:
         """Raise as autograd does, which leaves it to the hooks, if the tensor was changed."""
-        now = self._counts._version
-        if now != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{kind}] is at version {now}; expected version "
-                f"{self.version} instead. Let that operation make a new tensor. (It was saved on "
-                "the host, by activation_offload; without that it is an error as well.)"
-            )
+        _check_version(kind, self._counts._version, self.version)
+
+
+class _Stays(NamedTuple):
+    """A saved tensor that stays where it is, and how often it had been changed in place."""
+
+    tensor: torch.Tensor
+    version: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Stays:
+        # What was made in inference mode has no count.
+        return cls(tensor, None if tensor.is_inference() else tensor._version)
 
 
 class _Saved(NamedTuple):
@@ -160,13 +165,31 @@ class _Saved(NamedTuple):
     offset: int
 
 
-def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
-    if isinstance(saved, torch.Tensor):
-        return saved
-    saved.watch.check(f"{saved.dtype} {list(saved.shape)}")
+def _unpack(saved: _Stays | _Saved) -> torch.Tensor:
+    if isinstance(saved, _Stays):
+        tensor = saved.tensor
+        if saved.version is not None:
+            _check_version(_kind(tensor), tensor._version, saved.version)
+        return tensor
+    saved.watch.check(_kind(saved))
     storage = saved.held.fetch()
     tensor = torch.empty(0, dtype=saved.dtype, device=storage.device)
     return tensor.set_(storage, saved.offset, saved.shape, saved.stride)
+
+
+def _kind(tensor: torch.Tensor | _Saved) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _check_version(kind: str, now: int, saved: int) -> None:
+    """Raise as autograd does, which leaves it to the hooks for whatever goes through them."""
+    if now != saved:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: [{kind}] is at version {now}; expected version {saved} instead. "
+            "Let that operation make a new tensor (x = x + y in place of x += y). "
+            "activation_offload changes nothing about that: without it, it is an error as well."
+        )
 
 
 class Offloaded:

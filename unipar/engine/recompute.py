@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,9 +24,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from unipar.engine.repeatable import Repeatable
 from unipar.engine.transforms import Undo, modules_of_classes, repeated_blocks
 from unipar.errors import ConfigError
-from unipar.state import local_part
+
+log = logging.getLogger("unipar")
 
 KEPT = frozenset(
     {
@@ -92,70 +95,71 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
             )
     else:
         targets = modules_of_classes(model, policy, "activation_checkpointing")
+    give_back_caches = _without_caches(model)
+    recompute = _kept_in_part if policy == "selective" else _recomputed
     for module in targets:
-        forward = _refusing_updates(module, module.forward)
-        selective = policy == "selective"
-        module.forward = _kept_in_part(forward) if selective else _recomputed(forward)
+        module.forward = recompute(module, module.forward)
 
     def undo() -> None:
+        give_back_caches()
         for module in targets:
             module.__dict__.pop("forward", None)
 
     return undo
 
 
-def _refusing_updates(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a region that writes to its buffers, as it would do again in the backward pass.
+def _without_caches(model: nn.Module) -> Undo:
+    """Turn off the caches that models of transformers fill in their forward pass for generation.
 
-    Looked at in its first pass, in training and in evaluation mode.
-
-    Raises:
-        ConfigError: it does, as BatchNorm does.
+    A layer that is computed again would fill its cache again. ``model.generate`` has a setting of
+    its own.
     """
-    known: set[bool] = set()
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(one): one for one in found if getattr(one, "use_cache", None) is True}
+    if configs:
+        log.info(
+            "activation_checkpointing: config.use_cache is False in this run, since layers that "
+            "are computed again would fill their caches twice"
+        )
+    for config in configs.values():
+        config.use_cache = False
 
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        # The compiler sees what is written, and writes it once.
-        if torch.compiler.is_compiling() or module.training in known:
-            return forward(*args, **kwargs)
-        before = {name: local_part(buffer).clone() for name, buffer in module.named_buffers()}
-        output = forward(*args, **kwargs)
-        for name, buffer in module.named_buffers():
-            if name in before and not _same(local_part(buffer), before[name]):
-                raise ConfigError(
-                    f"activation_checkpointing computes {type(module).__name__} twice, and its "
-                    f"forward changes its buffer '{name}', which would be changed twice (as the "
-                    "statistics of BatchNorm would). Recompute other modules, by their classes: "
-                    "activation_checkpointing=('MyBlock',); or turn it off."
-                )
-        known.add(module.training)
-        return output
+    def undo() -> None:
+        for config in configs.values():
+            config.use_cache = True
 
-    return checked
+    return undo
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+def _recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    region = Repeatable(module)
 
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     # A function of its own: torch.compile would take a partial of torch's for nothing to compile
     # where the module itself is compiled.
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if torch.compiler.is_compiling():
+            # The compiler sees what is written, and writes it once.
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        with region.forward_pass(args, kwargs) as again:
+            contexts = contextlib.nullcontext(), again
+            return checkpoint(
+                forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs
+            )
 
     return recomputed
 
 
-def _kept_in_part(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _kept_in_part(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    region = Repeatable(module)
     forward = _casting_each_time(forward)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        # Compiled code changes nothing in place.
-        contexts = _contexts if torch.compiler.is_compiling() else _watched_contexts
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if torch.compiler.is_compiling():
+            # Compiled code changes nothing in place.
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs)
+        with region.forward_pass(args, kwargs) as again:
+            contexts = functools.partial(_watched_contexts, again)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     return recomputed
 
@@ -169,10 +173,12 @@ def _keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoint
 _contexts = functools.partial(create_selective_checkpoint_contexts, _keep)
 
 
-def _watched_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _watched_contexts(
+    again: AbstractContextManager[None],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What surrounds both computations of a region where nothing is compiled."""
     keeping, taking = _contexts()
-    return _Both(keeping, _Unchanged()), taking
+    return _Both(keeping, _Unchanged()), _Both(again, taking)
 
 
 class _Both(contextlib.AbstractContextManager[None]):

@@ -39,6 +39,22 @@ class Stages(nn.ModuleList):
                 "the whole model: delete the layers of other stages from a copy of it."
             )
 
+    def __getattr__(self, name: str) -> Any:
+        """Say why an attribute of the user's model is not here.
+
+        Raises:
+            AttributeError: it is none of this list's either.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"{error}. It holds the stages of a pipeline that this rank has, and no model as a "
+                "whole: their layers go by the names that they have in the model. Take them from "
+                "named_modules() (dict(engine.module.named_modules())['blocks.1']), "
+                "named_parameters() or state_dict()."
+            ) from None
+
     def named_modules(
         self,
         memo: set[nn.Module] | None = None,

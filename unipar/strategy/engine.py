@@ -124,7 +124,8 @@ class Engine(ABC):
     """One model under a strategy.
 
     Attributes:
-        module: the user's module, without the framework's wrapper around it.
+        module: the user's module, without the framework's wrapper around it; in a pipeline the
+            stages that this rank has, whose layers go by the names that they have in the user's.
         optimizer: what holds the hyperparameters, or ``None``.
         lr_scheduler: the scheduler, stepped once for each optimizer step that was not skipped. A
             ``ReduceLROnPlateau`` waits for its metric: ``fit`` steps it at evaluations, and one's

@@ -10,13 +10,16 @@ import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.torch_version import TorchVersion
 
 from unipar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def meta_device() -> torch.device:
@@ -29,14 +32,29 @@ def meta_device() -> torch.device:
     return torch.device("meta")
 
 
-def forget_meshes() -> None:
+def forget_meshes(ended: Collection[DeviceMesh] = ()) -> None:
     """Let DTensors forget meshes whose process groups are gone, or will be.
+
+    Args:
+        ended: of which nothing is to be kept, slices included.
 
     torch 2.13 keeps what operations give, and the mesh of it, for as long as the process lives;
     a later mesh of the same ranks is equal to it, and its results would have groups that are
     closed, or others of the same name. A group that is kept keeps its threads, too, and those of
     gloo wake a hundred times a second (gloo, transport/tcp/loop.cc).
     """
+    if ended:
+        # torch 2.8, distributed/device_mesh.py, _MeshEnv; in 2.11 a mesh has these itself.
+        resources = getattr(sys.modules["torch.distributed.device_mesh"], "_mesh_resources", None)
+        for name in (
+            "child_to_root_mapping",
+            "root_to_flatten_mapping",
+            "flatten_name_to_root_dims",
+        ):
+            known = getattr(resources, name, {})
+            for mesh, other in list(known.items()):
+                if any(mesh is one or other is one for one in ended):
+                    del known[mesh]
     if "torch.distributed.tensor" not in sys.modules:
         return
     tensors = [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor")]
@@ -46,6 +64,9 @@ def forget_meshes() -> None:
             for one in (value, *(vars(value).values() if isinstance(value, type) else ())):
                 if isinstance(one := getattr(one, "__func__", one), _CACHED):
                     one.cache_clear()
+    # 2.8, _sharding_prop.py: an attribute, of which debug/__init__.py has no function yet.
+    dispatcher: Any = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     # And dictionaries: debug/__init__.py, _redistribute.py, some only since 2.11.
     for name, function in (
         ("debug", "_clear_sharding_prop_cache"),
@@ -66,6 +87,84 @@ def sharded_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def precisions_kept(module: Any) -> list[tuple[Any, str]]:
+    """Return what keeps the precision of an FSDP2 module, and the attribute that does."""
+    # torch 2.15, distributed/fsdp/_fully_shard/_fsdp_param_group.py: what parameters are gathered
+    # in is kept by each of them; until 2.13 by their group, and theirs is only handed on.
+    groups = sharded_groups(module)
+    parts = [*groups, *(parameter for group in groups for parameter in group.fsdp_params)]
+    return [
+        (module._get_fsdp_state(), "_mp_policy"),
+        *((part, "mp_policy") for part in parts if hasattr(part, "mp_policy")),
+    ]
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Leave TF32 out on GPUs, whatever the run allows."""
+    # torch 2.9 has the first of these names, and does not mix it with the second.
+    products = torch.backends.cuda.matmul
+    newer = hasattr(products, "fp32_precision")
+    name, exact = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
+    before = getattr(products, name)
+    setattr(products, name, exact)
+    try:
+        yield
+    finally:
+        setattr(products, name, before)
+
+
+def actions_within(action: Any) -> tuple[Any, ...]:
+    """Return what a rank does at once, by an entry of a table of torch's pipelines."""
+    # torch 2.11, distributed/pipelining/schedules.py: one may hold others; none of 2.8's does.
+    return getattr(action, "sub_actions", None) or (action,)
+
+
+def kind_of(action: Any) -> str:
+    """Return the letter of a pass, or the name of a transfer, in such a table."""
+    # torch 2.11, distributed/pipelining/schedules.py: values are these; those of 2.8 are numbers,
+    # and it prints as them.
+    kind = action.computation_type
+    return kind.value if isinstance(kind.value, str) else str(kind)
+
+
+def check_split_passes(schedule: str) -> None:
+    """Let no pipeline begin that splits backward passes where torch does so wrongly.
+
+    Args:
+        schedule: as the user calls it.
+
+    Raises:
+        ConfigError: this torch gives other gradients.
+    """
+    if not splits_backward_passes():
+        raise ConfigError(
+            f"mesh: schedule='{schedule}' computes gradients of weights later than those of "
+            f"inputs. Torch {torch.__version__} gives wrong ones then, where a weight is used "
+            "twice. Set schedule='1f1b' or 'interleaved', or use torch 2.13 or newer."
+        )
+
+
+@functools.cache
+def splits_backward_passes() -> bool:
+    """Return whether gradients of weights are right when they are computed after those of inputs.
+
+    torch 2.11, distributed/pipelining/_backward.py, ``stage_backward_weight``: where one use of a
+    weight follows another, gradients pass through both twice. 2.13 has it right.
+    """
+    backward = importlib.import_module("torch.distributed.pipelining._backward")
+    with torch.enable_grad():
+        given = torch.ones(1, device="cpu", requires_grad=True)
+        weight = torch.nn.Parameter(torch.ones(1, device="cpu"))
+        output = (given * weight).sin() * weight
+        (expected,) = torch.autograd.grad(output, weight, retain_graph=True)
+        _, groups = backward.stage_backward_input(
+            [output], [torch.ones_like(output)], [given], iter([weight])
+        )
+        backward.stage_backward_weight(iter([weight]), groups)
+    return weight.grad is not None and torch.allclose(weight.grad, expected)
 
 
 def reset_passes(root: Any, strategy: str) -> None:
@@ -116,6 +215,21 @@ def recovering(module: Any, strategy: str) -> Iterator[None]:
     finally:
         # After running out of memory in a forward pass, parameters are still gathered.
         reset_passes(module, strategy)
+
+
+def check_torchao() -> None:
+    """Let no run begin that needs torchao beside a torch that it cannot be imported with.
+
+    Raises:
+        ConfigError: this is one.
+    """
+    # torchao 0.18, quantization/quantize_/workflows/float8/float8_tensor.py, imports it from
+    # torch.nn.functional, where 2.8 has none; torchao itself asks for 2.11.
+    if not hasattr(torch.nn.functional, "ScalingType"):
+        raise ConfigError(
+            "precision='fp8' needs torchao, and torchao 0.18 cannot be imported under torch "
+            f"{torch.__version__}. Use torch 2.11 or newer, or precision='bf16'."
+        )
 
 
 def check_arguments_kept(tensor: Any) -> None:

@@ -267,7 +267,7 @@ class World:
 
     def leave(self) -> None:
         """Give up the process group, if :func:`join` made it."""
-        forget_meshes()
+        forget_meshes(self._meshes.values())
         if self._owns_group and dist.is_initialized():
             # Seen with torch 2.13: a gloo thread that drops the last reference to a tensor waits
             # for the GIL, and the group's destructor waits for the thread while holding it; at

@@ -27,6 +27,10 @@ from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec, Precision, registry
 from unipar.world import Placement, World
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(nn.functional, "ScalingType"), reason="torchao 0.18 needs torch 2.11"
+)
+
 FITTING = {f"blocks.{i}.{half}" for i in range(3) for half in ("inner", "outer")}
 
 

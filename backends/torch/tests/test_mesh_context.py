@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,7 +34,7 @@ from unipar.testing.pool import WorldPools
 from unipar.testing.reference import Trace
 from unipar.testing.scenarios import NUM_SAMPLES, Scenario, reference_trace, sgd
 from unipar.world import Placement, World, joined
-from unipar_torch import divided_attention
+from unipar_torch import context_parallel, divided_attention
 from unipar_torch.divided_attention import ring_attention, to_heads, to_positions
 from unipar_torch.mesh import MeshStrategy
 from unipar_torch.mesh_options import MeshOptions
@@ -854,6 +855,138 @@ def test_longer_sequences_are_checked_when_they_come(world_pool: WorldPools) -> 
     for said in world_pool(2).run(said_of, [summed] * 3, given, partial(Hidden, "length")):
         assert said[:2] == ["", ""]
         assert "where shorter sequences agree" in said[2]
+
+
+def with_mean(model: Any, batch: Any) -> LossSum:
+    """A term of its own for all positions, which each part weighs by its labels."""
+    logits, labels = model(batch["tokens"]), batch["labels"]
+    total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    count = (labels != -100).sum()
+    return LossSum(total + 0.3 * logits.square().mean() * count, count)
+
+
+def with_sum(model: Any, batch: Any) -> LossSum:
+    """The same term, of the positions that have a label."""
+    logits, labels = model(batch["tokens"]), batch["labels"]
+    total = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    there = labels != -100
+    return LossSum(total + 0.3 * (logits.square().mean(-1) * there).sum(), there.sum())
+
+
+def test_a_mean_weighed_by_labels_is_refused_where_some_are_left_out(
+    world_pool: WorldPools,
+) -> None:
+    found = world_pool(2).run(said_of, [with_sum, with_mean], [long_batch(prompt=3)] * 2)
+    for first, second in found:
+        assert not first
+        assert "another where parts have unequal numbers of labels" in second
+    # Without such labels, each part has as many as positions.
+    whole = {**long_batch(), "labels": long_batch()["tokens"]}
+    assert world_pool(2).run(said_of, [with_mean], [whole]) == [[""], [""]]
+
+
+class Rare(models.LongDecoder):
+    """Does something else where a rare token stands."""
+
+    def forward(self, tokens: torch.Tensor, position_ids: Any = None) -> Any:  # pyright: ignore
+        x = super().forward(tokens, position_ids)
+        return torch.where((tokens == models.VOCABULARY).any(1)[:, None, None], 1.5 * x, x)
+
+
+def test_what_depends_on_rare_tokens_is_refused_when_they_come(world_pool: WorldPools) -> None:
+    common, rare = long_batch(), long_batch()
+    rare["tokens"] = rare["tokens"].clone()
+    rare["tokens"][0, 0] = models.VOCABULARY
+    for said in world_pool(2).run(said_of, [summed] * 4, [common, common, common, rare], Rare):
+        assert said[:3] == ["", "", ""]
+        assert "of micro-batch 4, where the first one agrees" in said[3]
+
+
+class CountsCalls(models.LongDecoder):
+    """Scales its outputs by how often it was called, and drops some of its inputs."""
+
+    calls: torch.Tensor
+
+    def __init__(self, replaces: bool = False) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor, position_ids: Any = None) -> Any:  # pyright: ignore
+        if self.replaces:
+            self.calls = self.calls + 1
+        else:
+            self.calls += 1
+        x = super().forward(tokens, position_ids) * (self.calls / 10).clamp(max=1.0)
+        return functional.dropout(x, 0.1 + 0.1 * random.random(), self.training)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_buffer_that_counts_calls_mixes_no_positions(
+    replaces: bool, world_pool: WorldPools
+) -> None:
+    given = [long_batch()] * 2
+    found = world_pool(2).run(said_of, [summed] * 2, given, partial(CountsCalls, replaces))
+    assert found == [["", ""], ["", ""]]
+
+
+def trained(
+    placement: Placement, options: dict[str, Any], precision: Any, again: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, weights and buffers after eight micro-batches, of which four may be compared."""
+    divides: Any = context_parallel
+    compare_again, times = divides.compare_again, []
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        times.append(kwargs["number"])
+        if again:
+            compare_again(*args, **kwargs)
+
+    divides.compare_again = counted
+    random.seed(3)
+    try:
+        strategy = {"name": "mesh", "cp": 2, **options}
+        with unipar.Session(
+            strategy, device="cpu", placement=placement, precision=precision
+        ) as session:
+            torch.manual_seed(3)
+            engine = session.prepare(
+                CountsCalls(),
+                optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=0.01),
+            )
+            data, losses = long_batch(), []
+            halves = [{k: t[rows] for k, t in data.items()} for rows in (slice(5), slice(5, 8))]
+            parts = tuple(MicroBatch(half, len(half["labels"])) for half in halves)
+            for _ in range(4):
+                losses.append(engine.train_step(Batch(parts, 8), summed).loss)
+            state: Any = {
+                **dict(engine.module.named_parameters()),
+                **dict(engine.module.named_buffers()),
+            }
+            whole = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in state.items()}
+    finally:
+        divides.compare_again = compare_again
+    assert times == [2, 4, 8]
+    return losses, {name: t.detach().clone() for name, t in whole.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        pytest.param({}, "fp32", marks=pytest.mark.thorough),
+        ({"param_dtype": "compute", "reduce_scatter_every_microbatch": False}, "bf16"),
+    ],
+)
+def test_comparing_again_leaves_a_run_as_it_is(
+    options: dict[str, Any], precision: str, world_pool: WorldPools
+) -> None:
+    with_it, without = (
+        world_pool(2).run(trained, options, precision, again)[0] for again in (True, False)
+    )
+    assert with_it[0] == without[0]
+    for name, tensor in with_it[1].items():
+        assert torch.equal(tensor, without[1][name]), name
+    assert with_it[1]["calls"] == 8
 
 
 def test_counts_may_be_sums_of_weights(world_pool: WorldPools) -> None:

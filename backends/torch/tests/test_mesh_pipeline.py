@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import unipar
 from unipar import checkpoint
 from unipar.data.batch import Batch, MicroBatch
+from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
 from unipar.strategy import Strategy
 from unipar.testing import models
@@ -26,6 +28,7 @@ from unipar.testing.cases.shapes import DECODER
 from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
 from unipar.testing.scenarios import NUM_SAMPLES, sgd
+from unipar.utils.torch_versions import splits_backward_passes
 from unipar.world import Placement
 from unipar_torch.mesh import MeshStrategy
 from unipar_torch.mesh_options import MeshOptions
@@ -81,7 +84,11 @@ class DeepTied(models.Tied):
         self.blocks = nn.ModuleList(models.Block(9) for _ in range(4))
 
 
-SCHEDULES = ("gpipe", "interleaved", "zero-bubble", "dualpipev")
+NEEDS_SPLIT = pytest.mark.skipif(
+    not splits_backward_passes(), reason="torch 2.13 splits backward passes rightly"
+)
+SPLITTING = [pytest.param(name, marks=NEEDS_SPLIT) for name in ("zero-bubble", "dualpipev")]
+SCHEDULES = ("gpipe", "interleaved", *SPLITTING)
 """Another than the default."""
 
 
@@ -223,12 +230,58 @@ class HeadFirst(models.Network):
         self.blocks = nn.ModuleList(models.Block(9) for _ in range(2))
 
 
+class InPlace(models.Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x += 1.0
+        return super().forward(x)
+
+
+class InPlaces(models.Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlace(9) for _ in range(2))
+
+
+class CountingCalls(models.Network):
+    """It counts its calls in a Python number."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 20)
+
+
+class Remembering(models.Network):
+    """It adds what the last batch had."""
+
+    last: float | torch.Tensor = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, self.last = self.last, x.mean()
+        return super().forward(x) + before
+
+
+class AddingOutside(models.Network):
+    """The sum that blocks usually have in their own forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = block(x) + 0 * x
+        return self.outward(x)
+
+
 WRONG = {
     Skipping: r"stage 1 \(blocks\.1\) needs inward\.\w+, inward\.\w+, which other stages have",
     Counting: r"cannot begin before 'blocks\.1': .* arguments of another structure",
     Residual: r"stage 1 \(blocks\.1\) needs inward",
     Twice: r"calls 'blocks\.0' out of order, or twice",
     HeadFirst: r"needs outward\.\w+, outward\.\w+, which other stages have",
+    InPlaces: r"changes in place what its first block is given .*Write x = x \+ …",
+    CountingCalls: r"counts its calls or keeps something .*register_buffer",
+    Remembering: r"counts its calls or keeps something .*register_buffer",
+    AddingOutside: r"what blocks of earlier stages give, .*do that in the block's own forward",
     models.Clamped: r"changes weights in its forward|written-to tensor",
 }
 
@@ -497,6 +550,24 @@ def test_what_cannot_be_cut_is_refused_before_any_process_starts(name: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"activation_offload": True}, "activation_offload=True"),
+        ({"activation_checkpointing": "selective"}, "activation_checkpointing='selective'"),
+        ({"compile": True}, "compile=True"),
+        ({"parallelize": lambda module, world: None}, "parallelize"),
+    ],
+    ids=str,
+)
+def test_what_stages_cannot_do_is_refused_as_such(asked: dict[str, Any], said: str) -> None:
+    spec = replace(PLAIN, model=models.Network).spec(1)
+    placement = Placement(size=2, local_size=2)
+    with pytest.raises(ConfigError, match=rf"{said} is not supported with stages \(pp=2\)"):
+        check_capabilities(made()(), replace(spec, **asked), placement)
+    check_capabilities(made(pp=1, dp_shard=2)(), replace(spec, **asked), placement)
+
+
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"pp": 1, "schedule": "gpipe"}, "pp is 1"),
@@ -681,7 +752,7 @@ class Stopped(models.Network):
         return self.outward(x)
 
 
-@pytest.mark.parametrize("schedule", ["zero-bubble", "dualpipev"])
+@pytest.mark.parametrize("schedule", SPLITTING)
 def test_weights_behind_a_stopped_gradient_are_trained(
     schedule: str, world_pool: WorldPools
 ) -> None:
@@ -822,6 +893,66 @@ def test_a_buffer_goes_where_the_user_says(world_pool: WorldPools, tmp_path: Pat
     expected = world_pool(2).run(counted, strategy, tmp_path, CountsAtTheEnd, 1)[0]
     (found,) = world_pool(1).run(counted, "single", tmp_path, CountsAtTheEnd, 0)
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Leaving(models.Block):
+    """Leaves a statistic without a gradient behind, if it is one of the first so many blocks."""
+
+    def __init__(self, number: int, most: int) -> None:
+        super().__init__(9)
+        self.leaves = number < most
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.leaves:
+            self.statistic = x.detach().square().mean()
+            self.seen[:] = [self.statistic]
+        self.own = x.detach()
+        return x
+
+
+class Collecting(models.Network):
+    """Scales its outputs by what blocks have left behind, where they have."""
+
+    def __init__(self, attribute: str, most: int = 2) -> None:
+        super().__init__()
+        self.attribute = attribute
+        self.blocks = nn.ModuleList(Leaving(number, most) for number in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, blocks = super().forward(x), cast(list[Any], self.blocks)
+        if self.attribute == "statistic":
+            left = sum(block.statistic for block in blocks if hasattr(block, "statistic"))
+        else:
+            left = sum(sum(block.seen) for block in blocks)
+        return x * (1 + left)
+
+
+@pytest.mark.parametrize(("attribute", "most"), [("statistic", 2), ("statistic", 1), ("seen", 2)])
+def test_what_blocks_of_other_stages_leave_behind_is_refused_where_it_is_read(
+    attribute: str, most: int, world_pool: WorldPools
+) -> None:
+    said = refused(world_pool, Trial(partial(Collecting, attribute, most)))
+    assert f"'blocks.0' sets its attribute '{attribute}' in its forward pass" in said
+
+
+def test_what_blocks_keep_for_themselves_is_theirs(world_pool: WorldPools) -> None:
+    """And lookups are those of torch afterwards."""
+    found = world_pool(2).run(tried, "mesh:pp=2", Trial(Keeping))[0]
+    assert found == pytest.approx(world_pool(1).run(tried, "single", Trial(Keeping))[0], rel=1e-5)
+
+
+class Keeping(models.Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Leaving(number, 2) for number in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # What no block sets may be asked for.
+        blocks = cast(list[Any], self.blocks)
+        scale = sum(hasattr(block, "missing") or block.leaves for block in blocks)
+        return super().forward(x) * scale
 
 
 class Recomputing(models.Network):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_mesh_pipeline import OBJECTIVE, Deep, DeepTied
+from test_mesh_pipeline import OBJECTIVE, SCHEDULES, Deep, DeepTied
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -117,7 +117,7 @@ def test_half_precision_is_as_near_as_that_of_the_loop(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble", "dualpipev"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_divided_layers_take_every_schedule(schedule: str, world_pool: WorldPools) -> None:
     scenarios = [replace(DECODER, model=DeepDecoder, num_steps=5, **CLIPPED)]
     kit = kit_of(world_pool, tp=2, schedule=schedule)

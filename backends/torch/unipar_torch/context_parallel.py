@@ -27,7 +27,7 @@ from unipar.objective import Objective
 from unipar.world import World
 from unipar_torch.divided_attention import ring_attention, to_heads, to_positions
 from unipar_torch.divided_dropout import dropping_apart, own_stream
-from unipar_torch.sequence_checks import MOST_POSITIONS, compare
+from unipar_torch.sequence_checks import MOST_POSITIONS, compare, compare_again
 from unipar_torch.sequence_parts import (
     MASK,
     POSITIONS,
@@ -60,6 +60,8 @@ class ContextParallel:
         # By mode, loss function and names of tensors: the greatest length compared, and the
         # function, so that ids of what it has are not another's later.
         self._checked: dict[Any, tuple[int, LossFn]] = {}
+        # Micro-batches of training, and of evaluation.
+        self._passes = {True: 0, False: 0}
         self._now: Parts | None = None
         self._drops = False
         self._masks: str | None = None
@@ -98,7 +100,13 @@ class ContextParallel:
                 self._drops = False
 
     def _check(self, model: nn.Module, data: Any, loss_fn: LossFn, length: int) -> None:
-        """Compare what has not been compared: modes, losses, tensors, lengths. Collective."""
+        """Compare what has not been compared: modes, losses, tensors, lengths. Collective.
+
+        And some later micro-batches, those whose number is a power of two: the first few, and ever
+        more rarely, for what depends on values that the first one does not have.
+        """
+        self._passes[model.training] += 1
+        number = self._passes[model.training]
         # Recomputation and evaluation may take other ways through a model, so may other tensors.
         key = model.training, _identity(loss_fn), frozenset(named_tensors(data))
         longest, _ = self._checked.get(key, (0, loss_fn))
@@ -106,7 +114,7 @@ class ContextParallel:
         # Ranks with other samples may have others, and all have to come along.
         all_own = self._world.gather(own) if self._world.data_size > 1 else [own]
         new, now = any(new for new, _ in all_own), max(at for _, at in all_own)
-        if (new or now > longest) and compare(
+        given: Any = (
             model,
             data,
             loss_fn,
@@ -115,9 +123,12 @@ class ContextParallel:
             self._precision,
             self._world,
             self._group,
-            only_length=not new,
-        ):
-            self._checked[key] = max(now, longest), loss_fn
+        )
+        if new or now > longest:
+            if compare(*given, only_length=not new):
+                self._checked[key] = max(now, longest), loss_fn
+        elif number & (number - 1) == 0:
+            compare_again(*given, number=number)
 
     @contextlib.contextmanager
     def attending(self, length: int) -> Iterator[None]:

@@ -78,6 +78,7 @@ class MeshStrategy(Strategy):
         layout = self.layout(placement)
         if layout.pp > 1:
             self.options.check_stages(layout)
+            _check_staged(spec, layout.pp)
         if self.options.async_tp:
             from unipar_torch import async_tp
 
@@ -221,6 +222,30 @@ def _explain_left_behind(error: BaseException) -> str:
         "outside of the model leaves those of such a run there, too. Keep them in an attribute of "
         "a module, or return them from the block."
     )
+
+
+def _check_staged(spec: EngineSpec, pp: int) -> None:
+    """Raise :class:`ConfigError` for what ``mesh`` does, but not where its ranks have stages."""
+    for asked, given, instead in (
+        (
+            spec.activation_checkpointing == "selective",
+            "activation_checkpointing='selective'",
+            "activation_checkpointing='full' (which keeps nothing of a block)",
+        ),
+        (
+            spec.activation_offload,
+            "activation_offload=True",
+            "activation_checkpointing='full', which keeps less",
+        ),
+        (spec.compile is not False, f"compile={spec.compile!r}", "compile=False"),
+        (spec.parallelize is not None, "parallelize", "tp or dp_shard, which divide each stage"),
+    ):
+        if asked:
+            raise ConfigError(
+                f"strategy 'mesh': {given} is not supported with stages (pp={pp}), though it is "
+                f"with pp=1. Use {instead}; or divide the model by other axes than pp, such as tp "
+                "or dp_shard."
+            )
 
 
 def _skeleton(spec: EngineSpec, layout: Layout, placement: Placement) -> nn.Module:

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from unipar.errors import ConfigError
 from unipar.layout import Layout
+from unipar.utils.torch_versions import check_split_passes
 from unipar_torch.fsdp import ShardingOptions
 from unipar_torch.stage_orders import SPLITTING, ScheduleName, num_virtual
 
@@ -139,7 +140,8 @@ class MeshOptions(ShardingOptions):
             layout: how they are arranged.
 
         Raises:
-            ConfigError: options of FSDP are set that nothing uses, or the schedule is none for it.
+            ConfigError: options of FSDP are set that nothing uses, or the schedule is none for it,
+                or for this torch.
         """
         if layout.batch > 1:
             if self.schedule in SPLITTING:
@@ -150,6 +152,8 @@ class MeshOptions(ShardingOptions):
                     f"or start {layout.pp * layout.tp} processes."
                 )
             return
+        if self.schedule in SPLITTING:
+            check_split_passes(self.schedule)
         for option in _SHARDING:
             if self._is_set(option):
                 raise ConfigError(

@@ -1,9 +1,11 @@
 """A model held against itself before it trains: whole sequences, and their parts on several ranks.
 
 On a few samples and positions, in fp32, without dropout and gradients: what attention gives, the
-outputs of the model's blocks and of what stands beside them, and the loss; then the loss alone of
-one longer sample, for some models do otherwise with more positions. Parameters that begin at
-nothing have other values meanwhile, for behind them nothing is seen.
+outputs of the model's blocks and of what stands beside them, and the loss; then the loss alone,
+where parts have unequal numbers of labels, and of one longer sample, for some models do otherwise
+with more positions. Parameters that begin at nothing have other values meanwhile, for behind them
+nothing is seen. Later micro-batches, ever more rarely, are compared by their loss, as they are:
+what depends on rare tokens shows in those that have some.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from torch.nn import functional
 from torch.utils import _pytree
 
 from unipar.data import move_to
+from unipar.data.randomness import OwnRandomness
 from unipar.engine import PrecisionPolicy, repeated_blocks
 from unipar.engine.losses import check_loss_of_rank
 from unipar.errors import ConfigError
 from unipar.loss import IGNORE_INDEX, LossFn, LossSum
 from unipar.objective import Objective
 from unipar.state import local_part
-from unipar.utils.torch_versions import sharded_groups
+from unipar.utils.torch_versions import exact_products, precisions_kept, sharded_groups
 from unipar.world import World
 from unipar_torch.layer_checks import visible
 from unipar_torch.sequence_parts import (
@@ -52,6 +55,8 @@ _COUNT_TOLERANCE = 1e-6
 _TOLERANCES = {True: (1e-4, 1e-5), False: (3e-2, 2e-3)}
 """The largest differences that are rounding in fp32, and in less: of a tensor, relative to its
 largest element, and of the loss of an item, relative to it or to 1."""
+_LATER_TOLERANCE = 3e-3
+"""That of the loss in later micro-batches, which may have few labels and large weights."""
 
 Attending = Callable[[int], AbstractContextManager[None]]
 
@@ -120,30 +125,130 @@ def compare(
     check = _Check(model, loss_fn, batches, attending, precision, world, group)
     length, dims = batches.dims_of(data)
     short = _POSITIONS * group.size()
-    long = min(max(world.gather(length)), MOST_POSITIONS)
+    found = world.gather((length, _has_ignored(data, dims)))
+    long = min(max(length for length, _ in found), MOST_POSITIONS)
     # Outputs of more positions take memory.
-    tries = [] if only_length else [(short, _SAMPLES, True)]
-    tries += [(long, 1, False)] if only_length or long > short else []
+    tries = [] if only_length else [_Try(short, _SAMPLES, outputs=True)]
+    if not only_length and any(ignored for _, ignored in found):
+        tries.append(_Try(short, _SAMPLES, uneven=True))
+    tries += [_Try(long, 1)] if only_length or long > short else []
     decided = False
-    with _in_fp32(model, precision), _exact_products(), _visible_parameters(model):
-        for most, samples, outputs in tries:
-            piece = _piece(data, min(length, most), dims, samples)
-            problem, counted = check.run(piece, outputs=outputs)
+    with _in_fp32(model, precision), exact_products(), _visible_parameters(model):
+        for one in tries:
+            piece = _piece(data, min(length, one.positions), dims, one.samples)
+            labeled = _meet_labels(piece, batches)
+            if one.uneven:
+                piece = _without_some(piece, data, batches)
+            problem, counted = check.run(piece, outputs=one.outputs, uneven=one.uneven)
             # Where parts meet has been looked at when only the length is new.
-            counted = counted and (only_length or _meet_labels(piece, batches))
-            found = world.gather((problem, counted))
-            if said := next((said for said, _ in found if said), ""):
-                at_length = "" if outputs else ", where shorter sequences agree"
-                raise ConfigError(
-                    f"mesh: cp={group.size()} divides each sequence among {group.size()} ranks, "
-                    f"and that changes what the model computes: {said}. Tried on {samples} "
-                    f"sample{'s' if samples > 1 else ''} of at most {most} positions{at_length}."
-                )
-            decided |= any(counted for _, counted in found)
+            counted = counted and (only_length or labeled)
+            at_length = "" if one.outputs or one.uneven else ", where shorter sequences agree"
+            decided |= _agreed(problem, counted, world, group, f"{one}{at_length}")
     return decided
 
 
-def _piece(data: Any, length: int, dims: dict[str, int], samples: int) -> Any:
+def compare_again(
+    model: nn.Module,
+    data: Any,
+    loss_fn: LossFn,
+    batches: BatchParts,
+    attending: Attending,
+    precision: PrecisionPolicy,
+    world: World,
+    group: dist.ProcessGroup,
+    *,
+    number: int,
+) -> None:
+    """Compare the loss of a later micro-batch, with its own labels and the weights of now.
+
+    It takes no more positions than this rank's part has, so less memory than the pass to come. For
+    arguments, see :func:`compare`. Collective.
+
+    Args:
+        number: of the micro-batch, for the message.
+
+    Raises:
+        ConfigError: they differ, on any rank.
+    """
+    length, dims = batches.dims_of(data)
+    name, dim = next(iter(dims.items()))
+    tensor = named_tensors(data)[name]
+    samples = tensor.shape[0] if dim % tensor.ndim else 1
+    most = min(samples * batches.parts_of(length).longest, MOST_POSITIONS)
+    most = max(most, _POSITIONS * group.size())
+    one = _Try(min(length, most), max(1, min(samples, most // length)))
+    piece = _piece(data, one.positions, dims, one.samples, as_it_is=True)
+    check = _Check(model, loss_fn, batches, attending, precision, world, group)
+    check.loss_tolerance = _LATER_TOLERANCE
+    with _in_fp32(model, precision), exact_products():
+        problem, counted = check.run(piece, outputs=False)
+    where = f"{one} of micro-batch {number}, where the first one agrees"
+    _agreed(problem, counted, world, group, where)
+
+
+@dataclass(frozen=True)
+class _Try:
+    """A piece to compare.
+
+    Attributes:
+        positions: the most of each sample.
+        samples: how many.
+        outputs: whether to compare what modules and attention give, and not only the loss.
+        uneven: whether to take labels away from one rank's part.
+    """
+
+    positions: int
+    samples: int
+    outputs: bool = False
+    uneven: bool = False
+
+    def __str__(self) -> str:
+        plural = "s" if self.samples > 1 else ""
+        return f"{self.samples} sample{plural} of at most {self.positions} positions"
+
+
+def _agreed(
+    problem: str, counted: bool, world: World, group: dist.ProcessGroup, where: str
+) -> bool:
+    """Raise on all ranks what one has found, or return whether any rank's loss counted."""
+    found = world.gather((problem, counted))
+    if said := next((said for said, _ in found if said), ""):
+        raise ConfigError(
+            f"mesh: cp={group.size()} divides each sequence among {group.size()} ranks, and that "
+            f"changes what the model computes: {said}. Tried on {where}."
+        )
+    return any(counted for _, counted in found)
+
+
+def _has_ignored(data: Any, dims: dict[str, int]) -> bool:
+    return any(_ignores(name, tensor, dims) for name, tensor in named_tensors(data).items())
+
+
+def _ignores(name: str, tensor: torch.Tensor, dims: dict[str, int]) -> bool:
+    return name in dims and is_integer(tensor) and bool((tensor == IGNORE_INDEX).any())
+
+
+def _without_some(piece: Any, data: Any, batches: BatchParts) -> Any:
+    """Leave the first rank along ``cp`` one label a sample, where a batch may lack labels at all.
+
+    A mean over positions, times the number of labels, then differs between whole and parts.
+    """
+    length, dims = batches.dims_of(piece)
+    chunks = batches.parts_of(length).chunks(0)
+    places = torch.cat([torch.arange(at, at + size) for at, size in chunks])[1:]
+    tensors = named_tensors(data)
+
+    def without(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name not in tensors or not _ignores(name, tensors[name], dims):
+            return tensor
+        return tensor.index_fill(dims[name], places.to(tensor.device), IGNORE_INDEX)
+
+    return map_named(piece, without)
+
+
+def _piece(
+    data: Any, length: int, dims: dict[str, int], samples: int, *, as_it_is: bool = False
+) -> Any:
     """The first samples, and their first positions, with labels where these have none.
 
     A prompt without labels would hide what a loss does where chunks meet.
@@ -161,6 +266,8 @@ def _piece(data: Any, length: int, dims: dict[str, int], samples: int) -> Any:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     piece = map_named(data, cut)
+    if as_it_is:
+        return piece
     padding = _padding(piece)
 
     def label(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -218,15 +325,16 @@ class _Check:
         self._world, self._group = world, group
         self._names = {module: name for name, module in model.named_modules()}
         self._exact = precision.dtype is torch.float32
-        self._tolerance, self._loss_tolerance = _TOLERANCES[self._exact]
+        self._tolerance, self.loss_tolerance = _TOLERANCES[self._exact]
         self._padding: torch.Tensor | None = None
 
-    def run(self, piece: Any, *, outputs: bool) -> tuple[str, bool]:
+    def run(self, piece: Any, *, outputs: bool, uneven: bool = False) -> tuple[str, bool]:
         """What differs, and whether the loss counted anything.
 
         Args:
             piece: of a micro-batch.
             outputs: whether to compare what modules and attention give, and not only the loss.
+            uneven: whether parts have unequal numbers of labels.
         """
         length, _ = self._batches.dims_of(piece)
         parts = self._batches.parts_of(length)
@@ -239,7 +347,7 @@ class _Check:
             self._both(piece, parts, [])
         whole, divided = self._both(piece, parts, outer if outputs else [])
         said = self._difference(whole, divided, parts)
-        of_loss = self._loss_difference(whole, divided)
+        of_loss = self._loss_difference(whole, divided, uneven=uneven)
         if any(self._world.gather(bool(said or (of_loss and not outputs)))):
             # Of the modules within a block another may be the first.
             again = self._both(piece, parts, list(self._model.modules()))
@@ -249,10 +357,12 @@ class _Check:
     def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
         length, dims = self._batches.dims_of(piece)
         part = self._batches.divided(piece, length, dims)
+        device = self._world.device
         with torch.no_grad():
-            with trial(self._model, self._world.device):
+            # Each pass draws the same numbers on a CPU.
+            with OwnRandomness(0), trial(self._model, device):
                 whole = self._seen(piece, watched)
-            with trial(self._model, self._world.device), self._attending(length):
+            with OwnRandomness(0), trial(self._model, device), self._attending(length):
                 divided = self._seen(part, watched)
         return whole, divided
 
@@ -346,7 +456,7 @@ class _Check:
             apart = apart.masked_fill(hidden.view(shape), 0.0)
         return float(apart.max() / scale)
 
-    def _loss_difference(self, whole: _Run, divided: _Run) -> str:
+    def _loss_difference(self, whole: _Run, divided: _Run, *, uneven: bool) -> str:
         """How the losses of the parts together differ from the whole's. Collective."""
         sums = torch.tensor(
             [divided.total, divided.count], dtype=torch.float64, device=self._world.device
@@ -360,13 +470,23 @@ class _Check:
                 "that are shifted in the data set, not in the loss function, and no item that "
                 "belongs to a sequence as a whole"
             )
-        rounding = self._loss_tolerance * max(abs(whole.total), count)
+        rounding = self.loss_tolerance * max(abs(whole.total), count)
         # What is no number shows nothing, and is the run's to find.
         if not math.isfinite(whole.total) or abs(total - whole.total) <= rounding:
             return ""
+        items = (
+            f"{whole.total / count:.6g} an item in whole sequences, and {total / count:.6g} in "
+            "their parts"
+        )
+        if uneven:
+            return (
+                f"the loss is another where parts have unequal numbers of labels: {items}. A mean "
+                "over positions times the number of labels, say, weighs each part's mean by the "
+                "labels of this part. Sum such a term over the positions that have a label: "
+                "(values * (labels != -100)).sum()"
+            )
         return (
-            f"the outputs agree, and the loss does not: {whole.total / count:.6g} an item in whole "
-            f"sequences, and {total / count:.6g} in their parts. It has to be a sum over positions "
+            f"the outputs agree, and the loss does not: {items}. It has to be a sum over positions "
             "(unipar.LossSum), each of its own output and label: shift labels in the data set, and "
             "leave out what is computed over all positions at once"
         )
@@ -425,16 +545,10 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
     It has no way to change that (torch 2.13, distributed/fsdp/_fully_shard: _fsdp_param_group.py,
     ``_init_mp_dtypes``; _fsdp_param.py, ``init_unsharded_param``, which keeps what it once made).
     """
-    changed: list[tuple[Any, Any]] = []
+    kept: list[tuple[Any, str, Any]] = []
+    changed: list[Any] = []
     gathered: list[tuple[Any, dict[str, Any]]] = []
     _reshard(model)
-
-    def set_policy(state: Any, groups: list[Any], policy: Any) -> None:
-        state._mp_policy = policy
-        for group in groups:
-            group.mp_policy = policy
-            group._init_mp_dtypes()
-
     names = ("_unsharded_param", "all_gather_outputs")
     try:
         for module in model.modules():
@@ -443,14 +557,17 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
             state: Any = module._get_fsdp_state()
             if state._mp_policy.param_dtype in (None, torch.float32):
                 continue
-            changed.append((module, state._mp_policy))
+            for part, name in precisions_kept(module):
+                policy = getattr(part, name)
+                kept.append((part, name, policy))
+                setattr(part, name, replace(policy, param_dtype=torch.float32))
             for group in sharded_groups(module):
+                changed.append(group)
+                group._init_mp_dtypes()
                 for one in group.fsdp_params:
                     before = {key: vars(one).pop(key) for key in names if key in vars(one)}
                     gathered.append((one, before))
                     one.all_gather_outputs = []
-            policy = replace(state._mp_policy, param_dtype=torch.float32)
-            set_policy(state, sharded_groups(module), policy)
         yield
     finally:
         _reshard(model)
@@ -458,20 +575,10 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
             for key in names:
                 one.__dict__.pop(key, None)
             one.__dict__.update(before)
-        for module, policy in changed:
-            set_policy(module._get_fsdp_state(), sharded_groups(module), policy)
-
-
-@contextlib.contextmanager
-def _exact_products() -> Iterator[None]:
-    """Leave TF32 out on GPUs, whatever the run allows: it rounds as half precision does."""
-    products = torch.backends.cuda.matmul
-    before = products.fp32_precision
-    products.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
+        for part, name, policy in kept:
+            setattr(part, name, policy)
+        for group in changed:
+            group._init_mp_dtypes()
 
 
 def _said_of_attention(number: int, apart: float) -> str:

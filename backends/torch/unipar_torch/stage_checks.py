@@ -55,14 +55,16 @@ def run_checked(
     weights = _Weights(stage)
     again = _Again(stage)
     # The model may change what it is given.
-    copies = tree_map(_copied, (args, kwargs, received))
+    copies = tree_map(_copied, (args, kwargs))
     # It comes before the pass that counts, which is the one that modules remember things of.
+    given = _copy(received)
     with torch.no_grad(), again.recording(), stage.standing_in(0.5):
-        expected = _run(stage, *copies)
+        expected = _run(stage, *copies, given)
     # Casts of weights that were made without a graph would take their gradients away.
     torch.clear_autocast_cache()
     with again.repeating(), _ends(stage), stage.standing_in(math.nan):
-        output = _run(stage, args, kwargs, received)
+        in_place = given is not None and given._version > 0
+        output = _run(stage, args, kwargs, received, in_place=in_place)
     if weights.changed():
         raise ConfigError(
             f"mesh: {stage.name} changes weights in its forward pass, which pp runs twice for its "
@@ -193,8 +195,18 @@ def _in_blocks(stage: Stage, name: str) -> bool:
     return any(name.startswith(f"{block}.") for block in stage.plan.chain)
 
 
+def _copy(received: torch.Tensor | None) -> torch.Tensor | None:
+    """A copy that a block may change in place."""
+    return None if received is None else received.detach().clone()
+
+
 def _run(
-    stage: Stage, args: tuple[Any, ...], kwargs: dict[str, Any], received: torch.Tensor | None
+    stage: Stage,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    received: torch.Tensor | None,
+    *,
+    in_place: bool = False,
 ) -> Any:
     try:
         return stage.run(args, kwargs, received)
@@ -203,6 +215,13 @@ def _run(
     except Exception as error:
         if stage.is_first:
             raise
+        # torch 2.13, csrc/autograd/VariableTypeUtils.h, check_inplace.
+        if in_place and "leaf Variable that requires grad" in str(error):
+            raise ConfigError(
+                f"mesh: {stage.name} changes in place what its first block is given (x += …), "
+                "which is where the gradients of a stage end, and autograd takes no such change "
+                "there. Write x = x + … in the block."
+            ) from error
         raise ConfigError(
             f"mesh: {stage.name} of the model cannot run by itself: with the other stages' layers "
             f"passed by it raises {type(error).__name__} ({error}). {_REMEDY}"
@@ -258,6 +277,12 @@ class _Again:
         self._put(self._begin)
         with self._entering(lambda: self._put(self._entry)):
             yield
+
+    def draw_others(self) -> None:
+        """Let what comes before the blocks draw other numbers than in the passes until now."""
+        self._put(self._begin)
+        torch.rand((), device=self._stage.device)
+        self._begin = self._numbers()
 
     @contextlib.contextmanager
     def _entering(self, call: Callable[[], None]) -> Iterator[None]:
@@ -355,29 +380,48 @@ def _culprits(
 ) -> str:
     """Say which of the missing tensors the stage depends on."""
 
-    def run(missing: str | None = None) -> Any:
-        with torch.no_grad(), again.repeating(), stage.standing_in(0.5):
+    def run(missing: str | None = None, given: float = 0.5) -> Any:
+        with torch.no_grad(), again.repeating(), stage.standing_in(0.5, given):
             if missing is not None:
                 stage.stand_ins[missing].fill_(math.nan)
-            return stage.run(args, kwargs, received)
+            return stage.run(args, kwargs, _copy(received))
 
     expected = run()
+    changing = (
+        f"mesh: {stage.name} gives something else when it is run again on the same micro-batch, "
+        "with the same weights, buffers and random numbers of torch. So the model's forward counts "
+        "its calls or keeps something of the last one in an attribute that is no buffer, or draws "
+        "random numbers of Python's or NumPy's. pp runs each stage several times on its first "
+        "micro-batch. Keep in a buffer what changes from pass to pass (register_buffer), and draw "
+        "with torch, or use dp_shard, which divides any model."
+    )
+    if _differ(run(), expected):
+        return changing
     if not _differ(output, expected):
+        if stage.is_first:
+            return changing
+        again.draw_others()
+        if not _differ(run(), expected):
+            return changing
         return (
             f"mesh: {stage.name} depends on random numbers that the model's forward draws before "
             "its blocks (noise, a mask), and each stage of a pipeline draws others. Draw them in "
             "the dataset, or use dp_shard, which divides any model."
         )
+    if _differ(run(given=math.nan), expected):
+        return (
+            f"mesh: the cut ({stage.plan.source}) changes what the model computes: {stage.name} "
+            "needs what blocks of earlier stages give, other than by the hidden state that its "
+            "first block is given. Where the model's forward adds to it between the blocks "
+            "(x = x + block(x)), do that in the block's own forward. Or use dp_shard, which "
+            "divides any model."
+        )
     named = [
         name for name, one in stage.stand_ins.items() if one.is_floating_point() or one.is_complex()
     ]
     found = [name for name in named if _differ(run(name), expected)]
-    what = (
-        f"{first_few(found)}, which other stages have"
-        if found
-        else "what blocks of earlier stages give, other than by the hidden state"
-    )
+    what = first_few(found) if found else "tensors"
     return (
         f"mesh: the cut ({stage.plan.source}) changes what the model computes: {stage.name} needs "
-        f"{what}. {_REMEDY}"
+        f"{what}, which other stages have. {_REMEDY}"
     )

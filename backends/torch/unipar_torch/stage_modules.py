@@ -145,9 +145,16 @@ class Stage:
         return output
 
     @contextmanager
-    def standing_in(self, value: float) -> Iterator[None]:
-        """Let a number stand in for what other stages have."""
+    def standing_in(self, value: float, given: float | None = None) -> Iterator[None]:
+        """Let a number stand in for what other stages have.
+
+        Args:
+            value: the number.
+            given: another one for what the blocks of earlier stages give.
+        """
         self._fill_in(value)
+        if given is not None:
+            self._fill = given
         try:
             yield
         finally:

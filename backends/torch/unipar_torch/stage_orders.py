@@ -16,6 +16,7 @@ from torch import nn
 
 from unipar.engine import bubble_of
 from unipar.errors import ConfigError
+from unipar.utils.torch_versions import actions_within, kind_of
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipev"]
 
@@ -89,19 +90,16 @@ def order_of(
     table = _table(schedules, schedule, pp, virtual, microbatches, rank_of)
     kept: dict[int, list[Any]] = {}
     for place, actions in table.items():
-        flat = [part for one in actions if one is not None for part in one.sub_actions or (one,)]
+        flat = [part for one in actions if one is not None for part in actions_within(one)]
         # Besides passes there are marks of when FSDP is to reduce.
         passes = "FBIW" if training else "F"
-        flat = [one for one in flat if one.computation_type.value in passes]
+        flat = [one for one in flat if kind_of(one) in passes]
         if schedule == "1f1b":
             flat = _renumbered(flat)
         flat = [one for one in flat if one.microbatch_index < microbatches]
         kept[place] = merge_passes(flat)
     found = add_transfers(kept, rank_of, stages)
-    return tuple(
-        Action(one.computation_type.value, one.stage_index, one.microbatch_index)
-        for one in found[rank]
-    )
+    return tuple(Action(kind_of(one), one.stage_index, one.microbatch_index) for one in found[rank])
 
 
 def bubble(schedule: ScheduleName, pp: int, virtual: int, microbatches: int) -> float | None:
@@ -146,7 +144,7 @@ def _renumbered(actions: list[Any]) -> list[Any]:
     """
     numbers = itertools.count()
     return [
-        one._replace(microbatch_index=next(numbers)) if one.computation_type.value == "F" else one
+        one._replace(microbatch_index=next(numbers)) if kind_of(one) == "F" else one
         for one in actions
     ]
 
@@ -174,8 +172,6 @@ def _torch_schedules() -> tuple[Any, Any, Any]:
 
         # torch 2.13, distributed/pipelining/schedules.py.
         merge_passes, add_transfers = schedules._merge_bw, schedules._add_send_recv
-        if not hasattr(schedules, "ScheduleDualPipeV"):
-            raise AttributeError("ScheduleDualPipeV")
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"mesh: pp needs the schedules of torch.distributed.pipelining as torch 2.13 has them, "

@@ -139,8 +139,10 @@ def _chain(model: nn.Module, given: Stages | None) -> tuple[str, ...]:
     if len(holders) > 1:
         raise ConfigError(
             f"mesh: the model has several rows of repeated blocks ({first_few(sorted(holders))}), "
-            "and pp cuts one. Name the modules of each stage by stages=[[…], […]], or use "
-            "dp_shard, which divides any model."
+            "and pp cuts one. Name the modules of each stage by stages=[[…], […]]; but where the "
+            "blocks of one row are given more of another than the hidden state, as decoder blocks "
+            "are given the encoder's output, no cut will do. Then use dp_shard, which divides any "
+            "model."
         )
     if twice := sorted({name for name in found if found.count(name) > 1}):
         raise ConfigError(

@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from unipar.engine import PassClock, StageCall, backward_pass
 from unipar.errors import ConfigError
 from unipar.world import World
+from unipar_torch.stage_attributes import AttributeUse
 from unipar_torch.stage_buffers import BufferChanges
 from unipar_torch.stage_checks import NUM_COMPARED, check_loss, compare, digest, run_checked
 from unipar_torch.stage_modules import Stage
@@ -69,7 +70,8 @@ class StageSchedule:
         # A model may compute something else in evaluation.
         self.unchecked = {(stage, training) for stage in self.stages for training in (True, False)}
         self.changes: BufferChanges | None = None
-        """Of the first batch of training."""
+        self.attributes: AttributeUse | None = None
+        """Of the first batch of training, as the changes of buffers."""
         self._compared = False
 
     def run(self, calls: Sequence[StageCall], *, training: bool) -> None:
@@ -79,12 +81,13 @@ class StageSchedule:
         if not training or self._compared:
             batch.run(order_of(*args, training=training))
             return
-        self.changes = BufferChanges()
+        self.changes, self.attributes = BufferChanges(), AttributeUse()
         try:
             batch.run(order_of(*args, training=training))
             self.changes.check(self.stages[self._place], self.peers, self.name, self.world)
+            self.attributes.check(self.world)
         finally:
-            self.changes = None
+            self.changes = self.attributes = None
         self._compared = True
 
     def bubble(self, microbatches: int) -> float | None:
@@ -153,8 +156,10 @@ class _Batch:
             received.requires_grad_()
         check = (index, self._training) in self._schedule.unchecked
         changes = self._schedule.changes
-        watching = changes.counting(stage) if changes is not None else nullcontext()
-        with self._computing(), call.computing(), watching:
+        counting = changes.counting(stage) if changes is not None else nullcontext()
+        uses = self._schedule.attributes
+        watching = uses.watching(stage) if uses is not None else nullcontext()
+        with self._computing(), call.computing(), counting, watching:
             run = run_checked if check else Stage.run
             output = run(stage, args, kwargs, received)
             if key in self._told:

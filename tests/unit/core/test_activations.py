@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
@@ -18,6 +21,7 @@ from torch.nn import functional
 from unipar.engine import checkpoint_activations, offload_activations
 from unipar.engine.checks import check_capabilities
 from unipar.engine.offload import Copies, Offloaded
+from unipar.engine.repeatable import explain_recomputed
 from unipar.errors import ConfigError
 from unipar.strategy import Capabilities, Engine, EngineSpec, Strategy, StrategyOptions
 from unipar.strategy.registry import resolve
@@ -221,6 +225,243 @@ def test_a_block_that_changes_its_buffers_is_refused(
         model(x[0])
 
 
+class Stateful(nn.Module):
+    """A block that keeps something of its own from pass to pass; its kinds say what.
+
+    Those of ``harmless`` change nothing that a second computation could see.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.kind, self.calls, self.scale = kind, 0, 1.0
+        self.mean: torch.Tensor | None = None
+        self.seen: tuple[int, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, scale = x.detach().mean((0, 1)), torch.ones(())
+        if self.kind == "parameter":
+            with torch.no_grad():
+                scale = self.frozen.lerp_(mean, 0.2).clone()
+        elif self.kind == "data":
+            self.frozen.data = self.frozen.data.lerp(mean, 0.2)
+            scale = self.frozen
+        elif self.kind == "trained":
+            self.linear.bias.data.add_(0.1)
+        elif self.kind == "count":
+            self.calls += 1
+            scale = torch.tensor(self.calls / 10)
+        elif self.kind == "number":
+            self.scale = 0.9 * self.scale + 0.1 * float(mean[0])
+            scale = torch.tensor(self.scale)
+        elif self.kind == "tensor":
+            scale = self.mean = mean if self.mean is None else self.mean.lerp(mean, 0.2)
+        elif self.kind == "kept":
+            self.mean, self.scale, self.calls = self.linear(x).detach(), float(mean[0]), len(x)
+        elif self.kind == "settles":
+            self.mean = mean * 0.0 + 1.0 if self.mean is None else self.mean
+            self.calls = min(self.calls + 1, 1)
+        return x + self.other(functional.gelu(self.linear(x)) * scale)
+
+
+def repeat(model: nn.Module, x: torch.Tensor, passes: int = 3) -> list[torch.Tensor]:
+    """Train without momentum; the weights."""
+    for number in range(passes):
+        model(x + number).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("parameter", "changes its parameter 'frozen'"),
+        ("data", "changes its parameter 'frozen'"),
+        ("trained", r"changes its parameter 'linear\.bias'"),
+        ("count", r"changes its attribute 'calls' \(1 after the forward pass, 2 after"),
+        ("number", "changes its attribute 'scale'"),
+        ("tensor", "changes its attribute 'mean'|does not compute what it did"),
+    ],
+)
+def test_a_block_that_changes_what_it_computes_from_is_refused(
+    x: torch.Tensor, policy: str, kind: str, says: str
+) -> None:
+    model = nn.Sequential(nn.Sequential(Stateful(kind), Stateful(kind)))
+    checkpoint_activations(model, policy)
+    with pytest.raises(ConfigError, match=f"computes Stateful twice, .*({says})"):
+        repeat(model, x)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("kind", ["nothing", "kept", "settles"])
+def test_a_block_that_keeps_what_it_has_computed_trains(
+    x: torch.Tensor, policy: str, kind: str
+) -> None:
+    torch.manual_seed(0)
+    block = Stateful(kind)
+    # Once with other weights, and once the same: what it keeps is of another pass by then.
+    model = nn.Sequential(nn.Sequential(block, Stateful(kind), block))
+    expected = copy.deepcopy(model)
+    checkpoint_activations(model, policy)
+    for found, weight in zip(repeat(model, x), repeat(expected, x), strict=True):
+        assert torch.equal(found, weight)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_an_attribute_that_is_given_another_value_meanwhile_is_refused(
+    x: torch.Tensor, policy: str
+) -> None:
+    class Stepped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Stateful("nothing"), Stateful("nothing")])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number in range(3):
+                self.blocks[0].calls = number
+                x = self.blocks[0](x)
+            return x
+
+    model = Stepped()
+    checkpoint_activations(model, policy)
+    with pytest.raises(ConfigError, match=r"another value of its attribute 'calls' \(1 .* 2 "):
+        repeat(model, x)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("draw", "says"), [(random.random, "Python's random"), (numpy.random.rand, r"numpy\.random")]
+)
+def test_a_block_that_draws_other_numbers_the_second_time_is_refused(
+    x: torch.Tensor, policy: str, draw: Any, says: str
+) -> None:
+    class Drawing(Writing):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            return given + self.other(torch.tanh(self.linear(given)) * draw())
+
+    model = Passing(lambda x: x)
+    model.blocks = nn.ModuleList([Drawing(), Drawing()])
+    checkpoint_activations(model, policy)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(ConfigError, match=rf"Drawing twice, .* numbers of {says}.* by torch"):
+        model(x)
+
+
+class Holder:
+    """An object with a tensor."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.extra = x, {"depth": [0]}
+
+
+class Writing(nn.Module):
+    """A block that writes its result into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Any) -> Any:
+        x = given["x"] if isinstance(given, dict) else getattr(given, "x", given)
+        y = self.other(torch.tanh(self.linear(x)))
+        if isinstance(given, dict):
+            given["x"] = x + y
+        elif isinstance(given, Holder):
+            given.x = x + y
+        else:
+            given = given.add_(y)
+        return given
+
+
+class Passing(nn.Module):
+    def __init__(self, into: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks, self.into = nn.ModuleList([Writing(), Writing()]), into
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.into(x * 1.0)
+        for block in self.blocks:
+            given = block(given)
+        return given["x"] if isinstance(given, dict) else getattr(given, "x", given)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective", ("Writing",)], ids=str)
+@pytest.mark.parametrize(
+    ("into", "says"),
+    [
+        (lambda x: {"x": x}, r"argument 1\['x'\]"),
+        (Holder, r"argument 1\.x"),
+        (lambda x: x, "argument 1"),
+    ],
+    ids=["dict", "object", "tensor"],
+)
+def test_a_block_that_changes_its_arguments_is_refused(
+    x: torch.Tensor, policy: Any, into: Any, says: str
+) -> None:
+    model = Passing(into)
+    checkpoint_activations(model, policy)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(ConfigError, match=rf"Writing twice, .* given \({says}\).*return"):
+        model(x)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("more", [True, False])
+def test_a_block_that_computes_something_else_the_second_time_is_explained(
+    x: torch.Tensor, policy: str, more: bool
+) -> None:
+    taken: list[int] = []
+
+    class Taking(Writing):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            taken.append(0)
+            first = len(taken) <= 2
+            y = given.sin().exp() if first is not more else given
+            return given + self.other(torch.tanh(self.linear(y)))
+
+    model = Passing(lambda x: x)
+    model.blocks = nn.ModuleList([Taking(), Taking()])
+    checkpoint_activations(model, policy)
+    with pytest.raises((RuntimeError, ConfigError)) as caught:
+        model(x.requires_grad_()).sum().backward()
+    # Torch's, which a session explains.
+    raised = caught.value
+    words = str(raised) if isinstance(raised, ConfigError) else explain_recomputed(raised)
+    assert re.search("twice.* does not compute what it did", words)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_layers_of_transformers_fill_no_cache_where_they_are_computed_twice(
+    policy: str, attention: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": attention}
+    config = transformers.LlamaConfig(**sizes, **heads)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).train()
+    expected = copy.deepcopy(model)
+    tokens = torch.randint(64, (2, 12))
+    expected(input_ids=tokens, labels=tokens).loss.backward()
+    undo = checkpoint_activations(model, policy)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    for found, weight in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, weight.grad, rtol=1e-6, atol=1e-8)
+    with pytest.raises(ConfigError, match=r"LlamaDecoderLayer twice, .*use_cache=False"):
+        model(input_ids=tokens, labels=tokens, use_cache=True)
+    undo()
+    assert model.config.use_cache is True
+
+
 def test_a_compiled_block_updates_its_buffers_once(x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Sequential(Normed(), Normed()))
     expected = copy.deepcopy(model)
@@ -309,21 +550,23 @@ def test_views_come_back_as_views_of_one_storage(on_host: Callable[[], list[Offl
     del output, kept, mine
 
 
+@pytest.mark.parametrize("operation", [lambda y: y * y, torch.exp], ids=["input", "output"])
+@pytest.mark.parametrize("size", [512, 16], ids=["moved", "too small to move"])
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_is_changed_in_place_afterwards_is_an_error_of_autograds(
-    on_host: Callable[[], list[Offloaded]], offload: bool
+    on_host: Callable[[], list[Offloaded]], offload: bool, size: int, operation: Any
 ) -> None:
     class Changing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = x * 1.0
-            squared = y * y
+            made = operation(y)
             with torch.no_grad():
-                y[:8].add_(1.0)
-            return squared
+                (made if operation is torch.exp else y)[:8].add_(1.0)
+            return made * 1.0
 
     model = Changing()
     offload_activations(model, offload)
-    output = model(torch.ones(512, requires_grad=True))
+    output = model(torch.ones(size, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"inplace operation: .* version 1; expected version 0"):
         output.sum().backward()
     del output

@@ -123,6 +123,14 @@ def test_stages_train_as_the_whole_does_and_are_saved_by_its_names(tmp_path: Pat
         torch.testing.assert_close(weight, model.get_parameter(name), rtol=1e-6, atol=1e-6)
 
 
+def test_an_attribute_of_the_whole_model_is_missing_and_its_layers_are_there_by_name() -> None:
+    stages = cut(build())
+    assert not hasattr(stages, "layers")
+    with pytest.raises(AttributeError, match=r"'layers'.* stages of a pipeline .*named_modules"):
+        _ = stages.layers
+    assert isinstance(dict(stages.named_modules())["layers.2"], nn.Linear)
+
+
 def test_a_whole_batch_is_evaluated_in_one_run_of_the_schedule() -> None:
     engine = staged()
     batch = batches()[0]

@@ -85,6 +85,24 @@ def test_the_version_that_is_named_has_it() -> None:
         assert not hasattr(FSDPModule, "reset_iter_state")
 
 
+def test_float8_is_refused_where_torchao_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if HERE >= (2, 11):
+        torch_versions.check_torchao()
+    monkeypatch.delattr(torch.nn.functional, "ScalingType", raising=False)
+    with pytest.raises(ConfigError, match=r"imported under torch .* Use torch 2\.11"):
+        torch_versions.check_torchao()
+
+
+def test_pipelines_that_split_backward_passes_are_refused_where_gradients_are_others() -> None:
+    if HERE >= (2, 13):
+        torch_versions.check_split_passes("zero-bubble")
+    if HERE <= (2, 11):
+        with pytest.raises(ConfigError, match=r"'zero-bubble' .*'1f1b' .*use torch 2\.13"):
+            torch_versions.check_split_passes("zero-bubble")
+
+
 def test_dtensors_keep_arguments_apart() -> None:
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
