@@ -48,10 +48,12 @@ def check_loss(loss: object, *, training: bool) -> None:
         )
     if is_dtensor(value):
         raise ConfigError(
-            "the loss is a DTensor: it was computed from parameters of the model outside of its "
-            "forward pass, where each rank holds a shard of them. Compute it from what model(...) "
-            "returns. A penalty of the weights is weight_decay of the optimizer, or is computed "
-            "in the model's forward and returned with its output."
+            "the loss is a DTensor: it was computed from parameters of the model where each rank "
+            "holds a shard of them, which is everywhere but in the model's forward pass; in it, "
+            "too, for layers that ranks divide (tp). Compute it from what layers give. A penalty "
+            "of the weights is weight_decay of the optimizer; under a strategy that divides no "
+            "layers, such as 'fsdp', it may be computed in the model's forward and returned with "
+            "its output."
         )
     if value.numel() != 1:
         raise ConfigError(

@@ -18,6 +18,7 @@ from unipar.config import RunFields, validate
 from unipar.data import Loader
 from unipar.data.batch import Batch
 from unipar.data.feed import copies_to, fed, pins_for
+from unipar.data.randomness import draw_alike
 from unipar.engine import Undo, refuse_copies
 from unipar.engine.checks import (
     CheckedModel,
@@ -342,6 +343,7 @@ class Session:
         if stream > 0:
             # The first keeps that of a plain loop.
             torch.manual_seed(self._seed + 1_000_003 * stream)
+        draw_alike(self.world)
         return engine
 
     def _opened(self, asked: str | Path, name: str) -> InitialWeights:

@@ -1,4 +1,4 @@
-"""Random numbers that a piece of code has for itself."""
+"""Random numbers of Python's and NumPy's generators: whose they are."""
 
 from __future__ import annotations
 
@@ -10,9 +10,28 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
+from unipar.world import World
+
+
+def draw_alike(world: World) -> None:
+    """Let ranks that hold parts of the same layers draw the same from ``random`` and NumPy.
+
+    Each takes the state of the first of them, which stays as its process or its user has seeded it.
+    Collective.
+    """
+    streams = [world.layout.stream(rank) for rank in range(world.size)]
+    if len(set(streams)) == world.size:
+        return
+    states = world.gather((random.getstate(), np.random.get_state(legacy=False)))
+    python, numpy = states[streams.index(streams[world.rank])]
+    random.setstate(python)
+    np.random.set_state(numpy)
+
 
 class OwnRandomness:
-    """Within ``with``, Python's, NumPy's and torch's CPU generators are this object's alone.
+    """Random numbers that a piece of code has for itself.
+
+    Within ``with``, Python's, NumPy's and torch's CPU generators are this object's alone.
 
     They begin at ``seed``, go on at each ``with`` where the last one ended, and the process's own
     generators are afterwards as they were. (Only the second of a pair of normal deviates, which

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -322,6 +323,139 @@ def test_a_plan_that_changes_the_model_is_refused_in_the_first_pass(
     scenario, plan, said = WRONG[name]
     with pytest.raises(ConfigError, match=said):
         kit_of(world_pool, plan=plan).train(replace(scenario, num_steps=1))
+
+
+class Branching(Scaled):
+    """In training it does otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("fired", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.up(x))
+        return x + self.down(self.trained(inner) if self.training else inner)
+
+    def trained(self, inner: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Centered(Branching):
+    """Hidden units are coupled."""
+
+    def trained(self, inner: torch.Tensor) -> torch.Tensor:
+        return inner - inner.mean(-1, keepdim=True)
+
+
+class Firing(Branching):
+    """Counts for each hidden unit."""
+
+    def trained(self, inner: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.fired += (inner > 0).flatten(0, -2).sum(0)
+        return inner
+
+
+class Noisy(Branching):
+    """Random numbers for each hidden unit."""
+
+    def trained(self, inner: torch.Tensor) -> torch.Tensor:
+        return inner * torch.rand_like(inner)
+
+
+class OfPython(Branching):
+    """Random numbers that ranks have each for themselves."""
+
+    def trained(self, inner: torch.Tensor) -> torch.Tensor:
+        return inner * random.random()
+
+
+def network_of(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = ScaledNetwork()
+        model.blocks = nn.ModuleList(kind() for _ in range(2))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Centered, r"dividing 'blocks\.0' \(Centered\).*: output 0 is \d"),
+        (Firing, r"\(Firing\).*divided, it raises RuntimeError"),
+        (Noisy, r"\(Noisy\).*draws other random numbers where it is divided"),
+        (OfPython, r"'blocks\.0' \(OfPython\) draws from Python's random"),
+    ],
+)
+def test_what_blocks_do_in_training_alone_is_checked(
+    kind: Callable[[], nn.Module], said: str, world_pool: WorldPools
+) -> None:
+    plan = {**SCALED, "blocks.*": "replicated_with_grad_allreduce"}
+    with pytest.raises(ConfigError, match=said):
+        kit_of(world_pool, plan=plan).train(replace(PLAIN, model=network_of(kind), num_steps=1))
+
+
+class Averaging(models.DecoderBlock):
+    """In training it mixes positions."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y + x.mean(1, keepdim=True) if self.training else y
+
+
+def averaging() -> nn.Module:
+    model = models.Decoder()
+    model.blocks = nn.ModuleList(Averaging(16, 4, 2) for _ in range(2))
+    return model
+
+
+def test_blocks_that_mix_positions_in_training_alone_are_refused_where_sequences_are_divided(
+    world_pool: WorldPools,
+) -> None:
+    kit = kit_of(world_pool, plan=PAIRS, sequence_parallel=True)
+    with pytest.raises(ConfigError, match=r"\(Averaging\).*output 0 is \d"):
+        kit.train(replace(DECODER, model=averaging, num_steps=1))
+
+
+class Keeping(nn.Module):
+    """Statistics, a count, a list and dropout, all of which a trial of it would change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.count, self.seen = 0, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.count += 1
+            self.seen.append(self.count)
+        return x + self.down(nn.functional.dropout(self.up(self.norm(x)), 0.5, self.training))
+
+
+def kept(placement: Placement, model: nn.Module) -> tuple[Any, Any]:
+    """What blocks keep after a step, and what a rank draws then."""
+    with unipar.Session("mesh:tp=2", device="cpu", placement=placement) as session:
+        engine = session.prepare(model, optimizer="sgd")
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+        engine.train_step(
+            Batch((MicroBatch(x, 16),), 16), lambda model, x: model(x).square().mean()
+        )
+        blocks: Any = engine.module.get_submodule("blocks")
+        return [
+            (block.norm.num_batches_tracked.item(), block.count, list(block.seen))
+            for block in blocks
+        ], torch.rand(2).tolist()
+
+
+def test_checks_leave_nothing_behind(world_pool: WorldPools) -> None:
+    for blocks, drawn in world_pool(2).run(kept, network_of(Keeping)()):
+        assert blocks == [(1, 1, [0, 1])] * 2
+        torch.manual_seed(0)
+        for _ in range(2):
+            nn.functional.dropout(torch.ones(16, 4))
+        assert drawn == torch.rand(2).tolist()
 
 
 def test_parts_of_blocks_that_are_gathered_by_themselves_are_checked(

@@ -497,6 +497,14 @@ class Capped(models.Experts):
         return super().forward(hidden_states, top_k_index, kept)
 
 
+class Centered(models.Experts):
+    """In training it looks at all tokens at once."""
+
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
+        made = super().forward(hidden_states, top_k_index, top_k_weights)
+        return made - made.mean(0) if self.training else made
+
+
 def of_experts(kind: type[models.Experts]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = models.with_experts(models.Network())
@@ -512,6 +520,7 @@ def of_experts(kind: type[models.Experts]) -> Callable[[], nn.Module]:
     [
         (Averaged, r"experts of 'blocks\.1\.up\.mixture\.experts' \(Averaged.*the output is \d"),
         (Capped, r"\(Capped.*the output is \d"),
+        (Centered, r"\(Centered.*the output is \d"),
         (Counting, r"\(Counting.*divided, it raises RuntimeError"),
     ],
 )

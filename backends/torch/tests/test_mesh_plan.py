@@ -136,6 +136,91 @@ def test_looking_for_a_plan_seeds_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     assert make_plan(nn.Sequential(Masked(True), Masked(True)), 2).styles
 
 
+class Coupled(nn.Module):
+    """In training it couples what two layers hand on; in evaluation it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.relu(self.up(x))
+        return x + self.down(inner - inner.mean(-1, keepdim=True) if self.training else inner)
+
+
+def test_layers_that_are_coupled_in_training_alone_are_left_whole() -> None:
+    with pytest.raises(ConfigError, match=r"Coupled: up and down are left whole: the sum of"):
+        make_plan(nn.Sequential(Coupled(), Coupled()), 2)
+
+
+def test_layers_of_a_block_may_share_a_weight() -> None:
+    model = nn.Sequential(Masked(True), Masked(True))
+    for block in model:
+        block.k.weight = block.q.weight
+    assert make_plan(model, 2).styles["0.k"] == "colwise"
+
+
+def test_weights_that_other_layers_have_too_are_left_whole_and_said_to_be() -> None:
+    model = nn.Sequential(Masked(True), Masked(True))
+    for block in model:
+        block.out.weight = block.q.weight
+    with pytest.raises(ConfigError, match=r"0: .* left whole: 0\.q and 0\.out have one weight"):
+        make_plan(model, 2)
+    blocks = nn.Sequential(Leaving([]), Leaving([]))
+    tied: Any = nn.ModuleDict({"tokens": nn.Embedding(16, 8), "blocks": blocks})
+    tied.tokens.weight = blocks.get_parameter("1.up.weight")
+    plan = make_plan(tied, 2)
+    assert set(plan.styles) == {"blocks.0.up", "blocks.0.down"}
+    (note,) = plan.notes
+    assert "tokens and blocks.1.up have one weight" in note
+
+
+class Placed(nn.Module):
+    """It makes tensors of its own, on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1], device="cpu").unsqueeze(-1)
+        return x + self.down(torch.relu(self.up(x + places)))
+
+
+def test_a_block_that_cannot_be_traced_is_named_with_its_error() -> None:
+    said = r"Placed: it could not be run .* \(RuntimeError: .*cpu.*, on the meta device\)"
+    with pytest.raises(ConfigError, match=said):
+        make_plan(nn.Sequential(Placed(), Placed()), 2)
+
+
+class Leaving(nn.Module):
+    """It leaves what it computes in a list, for a loss to read."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.seen = nn.Linear(8, 16), nn.Linear(16, 8), seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.square().mean())
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_looking_for_a_plan_leaves_nothing_in_modules() -> None:
+    model = nn.Sequential(Leaving([]), Leaving([]))
+    for block in model:
+        block.up.register_forward_hook(lambda *_, seen=block.seen: seen.append(torch.ones(1)))
+    assert make_plan(model, 2).styles
+    assert not any(block.seen for block in model)
+
+
+def test_what_it_leaves_elsewhere_is_explained() -> None:
+    strategy = MeshStrategy(MeshOptions(tp=2))
+    with pytest.raises(NotImplementedError) as raised:
+        torch.ones((), device="meta").to("cpu")
+    assert "puts tensors into a list" in strategy.explain(raised.value)
+    assert not MeshStrategy(MeshOptions()).explain(raised.value)
+
+
 def test_nothing_to_divide_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"up and down are left whole.* plan=\{"):
         make_plan(nn.Sequential(Normed(), Normed()), 2)

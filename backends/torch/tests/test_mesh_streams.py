@@ -3,8 +3,10 @@ layers, and nowhere else."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -42,3 +44,21 @@ def test_dropout_after_a_checkpoint_differs_between_stages_and_replicas_alone(
     first, second = world_pool(2).run(drawn, loaded, tmp_path, True)
     assert (first == second) == (loaded == "mesh:tp=2")
     assert ([first, second] == before) == same
+
+
+def drawn_on_host(placement: Placement, strategy: str) -> tuple[float, float]:
+    """What a rank draws from generators that it has seeded for itself."""
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        random.seed(placement.rank)
+        np.random.seed(placement.rank)
+        session.prepare(models.Decoder, optimizer="sgd")
+        return random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize(("strategy", "same"), [("mesh:tp=2", True), ("ddp", False)])
+def test_pythons_and_numpys_numbers_are_alike_where_ranks_hold_parts_of_the_same_layers(
+    strategy: str, same: bool, world_pool: WorldPools
+) -> None:
+    first, second = world_pool(2).run(drawn_on_host, strategy)
+    assert first == (random.Random(0).random(), np.random.RandomState(0).rand())
+    assert (first == second) == same

@@ -1,8 +1,8 @@
 """Divided experts held against whole ones, with numbers: once, in the first pass.
 
-In fp32, on a few of the tokens that a layer of each kind was given, sent to experts of every rank:
-its output, and the gradients of tokens, of weights and of each parameter. What differs is refused
-by name.
+In the mode in which it is called, in fp32, without dropout, on a few of the tokens that a layer of
+each kind was given, sent to experts of every rank: its output, and the gradients of tokens, of
+weights and of each parameter. What differs is refused by name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from unipar.errors import ConfigError
 from unipar.world import World
 from unipar_torch.expert_plan import ExpertPlan
 from unipar_torch.layer_checks import TOLERANCE, _apart, _difference, _factors, _settings, visible
+from unipar_torch.trials import trial
 
 Dispatched = Callable[..., torch.Tensor]
 
@@ -44,7 +45,7 @@ def check_in_first_pass(
         module = model.get_submodule(name)
         kinds.setdefault((type(module), _settings(module)), name)
     for name in kinds.values():
-        _Check(name, model.get_submodule(name), plan, world, dispatched).install()
+        _Check(name, model, plan, world, dispatched).install()
 
 
 def _uneven(tokens: int, k: int, experts: int) -> torch.Tensor:
@@ -62,9 +63,10 @@ def _uneven(tokens: int, k: int, experts: int) -> torch.Tensor:
 
 class _Check:
     def __init__(
-        self, name: str, experts: nn.Module, plan: ExpertPlan, world: World, dispatched: Dispatched
+        self, name: str, model: nn.Module, plan: ExpertPlan, world: World, dispatched: Dispatched
     ) -> None:
-        self._name, self._experts, self._world = name, experts, world
+        self._name, self._model, self._world = name, model, world
+        self._experts = experts = model.get_submodule(name)
         self._source, self._counts = plan.source, plan.counts[name]
         self._dispatched = dispatched
         # FSDP gives it another class.
@@ -74,10 +76,14 @@ class _Check:
     def install(self) -> None:
         experts = self._experts
         divided = experts.forward
+        done: set[bool] = set()
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            experts.forward = divided
-            self._compare(args, kwargs)
+            if experts.training:
+                experts.forward = divided
+            if experts.training not in done:
+                done.add(experts.training)
+                self._compare(args, kwargs)
             return divided(*args, **kwargs)
 
         experts.forward = torch.compiler.disable(checked)
@@ -103,7 +109,7 @@ class _Check:
             key: p for key, p in experts._parameters.items() if isinstance(p, DTensor)
         }
         number = min(_EXPERTS, *(p.to_local().shape[0] for p in held.values()))
-        with _apart(experts, self._world.device):
+        with _apart(self._world.device):
             own = {
                 key: visible(p.detach().to_local()[:number].float(), place).clone()
                 for place, (key, p) in enumerate(held.items())
@@ -161,7 +167,7 @@ class _Check:
         wanted = {f"the gradient of {key}": p.requires_grad_() for key, p in parameters.items()}
         tokens, shares = tokens.clone().requires_grad_(), shares.clone().requires_grad_()
         wanted |= {"the gradient of tokens": tokens, "the gradient of weights": shares}
-        with self._replaced(parameters, number):
+        with self._replaced(parameters, number), trial(self._model, self._world.device):
             output = compute(tokens, numbers, shares)
             seen = {"the output": output.detach()}
             total = (output * _factors(output)).sum()

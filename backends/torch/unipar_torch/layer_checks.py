@@ -1,8 +1,9 @@
 """A plan held against numbers: in the first pass one block of each kind runs whole and divided.
 
-In fp32, without dropout, on what the block was given, cut to a few samples: its output, and the
-gradients of its inputs and of each of its parameters. What differs is refused by name. Parameters
-that begin at nothing have other values meanwhile, for behind them nothing is seen.
+In the mode in which it is called, in fp32, without dropout, on what the block was given, cut to a
+few samples: its output, and the gradients of its inputs and of each of its parameters. What differs
+is refused by name. Parameters that begin at nothing have other values meanwhile, for behind them
+nothing is seen.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from unipar.world import World
 from unipar_torch.layer_cuts import Activations, is_gathered
 from unipar_torch.sequences import hidden_of, mapped, with_hidden
 from unipar_torch.tensor_plan import STYLES, TensorPlan
+from unipar_torch.trials import Draws, digest, host_generators, trial
 
 Undo = Callable[[], None]
 TOLERANCE = 1e-3
 """The largest difference that is rounding in fp32, relative to the largest element of a tensor.
 What plans get wrong is off by a factor."""
 _SAMPLES = 2
+_VECTORS = 16
+"""Samples of one position: statistics of two of them are those of no more than a sign."""
 _NOTHING = 1e-2
 """Below this, what comes before a parameter is lost beside what passes it by: biases, gates and
 last layers of branches that begin at zero, factors of 1e-6."""
@@ -74,7 +78,8 @@ def check_in_first_pass(
             )
         checked[""] = around
     return [
-        _Check(name, block, plan, activations, world).install() for name, block in checked.values()
+        _Check(name, block, model, plan, activations, world).install()
+        for name, block in checked.values()
     ]
 
 
@@ -104,17 +109,23 @@ def _settings(block: nn.Module) -> tuple[Any, ...]:
 
 
 class _Check:
-    """Compares one block with itself, once; and again once gradients are asked for."""
+    """Compares one block with itself, once in each mode; and again once gradients are asked for."""
 
     def __init__(
-        self, name: str, block: nn.Module, plan: TensorPlan, activations: Activations, world: World
+        self,
+        name: str,
+        block: nn.Module,
+        model: nn.Module,
+        plan: TensorPlan,
+        activations: Activations,
+        world: World,
     ) -> None:
-        self._name, self._block, self._plan = name, block, plan
+        self._name, self._block, self._model, self._plan = name, block, model, plan
         # FSDP gives it another.
         self._kind = type(block).__name__
         self._activations, self._world = activations, world
-        # With gradients, and without.
-        self._done: set[bool] = set()
+        # In training or not, with gradients or without.
+        self._done: set[tuple[bool, bool]] = set()
 
     def install(self) -> Undo:
         block = self._block
@@ -122,9 +133,12 @@ class _Check:
         compare: Any = torch.compiler.disable(self._compare)
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            wanted = torch.is_grad_enabled()
-            if wanted not in self._done and True not in self._done:
-                self._done.add(wanted)
+            gradients = torch.is_grad_enabled()
+            mode = block.training, gradients
+            # Evaluation comes after training at times when not all ranks have samples.
+            known = mode in self._done or (not gradients and any(done[1] for done in self._done))
+            if not known:
+                self._done.add(mode)
                 compare(args, kwargs)
             return self._forward(*args, **kwargs)
 
@@ -132,10 +146,21 @@ class _Check:
         return lambda: block.__dict__.pop("forward", None)
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = self._problem(args, kwargs)
+        problem, drawn = self._problem(args, kwargs)
+        stream = self._world.layout.stream(self._world.rank)
+        state = None if drawn is None else (stream, drawn)
         # Other stages of a pipeline have other blocks, and come to them at other times.
         axis = "tp" if self._world.layout.pp > 1 else None
-        problem = next(filter(None, self._world.gather(found, axis)), None)
+        found = self._world.gather((problem, state), axis)
+        states = {state for _, state in found if state is not None}
+        if len(states) > len({stream for stream, _ in states}):
+            raise ConfigError(
+                f"mesh: '{self._name or 'the model'}' ({self._kind}) draws from Python's random or "
+                "from numpy.random in its forward, and ranks that hold parts of its layers do not "
+                "draw the same numbers there. Draw from torch, as ranks along tp do alike; or let "
+                "all of them draw as often before."
+            )
+        problem = next(filter(None, (said for said, _ in found)), None)
         if problem:
             layers = [
                 n for n in self._plan.styles if n.startswith(f"{self._name}.") or not self._name
@@ -149,23 +174,34 @@ class _Check:
                 "Parameters between divided layers are 'replicated_with_grad_allreduce'."
             )
 
-    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        with _apart(self._block, self._world.device), _gathered(self._block):
+    def _problem(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str | None]:
+        """What differs; and the state of the host's generators, empty if the block lets them be.
+
+        ``None`` if that is not known.
+        """
+        generators = digest(host_generators())
+        with _apart(self._world.device), _gathered(self._block):
             try:
-                divided = self._run(args, kwargs, whole=False)
+                divided, draws = self._run(args, kwargs, whole=False)
             except (ConfigError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
-                return f"divided, it raises {type(error).__name__} ({str(error)[:160]})"
-            whole = self._run(args, kwargs, whole=True)
+                return f"divided, it raises {type(error).__name__} ({str(error)[:160]})", None
+            whole, expected_draws = self._run(args, kwargs, whole=True)
+        drawn = generators if draws.on_host else ""
         largest = max((t.abs().max().item() for t in whole.values() if t.numel()), default=0.0)
         for what, expected in whole.items():
             if said := _difference(divided.get(what), expected, TOLERANCE * largest):
-                return f"{what} {said}"
-        return ""
+                if draws.torch != expected_draws.torch:
+                    said += (
+                        " (it draws other random numbers where it is divided: by "
+                        "torch.nn.functional.dropout, which is left out here, it may)"
+                    )
+                return f"{what} {said}", drawn
+        return "", drawn
 
-    def _run(self, args: Any, kwargs: Any, *, whole: bool) -> dict[str, torch.Tensor]:
-        """Outputs and gradients, whole, by what they are."""
+    def _run(self, args: Any, kwargs: Any, *, whole: bool) -> tuple[dict[str, torch.Tensor], Draws]:
+        """Outputs and gradients, whole, by what they are; and the random numbers drawn for them."""
         sequence = self._activations.outside.is_shard()
         hidden = hidden_of(args, kwargs)
         args, kwargs = _in_fp32(args, kwargs, _rows(hidden))
@@ -176,7 +212,10 @@ class _Check:
         if takes:
             hidden = hidden.detach().requires_grad_()
             args, kwargs = with_hidden(args, kwargs, hidden)
-        with _replaced(self._block, self._plan, self._name, whole, self._activations) as held:
+        with (
+            _replaced(self._block, self._plan, self._name, whole, self._activations) as held,
+            trial(self._model, self._world.device) as draws,
+        ):
             output = self._forward(*args, **kwargs)
             if sequence and not whole:
                 output = mapped(output, self._activations.gather_sequence)
@@ -190,10 +229,10 @@ class _Check:
                 if one.requires_grad:
                     wanted[f"what else it is given (tensor {number})"] = one
             if not wanted:
-                return seen
+                return seen, draws
             total = sum((t * _factors(t)).sum() for t in given)
             if not isinstance(total, torch.Tensor) or not total.requires_grad:
-                return seen
+                return seen, draws
             gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
             for name, gradient in zip(wanted, gradients, strict=True):
                 if gradient is None:
@@ -205,7 +244,7 @@ class _Check:
                 elif takes and name == "its input" and sequence and not whole:
                     gradient = self._activations.gather_sequence(gradient)
                 seen[f"the gradient of {name}"] = gradient.detach()
-        return seen
+        return seen, draws
 
 
 @contextlib.contextmanager
@@ -253,6 +292,7 @@ def _in_fp32(args: Any, kwargs: Any, rows: int | None) -> tuple[Any, Any]:
         and all(t.shape[0] in (rows, 1) or t.ndim == 1 for t in tensors)
         and not any(size == rows for t in tensors for size in t.shape[1:])
     )
+    samples = _VECTORS if max((t.ndim for t in tensors), default=0) < 3 else _SAMPLES
 
     def own(value: Any) -> Any:
         if hasattr(value, "get_seq_length"):
@@ -262,7 +302,7 @@ def _in_fp32(args: Any, kwargs: Any, rows: int | None) -> tuple[Any, Any]:
             return value
         learned, value = value.requires_grad, value.detach()
         if few and value.ndim and value.shape[0] == rows:
-            value = value[:_SAMPLES]
+            value = value[:samples]
         # The block may change it.
         value = value.clone()
         return value.float().requires_grad_(learned) if value.is_floating_point() else value
@@ -277,25 +317,17 @@ def _factors(output: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _apart(block: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let nothing of a run be noticed by what surrounds it."""
-    modes = [(module, module.training) for module in block.modules()]
-    devices = [device] if device.type == "cuda" else []
-    block.eval()
-    try:
-        with (
-            torch.random.fork_rng(devices),
-            torch.enable_grad(),
-            torch.autocast(device.type, enabled=False),
-            # Recomputation counts what a pass saves; a selective one, each operation of it
-            # (torch 2.13, utils/_python_dispatch.py and utils/checkpoint.py).
-            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-            _disable_current_modes(),
-        ):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def _apart(device: torch.device) -> Iterator[None]:
+    """Let no mode that surrounds a run change it, or count it."""
+    with (
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        # Recomputation counts what a pass saves; a selective one, each operation of it
+        # (torch 2.13, utils/_python_dispatch.py and utils/checkpoint.py).
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        _disable_current_modes(),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -326,7 +358,7 @@ def _replaced(
                     value: Any = visible(whole_value, len(copies))
                     if isinstance(own, DTensor) and not whole:
                         value = distribute_tensor(
-                            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+                            value, own.device_mesh, own.placements, src_data_rank=None
                         )
                     copies[id(parameter)] = value.detach().requires_grad_(parameter.requires_grad)
                     named[f"{part_name}.{key}".lstrip(".")] = copies[id(parameter)]

@@ -205,9 +205,30 @@ class MeshStrategy(Strategy):
     def explain(self, error: BaseException) -> str:
         from unipar.engine.sharded import explain_sharded
 
-        return explain_sharded(error, self.name) or (
-            explain_dtypes(error, self.name) if self._casts else ""
+        return (
+            explain_sharded(error, self.name)
+            or (explain_dtypes(error, self.name) if self._casts else "")
+            or (_explain_left_behind(error) if self.options.tp > 1 else "")
         )
+
+
+def _explain_left_behind(error: BaseException) -> str:
+    """Explain torch's errors about tensors of runs that divide and check layers; empty for others.
+
+    They are those of torch 2.13: of ``torch.Tensor.to`` and of its autograd engine.
+    """
+    if "Cannot copy out of meta tensor" in str(error):
+        when = "to find what can be divided, on the meta device, where tensors have no values"
+    elif "Trying to backward through the graph a second time" in str(error):
+        when = "in the first pass, to compare them with themselves undivided"
+    else:
+        return ""
+    return (
+        f"{str(error).splitlines()[0][:160]} Under tp, mesh runs blocks of the model {when}, and "
+        "calls their hooks. A block or a hook that puts tensors into a list, a dict or a cache "
+        "outside of the model leaves those of such a run there, too. Keep them in an attribute of "
+        "a module, or return them from the block."
+    )
 
 
 def _check_staged(spec: EngineSpec, pp: int) -> None:

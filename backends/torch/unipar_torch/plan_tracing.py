@@ -9,7 +9,7 @@ of an MLP after the first. Whether what lies between bears it is tried in number
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import combinations
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from unipar.errors import ConfigError, first_few
 from unipar_torch.tensor_plan import TensorPlan, blocks_by_name, check_sizes, head_counts
+from unipar_torch.trials import trial
 
 TOLERANCE = 1e-4
 """The largest difference that is rounding in fp32, relative to the largest element."""
@@ -79,10 +80,11 @@ def traced_plan(model: nn.Module, tp: int) -> TensorPlan:
     styles: dict[str, str] = {}
     counts: dict[str, tuple[str, ...]] = {}
     notes: dict[str, None] = {}
-    for name, block, shape, pairs in _traced_blocks(model):
+    found: list[tuple[str, Pair, dict[str, tuple[str, ...]]]] = []
+    for name, block, shape, pairs, problem in _traced_blocks(model):
         kind = type(block).__name__
         if shape is None:
-            notes[f"{kind}: it could not be run on a tensor of its width alone"] = None
+            notes[f"{kind}: it could not be run on a tensor of its width alone{problem}"] = None
         elif not pairs:
             notes[f"{kind}: no linear layer takes what others give, and nothing else"] = None
         for pair in pairs:
@@ -91,8 +93,15 @@ def traced_plan(model: nn.Module, tp: int) -> TensorPlan:
                 layers = f"{' + '.join(pair.columns)} and {pair.rows}"
                 notes[f"{kind}: {layers} are left whole: {problem}"] = None
                 continue
-            styles |= {f"{name}.{layer}": style for layer, style in pair.styles.items()}
-            counts |= {f"{name}.{holder}".rstrip("."): keys for holder, keys in needed.items()}
+            found.append((name, pair, needed))
+    whole = _with_other_uses(model, found)
+    for number, (name, pair, needed) in enumerate(found):
+        if number in whole:
+            layers = f"{' + '.join(pair.columns)} and {pair.rows}"
+            notes[f"{name}: {layers} are left whole: {whole[number]}"] = None
+            continue
+        styles |= {f"{name}.{layer}": style for layer, style in pair.styles.items()}
+        counts |= {f"{name}.{holder}".rstrip("."): keys for holder, keys in needed.items()}
     if not styles:
         raise ConfigError(
             "mesh: the model has no plan of its own, and none was found in its repeated blocks "
@@ -113,7 +122,7 @@ def counts_needed(model: nn.Module, plan: TensorPlan, tp: int) -> dict[str, tupl
     counts = head_counts(model, plan)
     if not counts:
         return counts
-    for name, block, shape, pairs in _traced_blocks(model):
+    for name, block, shape, pairs, _ in _traced_blocks(model):
         within = f"{name}." if name else ""
         for pair in pairs:
             if any(plan.styles.get(within + k) != style for k, style in pair.styles.items()):
@@ -134,10 +143,35 @@ def counts_needed(model: nn.Module, plan: TensorPlan, tp: int) -> dict[str, tupl
     return counts
 
 
+def _with_other_uses(model: nn.Module, found: Sequence[tuple[str, Pair, Any]]) -> dict[int, str]:
+    """Pairs, by number, of which a weight is also that of a layer that is divided otherwise."""
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and key == "weight":
+                users.setdefault(id(parameter), []).append(name)
+    whole: dict[int, str] = {}
+    known = -1
+    while len(whole) != known:
+        known = len(whole)
+        divided = {
+            f"{name}.{layer}": (style, number)
+            for number, (name, pair, _) in enumerate(found)
+            if number not in whole
+            for layer, style in pair.styles.items()
+        }
+        for names in users.values():
+            if len({divided[name][0] if name in divided else "" for name in names}) > 1:
+                for name in names:
+                    if name in divided:
+                        whole[divided[name][1]] = f"{' and '.join(names)} have one weight"
+    return whole
+
+
 def _traced_blocks(
     model: nn.Module,
-) -> Iterator[tuple[str, nn.Module, tuple[int, ...] | None, list[Pair]]]:
-    known: dict[Any, tuple[tuple[int, ...] | None, list[Pair]]] = {}
+) -> Iterator[tuple[str, nn.Module, tuple[int, ...] | None, list[Pair], str]]:
+    known: dict[Any, tuple[tuple[int, ...] | None, list[Pair], str]] = {}
     for name, block in blocks_by_name(model).items():
         shapes = tuple((key, tuple(p.shape)) for key, p in block.named_parameters())
         kind = (type(block), shapes)
@@ -181,25 +215,29 @@ class _Origins(TorchFunctionMode):
         return result
 
 
-def trace(block: nn.Module) -> tuple[tuple[int, ...] | None, list[Pair]]:
+def trace(block: nn.Module) -> tuple[tuple[int, ...] | None, list[Pair], str]:
     """Find pairs of layers, on the meta device.
 
     Returns:
-        The shape of the input that the block was run on, ``None`` if it takes none; and the pairs.
+        The shape of the input that the block was run on, ``None`` if it takes none; the pairs; and
+        why it takes none, in brackets.
     """
     width = _width(block)
     if width is None:
-        return None, []
+        return None, [], ""
+    problem = ""
     meta = copy.deepcopy(block).to("meta")
     for shape in ((_ROWS, _LENGTH, width), (_ROWS, width)):
         origins = _Origins()
         try:
             _run_traced(meta, torch.empty(shape, device="meta"), origins)
-        except Exception:
+        except Exception as error:
             # A user's module may raise anything on what it was not written for.
+            said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            problem = problem or f" ({said[:200]}, on the meta device)"
             continue
-        return shape, _pairs(meta, origins)
-    return None, []
+        return shape, _pairs(meta, origins), ""
+    return None, [], problem
 
 
 def _width(block: nn.Module) -> int | None:
@@ -327,15 +365,16 @@ def _apart(whole: torch.Tensor, parts: list[torch.Tensor], bias: Any) -> str:
 
 
 def _filled(block: nn.Module, generator: torch.Generator, below: int) -> nn.Module:
-    """A copy on the host in fp32 and evaluation mode, with weights that hide nothing.
+    """A copy on the host in fp32, in the same mode, with weights that hide nothing.
 
     Args:
         block: the original.
         generator: of its values.
         below: of masks without values, the value on and below the diagonal; above it, the other.
     """
-    filled = copy.deepcopy(block).to("meta").to(torch.float32).to_empty(device="cpu").eval()
-    own = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    filled = copy.deepcopy(block).to("meta").to(torch.float32).to_empty(device="cpu")
+    _tie(filled, block)
+    own = {**dict(block.named_parameters()), **dict(block.named_buffers(remove_duplicate=False))}
     for name, tensor in {
         **dict(filled.named_parameters()),
         **dict(filled.named_buffers()),
@@ -355,6 +394,16 @@ def _filled(block: nn.Module, generator: torch.Generator, below: int) -> nn.Modu
     return filled
 
 
+def _tie(filled: nn.Module, block: nn.Module) -> None:
+    """Let layers of a copy that was moved share the parameters that those of a block share."""
+    moved = dict(filled.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for name, parameter in block.named_parameters(remove_duplicate=False):
+        holder, _, key = name.rpartition(".")
+        one = moved[first.setdefault(id(parameter), name)]
+        filled.get_submodule(holder)._parameters[key] = one  # pyright: ignore
+
+
 def _given_by(block: nn.Module, layer: str, x: torch.Tensor) -> torch.Tensor:
     """What a layer of a block gives."""
     given: list[torch.Tensor] = []
@@ -364,7 +413,8 @@ def _given_by(block: nn.Module, layer: str, x: torch.Tensor) -> torch.Tensor:
 
     handle = block.get_submodule(layer).register_forward_hook(keep)
     try:
-        block(x)
+        with trial(block, x.device):
+            block(x)
     except Exception:
         if not given:
             raise

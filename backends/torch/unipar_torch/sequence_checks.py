@@ -11,7 +11,6 @@ what depends on rare tokens shows in those that have some.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -24,7 +23,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from unipar.data import move_to
@@ -46,6 +44,7 @@ from unipar_torch.sequence_parts import (
     map_named,
     named_tensors,
 )
+from unipar_torch.trials import ATTENTION, trial
 
 _SAMPLES, _POSITIONS = 2, 8
 """How many samples are compared, and positions for each rank."""
@@ -58,7 +57,6 @@ _TOLERANCES = {True: (1e-4, 1e-5), False: (3e-2, 2e-3)}
 largest element, and of the loss of an item, relative to it or to 1."""
 _LATER_TOLERANCE = 3e-3
 """That of the loss in later micro-batches, which may have few labels and large weights."""
-_ATTENTION = "scaled_dot_product_attention"
 
 Attending = Callable[[int], AbstractContextManager[None]]
 
@@ -359,33 +357,14 @@ class _Check:
     def _both(self, piece: Any, parts: Parts, watched: list[nn.Module]) -> tuple[_Run, _Run]:
         length, dims = self._batches.dims_of(piece)
         part = self._batches.divided(piece, length, dims)
-        with torch.no_grad(), _without_dropout():
-            with self._as_before():
+        device = self._world.device
+        with torch.no_grad():
+            # Each pass draws the same numbers on a CPU.
+            with OwnRandomness(0), trial(self._model, device):
                 whole = self._seen(piece, watched)
-            with self._as_before(), self._attending(length):
+            with OwnRandomness(0), trial(self._model, device), self._attending(length):
                 divided = self._seen(part, watched)
         return whole, divided
-
-    @contextlib.contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Leave buffers and generators as they were."""
-        # A forward pass may put another tensor in the place of a buffer.
-        modules = [(module, dict(module._buffers)) for module in self._model.modules()]
-        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
-        device = self._world.device
-        try:
-            # Each pass draws the same numbers on a CPU.
-            with (
-                OwnRandomness(0),
-                torch.random.fork_rng([device] if device.type == "cuda" else []),
-            ):
-                yield
-        finally:
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
-            for module, before in modules:
-                module._buffers.update(before)
 
     def _seen(self, data: Any, watched: list[nn.Module]) -> _Run:
         """Run the model, and keep what modules and attention give."""
@@ -401,7 +380,7 @@ class _Check:
         def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
             out = attention(*args, **kwargs)
             if watched:
-                calls.append(_Seen("", _ATTENTION, [out]))
+                calls.append(_Seen("", ATTENTION, [out]))
             return out
 
         functional.scaled_dot_product_attention = noted
@@ -437,10 +416,10 @@ class _Check:
     def _difference(self, whole: _Run, divided: _Run, parts: Parts) -> str:
         """What differs first."""
         found = _numbered(divided.calls)
-        attends = [sum(call.kind == _ATTENTION for call in run.calls) for run in (whole, divided)]
+        attends = [sum(call.kind == ATTENTION for call in run.calls) for run in (whole, divided)]
         if attends[0] != attends[1]:
             return (
-                f"{_ATTENTION} is called {attends[0]} times for whole sequences, and {attends[1]} "
+                f"{ATTENTION} is called {attends[0]} times for whole sequences, and {attends[1]} "
                 "times for a part"
             )
         for (call, number), expected in _numbered(whole.calls).items():
@@ -449,7 +428,7 @@ class _Check:
             apart = max((self._apart(a, b, parts) for a, b in pairs), default=0.0)
             if apart <= self._tolerance:
                 continue
-            if expected.kind == _ATTENTION:
+            if expected.kind == ATTENTION:
                 return _said_of_attention(number, apart)
             return _said_of_module(expected, apart)
         return ""
@@ -604,7 +583,7 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
 
 def _said_of_attention(number: int, apart: float) -> str:
     return (
-        f"call {number} of {_ATTENTION} gives what is {apart:.1%} off, so its queries and keys are "
+        f"call {number} of {ATTENTION} gives what is {apart:.1%} off, so its queries and keys are "
         "those of other positions. A model that numbers positions itself takes them as "
         "position_ids, of shape (1, positions), an argument of its forward that it is given here, "
         "or that the batch has"
@@ -625,38 +604,3 @@ def _floats(output: Any) -> list[torch.Tensor]:
     # Not public in torch 2.13 (torch/utils/_pytree.py); transformers has its outputs known there.
     leaves = _pytree.tree_leaves(output)
     return [t for t in leaves if isinstance(t, torch.Tensor) and t.is_floating_point()]
-
-
-_DROPOUTS = {
-    functional.dropout,
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-    functional.alpha_dropout,
-    functional.feature_alpha_dropout,
-    torch.dropout,
-    torch.alpha_dropout,
-    torch.feature_dropout,
-    torch.feature_alpha_dropout,
-}
-
-
-class _NoDropout(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is functional.multi_head_attention_forward:
-            bound = inspect.signature(func).bind(*args, **kwargs)
-            bound.arguments["dropout_p"] = 0.0
-            return func(*bound.args, **bound.kwargs)
-        if getattr(func, "__name__", "") == _ATTENTION:
-            args, kwargs = (*args[:4], *[0.0] * (len(args) > 4), *args[5:]), dict(kwargs)
-            kwargs.pop("dropout_p", None)
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _without_dropout() -> Iterator[None]:
-    with _NoDropout():
-        yield

@@ -95,8 +95,9 @@ def make_plan(model: nn.Module, tp: int, given: Mapping[str, str] | None = None)
     Raises:
         ConfigError: a plan names nothing, or sizes do not divide; or there is none to be found.
     """
-    # It goes by what is defined here.
+    # They go by what is defined here.
     from unipar_torch.plan_tracing import counts_needed, traced_plan
+    from unipar_torch.trials import own_attributes
 
     if given is not None:
         plan = TensorPlan("option plan", _matched(model, given, "mesh: plan", must_match=True))
@@ -106,14 +107,17 @@ def make_plan(model: nn.Module, tp: int, given: Mapping[str, str] | None = None)
         plan = _with_tied(model, plan, strict=False)
         plan = _without_indivisible(model, plan, tp)
     else:
-        plan = _with_tied(model, traced_plan(model, tp), strict=True)
+        with own_attributes(model):
+            plan = traced_plan(model, tp)
+        plan = _with_tied(model, plan, strict=True)
         _check_ties(model, plan)
         check_sizes(model, plan, tp)
         return plan
     _check_layers(model, plan)
     _check_ties(model, plan)
     check_sizes(model, plan, tp)
-    plan = replace(plan, counts=counts_needed(model, plan, tp))
+    with own_attributes(model):
+        plan = replace(plan, counts=counts_needed(model, plan, tp))
     check_sizes(model, plan, tp)
     return plan
 

@@ -1,0 +1,158 @@
+"""Runs of a model, or of a part of it, that are held against one another and leave nothing behind.
+
+They are in the mode in which the model is to run, for it may do otherwise in training; but without
+dropout, whose masks would differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import pickle
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+ATTENTION = "scaled_dot_product_attention"
+_DROPOUTS = {
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    functional.alpha_dropout,
+    functional.feature_alpha_dropout,
+    torch.dropout,
+    torch.alpha_dropout,
+    torch.feature_dropout,
+    torch.feature_alpha_dropout,
+}
+_OF_TORCH = set(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+@dataclass
+class Draws:
+    """The random numbers that a run has drawn, known when it has ended.
+
+    Attributes:
+        on_host: from Python's generator or NumPy's.
+        torch: a digest of torch's generators after the run.
+    """
+
+    on_host: bool = False
+    torch: str = ""
+
+
+@contextlib.contextmanager
+def trial(model: nn.Module, device: torch.device) -> Iterator[Draws]:
+    """Run within ``with`` without dropout, and leave everything as it was.
+
+    Random numbers are those that come next in the process; buffers of the model are copies, which
+    are let go with what the run has changed in them; attributes of its modules, and lists, sets and
+    dicts that are attributes, get back what they held. What else the run changes, such as a list
+    that no module has, stays changed.
+
+    Args:
+        model: whose state is kept: the whole model, for hooks may reach what is outside of a part.
+        device: whose generator is kept beside the host's.
+
+    Yields:
+        What the run draws, filled in at its end.
+    """
+    draws, before = Draws(), host_generators()
+    cuda = device.type == "cuda"
+    with (
+        torch.random.fork_rng([device] if cuda else []),
+        _own_buffers(model),
+        own_attributes(model),
+        _NoDropout(),
+    ):
+        try:
+            yield draws
+        finally:
+            draws.on_host = digest(host_generators()) != digest(before)
+            states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
+            draws.torch = digest([state.numpy() for state in states])
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+
+
+def host_generators() -> tuple[Any, Any]:
+    """The states of Python's and NumPy's generators."""
+    return random.getstate(), np.random.get_state(legacy=False)
+
+
+def digest(states: Any) -> str:
+    """A short text that is the same for the same states of generators."""
+    return hashlib.sha256(pickle.dumps(states)).hexdigest()
+
+
+@contextlib.contextmanager
+def _own_buffers(model: nn.Module) -> Iterator[None]:
+    """Put copies in the place of buffers: changing one in place and back would count as changes."""
+    copies: dict[int, torch.Tensor] = {}
+    kept = [(module, dict(module._buffers)) for module in model.modules()]
+    for module, buffers in kept:
+        for key, buffer in buffers.items():
+            if buffer is not None:
+                module._buffers[key] = copies.setdefault(id(buffer), buffer.detach().clone())
+    try:
+        yield
+    finally:
+        for module, buffers in kept:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+@contextlib.contextmanager
+def own_attributes(model: nn.Module) -> Iterator[None]:
+    """Give a model's modules back what their attributes held."""
+    kept = [(module, dict(vars(module))) for module in model.modules()]
+    values = [v for _, own in kept for key, v in own.items() if key not in _OF_TORCH]
+    held = {
+        id(value): (value, list(value.items() if isinstance(value, dict) else value), _ids(value))
+        for value in values
+        if isinstance(value, (list, set, dict, deque))
+    }
+    try:
+        yield
+    finally:
+        for module, attributes in kept:
+            own = vars(module)
+            for key in own.keys() - attributes.keys():
+                del own[key]
+            own.update(attributes)
+        for value, before, ids in held.values():
+            # Only what is another: there are dicts that cannot be changed.
+            if _ids(value) != ids:
+                value.clear()
+                value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
+
+
+def _ids(value: Any) -> list[int]:
+    held = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+    return [id(one) for one in held]
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is functional.multi_head_attention_forward:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.arguments["dropout_p"] = 0.0
+            return func(*bound.args, **bound.kwargs)
+        if getattr(func, "__name__", "") == ATTENTION:
+            args, kwargs = (*args[:4], *[0.0] * (len(args) > 4), *args[5:]), dict(kwargs)
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
