@@ -154,15 +154,17 @@ def test_layers_that_are_coupled_in_training_alone_are_left_whole() -> None:
 
 
 def test_layers_of_a_block_may_share_a_weight() -> None:
-    model = nn.Sequential(Masked(True), Masked(True))
-    for block in model:
+    blocks = [Masked(True), Masked(True)]
+    model = nn.Sequential(*blocks)
+    for block in blocks:
         block.k.weight = block.q.weight
     assert make_plan(model, 2).styles["0.k"] == "colwise"
 
 
 def test_weights_that_other_layers_have_too_are_left_whole_and_said_to_be() -> None:
-    model = nn.Sequential(Masked(True), Masked(True))
-    for block in model:
+    blocks = [Masked(True), Masked(True)]
+    model = nn.Sequential(*blocks)
+    for block in blocks:
         block.out.weight = block.q.weight
     with pytest.raises(ConfigError, match=r"0: .* left whole: 0\.q and 0\.out have one weight"):
         make_plan(model, 2)
@@ -206,11 +208,12 @@ class Leaving(nn.Module):
 
 
 def test_looking_for_a_plan_leaves_nothing_in_modules() -> None:
-    model = nn.Sequential(Leaving([]), Leaving([]))
-    for block in model:
+    blocks = [Leaving([]), Leaving([])]
+    model = nn.Sequential(*blocks)
+    for block in blocks:
         block.up.register_forward_hook(lambda *_, seen=block.seen: seen.append(torch.ones(1)))
     assert make_plan(model, 2).styles
-    assert not any(block.seen for block in model)
+    assert not any(block.seen for block in blocks)
 
 
 def test_what_it_leaves_elsewhere_is_explained() -> None:

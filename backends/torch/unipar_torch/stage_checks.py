@@ -55,11 +55,11 @@ def run_checked(
     weights = _Weights(stage)
     again = _Again(stage)
     # The model may change what it is given.
-    copies = tree_map(_copied, (args, kwargs))
+    copied_args, copied_kwargs = tree_map(_copied, (args, kwargs))
     # It comes before the pass that counts, which is the one that modules remember things of.
     given = _copy(received)
     with torch.no_grad(), again.recording(), stage.standing_in(0.5):
-        expected = _run(stage, *copies, given)
+        expected = _run(stage, copied_args, copied_kwargs, given)
     # Casts of weights that were made without a graph would take their gradients away.
     torch.clear_autocast_cache()
     with again.repeating(), _ends(stage), stage.standing_in(math.nan):

@@ -324,8 +324,9 @@ def test_an_attribute_that_is_given_another_value_meanwhile_is_refused(
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for number in range(3):
-                self.blocks[0].calls = number
-                x = self.blocks[0](x)
+                block: Any = self.blocks[0]
+                block.calls = number
+                x = block(x)
             return x
 
     model = Stepped()
