@@ -29,7 +29,8 @@ SUITES = $(SIDE_BY_SIDE) \
   "unit=$(BIN)/python -m pytest tests/unit" \
   "programs=$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
   "colossalai=$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
-  "integration=$(BIN)/python -m pytest $(ONLY) backends/torch backends/template tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
+  "integration=$(BIN)/python -m pytest $(ONLY) tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
+  "torch=$(BIN)/python -m pytest $(ONLY) backends/torch backends/template" \
   "migrate=$(BIN)/python -m pytest $(ONLY) tests/migrate" \
   "matrix=$(BIN)/python measure/strategies/matrix.py --cover" \
   $(foreach name,$(TOGETHER),"$(name)=$(BIN)/python -m pytest $(ONLY) backends/$(name)")

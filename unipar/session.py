@@ -126,6 +126,7 @@ class Session:
         models = tuple(model) if isinstance(model, Sequence) and not callable(model) else (model,)
         self.strategy = resolve_for(strategy, self._placement, models)
         self.engines: dict[str, Engine] = {}
+        self._recomputes = False
         self._sharing = Sharing(self.strategy, self.engines)
         self._undo: list[Undo] = []
         self._precision: Precision = precision
@@ -215,7 +216,9 @@ class Session:
         """A framework's error in words of the strategy's, if it knows it."""
         if isinstance(error, UniparError):
             return None
-        words = self.strategy.explain(error) or explain_recomputed(error)
+        words = self.strategy.explain(error)
+        if self._recomputes:
+            words = words or explain_recomputed(error)
         if not words:
             return None
         explained = ConfigError(words)
@@ -299,6 +302,7 @@ class Session:
         build, schedule = factories(optimizer, lr_scheduler)
         check_factories(build, schedule)
         policy = activation_checkpointing
+        self._recomputes |= policy != "off"
         spec = self._spec(
             model,
             optimizer=CheckedOptimizer(build) if build is not None else None,

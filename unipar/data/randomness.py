@@ -1,4 +1,4 @@
-"""Random numbers of Python's and NumPy's generators: whose they are."""
+"""Generators of random numbers that a process has one of: whose they are."""
 
 from __future__ import annotations
 

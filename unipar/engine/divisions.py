@@ -118,7 +118,10 @@ class ByTensor(Division):
 
 @dataclass(frozen=True)
 class AsDTensors(Division):
-    """Each rank has its shard of a DTensor, divided as the parameter is. Collective."""
+    """Each rank has its shard of a DTensor, divided as the parameter is, or a plain tensor whole.
+
+    Collective.
+    """
 
     comes_first: bool = True
 
@@ -126,7 +129,8 @@ class AsDTensors(Division):
         # It takes long to import, and where there are DTensors it has been.
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        assert isinstance(parameter, DTensor)
+        if not isinstance(parameter, DTensor):
+            return [whole.clone()]
         mesh, placements = parameter.device_mesh, parameter.placements
         # Every rank has the whole, so that nothing needs to be sent. A shard may be a view of it
         # (torch 2.8, distributed/tensor/placement_types.py, _split_tensor; not in 2.13).

@@ -115,6 +115,8 @@ def _without_caches(model: nn.Module) -> Undo:
     its own.
     """
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    # Those of transformers say which model they are of.
+    found = [one for one in found if isinstance(getattr(one, "model_type", None), str)]
     configs = {id(one): one for one in found if getattr(one, "use_cache", None) is True}
     if configs:
         log.info(

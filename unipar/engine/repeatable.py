@@ -2,7 +2,7 @@
 
 The second computation starts from what the first one, and everything since, has left. What a region
 changes is changed twice, and what it reads may be another thing by then. A user's code that does so
-is refused, in the first passes of each region: later ones cost nothing.
+is refused, in the first passes of each region: later ones cost next to nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Repeatable:
         named = {name: type(value) for name, value in kwargs.items()}
         call = self.module.training, grad, *map(type, args), *sorted(named.items(), key=str)
         fresh = call not in self._calls
-        before = {name: tensor.clone() for name, tensor in self._tensors()} if fresh else {}
+        before = {name: _noted(name, tensor) for name, tensor in self._tensors()} if fresh else {}
         given = _given(args, kwargs) if fresh and grad else {}
         drawn = _drawn() if fresh and grad else {}
         looks = grad and self._left > 0
@@ -296,11 +296,22 @@ def _equal(one: Any, other: Any) -> bool:
     return _Leaf(one, 0).is_as(_Leaf(other, 0))
 
 
+def _noted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """What tells whether a tensor has changed: a buffer's values, the sum of a parameter's."""
+    if name.startswith("buffer "):
+        return tensor.clone()
+    # Its shape beside it: what shards it may gather or free parts meanwhile.
+    tensor = tensor.detach()
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    total = tensor.sum(dtype=torch.float64).nan_to_num()
+    return torch.stack([total, total.new_tensor(float(tensor.numel()))])
+
+
 def _changed(name: str, now: torch.Tensor, before: torch.Tensor) -> bool:
-    if now.shape != before.shape:
-        # Of a parameter, what shards it may have gathered or freed parts meanwhile.
-        return name.startswith("buffer ")
-    return not _same(now, before)
+    if name.startswith("buffer "):
+        return now.shape != before.shape or not _same(now, before)
+    total, size = _noted(name, now).unbind()
+    return bool((size == before[1]) & (total != before[0]))
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

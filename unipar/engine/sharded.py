@@ -41,7 +41,7 @@ def explain_sharded(error: BaseException, strategy: str) -> str:
     said = str(error)
     if isinstance(error, RuntimeError) and _CHANGED in said:
         return (
-            "a tensor was changed in place that autograd does not let be. Under strategy "
+            "a tensor was changed in place in a way that autograd does not allow. Under strategy "
             f"'{strategy}' that is so of each tensor with a gradient that a block (or another "
             "module that is sharded by itself) is given, and of its views. Compute a new one, and "
             "return it: x = x + y in place of x += y or x.add_(y); memory = torch.cat(…) or "
@@ -127,7 +127,9 @@ def refuse_unreduced(groups: Sequence[Any], strategy: str) -> None:
                 raise ConfigError(
                     f"{strategy}: the gradients of {_names_of(group)} were computed, and not "
                     "summed over ranks: FSDP sees a backward pass by the tensors that a module "
-                    "gives, and the loss came from others. Compute it from what model(…) returns."
+                    "gives, and the loss came from others: compute it from what model(…) returns. "
+                    "Or the last micro-batch did not use them, which needs "
+                    "reduce_scatter_every_microbatch=true."
                 )
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
@@ -130,13 +129,13 @@ class _Call:
             _fill(given, {key: self._given_for.get(id(one), one) for key, one in now.items()})
 
     def see(self, output: Any, seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Hook the tensors of a module's that FSDP does not hook."""
-        known = {id(leaf) for leaf in tree_leaves(output)}
+        """Hook the tensors of a module's, besides FSDP's own hooks: a second one does nothing."""
+        known: set[int] = set()
         for tensor in (*tensors_of(output), *tensors_of(self._given)):
             base = tensor._base
             # A view that a function of autograd has made in its forward is the first to have one.
             one = tensor if base is None or not base.requires_grad else base
-            if not one.requires_grad or id(one) in known:
+            if not one.requires_grad or id(one) in known or isinstance(one, nn.Parameter):
                 continue
             came = self._came.get(id(one))
             if came is None or came[1] is not one.grad_fn:

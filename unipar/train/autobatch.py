@@ -64,10 +64,12 @@ def _fits(engine: Engine, microbatch: MicroBatch, loss_fn: LossFn, world: World)
         if not isinstance(error.__context__, torch.OutOfMemoryError):
             raise
         samples = microbatch.num_samples
+        fewer = f"Set micro_batch_size to a number that fits ({samples // 2}, say)."
+        if samples == 1:
+            fewer = "Use a smaller or a divided model."
         raise ConfigError(
             f"micro_batch_size='auto': rank {world.rank} ran out of memory trying {samples} "
-            f"samples, and cannot try fewer after that ({error}) Set micro_batch_size to a number "
-            f"that fits ({max(samples // 2, 1)}, say)."
+            f"samples, and cannot try fewer after that ({error}) {fewer}"
         ) from error
     except RuntimeError as error:
         # The CPU allocator has no exception type of its own.

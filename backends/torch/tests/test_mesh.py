@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -365,6 +366,11 @@ class Noisy(Branching):
 
 class OfPython(Branching):
     """Random numbers that ranks have each for themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A session before this one may have given ranks the same.
+        random.seed(os.getpid())
 
     def trained(self, inner: torch.Tensor) -> torch.Tensor:
         return inner * random.random()
@@ -759,3 +765,39 @@ def test_exchanges_that_no_compiler_can_overlap_are_refused(
             compile=True,
             global_batch_size=4,
         )
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps gradients as they come, which checkpoints then hold."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["last"] = parameter.grad.detach()
+        return super().step(closure)
+
+
+def remembered(placement: Placement) -> list[tuple[Any, Any]]:
+    """How parameters are divided, and what an optimizer of one's own keeps of their gradients."""
+    strategy = {"name": "mesh", "tp": 2, "sequence_parallel": True}
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            gated(), optimizer=lambda named: Remembering([p for _, p in named], lr=0.1)
+        )
+        part = Batch((MicroBatch(sequences(), 4),), 4)
+        engine.train_step(part, lambda model, x: model(x).square().mean())
+        state: Any = engine.optimizer.state
+        return [
+            (getattr(p, "placements", None), getattr(state[p]["last"], "placements", None))
+            for p in engine.module.parameters()
+        ]
+
+
+def test_optimizers_get_gradients_that_are_divided_as_parameters_are(
+    world_pool: WorldPools,
+) -> None:
+    for pairs in world_pool(2).run(remembered):
+        # Layers and norms of blocks, and what stands outside of them, which is plain.
+        assert {placed is None for placed, _ in pairs} == {True, False}
+        assert all(placed == kept for placed, kept in pairs)

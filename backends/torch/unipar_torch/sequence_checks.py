@@ -475,8 +475,8 @@ class _Check:
         if not math.isfinite(whole.total) or abs(total - whole.total) <= rounding:
             return ""
         items = (
-            f"{whole.total / count:.6g} an item in whole sequences, and {total / count:.6g} in "
-            "their parts"
+            f"{whole.total / (count or 1):.6g} an item in whole sequences, and "
+            f"{total / (count or 1):.6g} in their parts"
         )
         if uneven:
             return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -215,6 +215,17 @@ class DividedReducer(Reducer):
 
     # Those of a part are not the layer's.
     hides_gradients = True
+
+    def finish(self) -> None:
+        # Of what stands between divided layers each rank has a summand, and an optimizer's state
+        # begins as a copy of it.
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+                continue
+            if gradient.placements != parameter.placements:
+                whole: Any = gradient.redistribute(placements=parameter.placements)
+                parameter.grad = whole
 
 
 class ShardReducer(Reducer):

@@ -174,8 +174,8 @@ def _torch_schedules() -> tuple[Any, Any, Any]:
         merge_passes, add_transfers = schedules._merge_bw, schedules._add_send_recv
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"mesh: pp needs the schedules of torch.distributed.pipelining as torch 2.13 has them, "
-            f"and torch {torch.__version__} lacks {error}. Install torch 2.13 or newer, or leave "
-            "pp out."
+            f"mesh: pp needs the schedules of torch.distributed.pipelining as torch 2.8 to 2.15 "
+            f"have them, and torch {torch.__version__} lacks {error}. Install one of these, or "
+            "leave pp out."
         ) from error
     return schedules, merge_passes, add_transfers

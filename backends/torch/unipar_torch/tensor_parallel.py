@@ -31,8 +31,8 @@ def divide_layers(
 ) -> list[Undo]:
     """Divide a model's layers over the ranks along ``tp``.
 
-    Every parameter becomes a DTensor on their mesh, those of layers that stay whole a replicated
-    one, so that FSDP, optimizers and norms see one mesh.
+    Parameters become DTensors on their mesh, those of layers that stay whole replicated ones, so
+    that FSDP, optimizers and norms see one mesh.
 
     Args:
         module: the whole model, with the same weights on every rank, or on the meta device.

@@ -17,6 +17,7 @@ from torch import nn
 
 from unipar.engine import repeated_blocks
 from unipar.errors import ConfigError, did_you_mean, first_few
+from unipar_torch.trials import own_attributes
 
 
 class Style(NamedTuple):
@@ -95,9 +96,8 @@ def make_plan(model: nn.Module, tp: int, given: Mapping[str, str] | None = None)
     Raises:
         ConfigError: a plan names nothing, or sizes do not divide; or there is none to be found.
     """
-    # They go by what is defined here.
+    # It goes by what is defined here.
     from unipar_torch.plan_tracing import counts_needed, traced_plan
-    from unipar_torch.trials import own_attributes
 
     if given is not None:
         plan = TensorPlan("option plan", _matched(model, given, "mesh: plan", must_match=True))

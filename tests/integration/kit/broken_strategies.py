@@ -16,7 +16,7 @@ from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import DDPReducer, ModuleState, OptimizerStepper, StepEngine
 from unipar.loss import LossFn, LossSum
 from unipar.objective import Objective
-from unipar.state import EngineState
+from unipar.state import EngineState, local_part
 from unipar.strategy import EngineSpec, StepResult, Strategy
 from unipar.world import World
 from unipar_torch import context_parallel
@@ -279,7 +279,7 @@ class NormOverRanks(OptimizerStepper):
 
     def clip(self, max_norm: float) -> torch.Tensor:
         gradients: list[Any] = [p.grad for p in self.parameters if p.grad is not None]
-        parts = [gradient.to_local() for gradient in gradients]
+        parts = [local_part(gradient) for gradient in gradients]
         square = torch.stack([part.square().sum() for part in parts]).sum()
         torch.distributed.all_reduce(square)
         norm = square.sqrt()
