@@ -787,7 +787,8 @@ def remembered(placement: Placement) -> list[tuple[Any, Any]]:
         )
         part = Batch((MicroBatch(sequences(), 4),), 4)
         engine.train_step(part, lambda model, x: model(x).square().mean())
-        state: Any = engine.optimizer.state
+        optimizer: Any = engine.optimizer
+        state = optimizer.state
         return [
             (getattr(p, "placements", None), getattr(state[p]["last"], "placements", None))
             for p in engine.module.parameters()

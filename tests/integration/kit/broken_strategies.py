@@ -22,6 +22,7 @@ from unipar.world import World
 from unipar_torch import context_parallel
 from unipar_torch.context_parallel import ContextParallel
 from unipar_torch.ddp import DDPOptions, DDPStrategy
+from unipar_torch.expert_sharding import MeshesStepper
 from unipar_torch.fsdp import FSDPOptions, FSDPStrategy
 from unipar_torch.layer_cuts import Activations
 from unipar_torch.mesh import MeshStrategy
@@ -274,7 +275,7 @@ def with_classes(**classes: type) -> Callable[[], Strategy]:
 # -- layers divided wrongly ------------------------------------------------------------------------
 
 
-class NormOverRanks(OptimizerStepper):
+class NormOverRanks(MeshesStepper):
     """Counts what every rank has once for each of them."""
 
     def clip(self, max_norm: float) -> torch.Tensor:
@@ -284,7 +285,7 @@ class NormOverRanks(OptimizerStepper):
         torch.distributed.all_reduce(square)
         norm = square.sqrt()
         if max_norm != float("inf"):
-            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm, foreach=False)
         return norm
 
 
