@@ -41,6 +41,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
+def changes_of(value: object) -> int:
+    """Return how often a tensor was changed in place; 0 of anything that has no count of it."""
+    # What was made in inference mode has none.
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
 class Box(NamedTuple):
     """An axis-aligned part of a tensor; ``()``, ``()`` is the whole of a scalar."""
 

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unipar.engine.transforms import Undo, repeated_blocks
-from unipar.state import local_part
+from unipar.state import changes_of, local_part
 
 SMALLEST = 1024
 """Bytes of a storage from which on it is moved; smaller are seeds, counts and the like."""
@@ -146,12 +146,11 @@ class _Stays(NamedTuple):
     """A saved tensor that stays where it is, and how often it had been changed in place."""
 
     tensor: torch.Tensor
-    version: int | None
+    version: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Stays:
-        # What was made in inference mode has no count.
-        return cls(tensor, None if tensor.is_inference() else tensor._version)
+        return cls(tensor, changes_of(tensor))
 
 
 class _Saved(NamedTuple):
@@ -168,8 +167,7 @@ class _Saved(NamedTuple):
 def _unpack(saved: _Stays | _Saved) -> torch.Tensor:
     if isinstance(saved, _Stays):
         tensor = saved.tensor
-        if saved.version is not None:
-            _check_version(_kind(tensor), tensor._version, saved.version)
+        _check_version(_kind(tensor), changes_of(tensor), saved.version)
         return tensor
     saved.watch.check(_kind(saved))
     storage = saved.held.fetch()

@@ -65,19 +65,14 @@ def refuse_hidden_outputs(
         found = {id(tensor) for tensor in finds(output)}
         trained = [id(tensor) for tensor in tensors_of(output) if tensor.requires_grad]
         if trained and found.isdisjoint(trained):
-            raise ConfigError(hidden_output(_name_of(part, module), output, strategy))
+            raise ConfigError(
+                f"{strategy}: {_name_of(part, module)} gives a {type(output).__name__}, in which "
+                "the framework finds no tensor, so that it would not see the backward pass. Give a "
+                "tensor, or a tuple, list or dict of tensors."
+            )
 
     hook: Any = torch.compiler.disable(check)
     return [part.register_forward_hook(hook).remove for part in module.modules()]
-
-
-def hidden_output(name: str, output: Any, strategy: str) -> str:
-    """Say that a framework does not find the tensors of a module's output."""
-    return (
-        f"{strategy}: {name} gives a {type(output).__name__}, in which the framework finds no "
-        "tensor, so that it would not see the backward pass. Give a tensor, or a tuple, list or "
-        "dict of tensors."
-    )
 
 
 def _name_of(part: nn.Module, module: nn.Module) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from unipar.errors import ConfigError
-from unipar.state import is_dtensor, local_part
+from unipar.state import changes_of, is_dtensor, local_part
 
 _COMPARED = 4
 """Passes through a region whose effect on attributes is looked at.
@@ -244,8 +244,7 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, _Leaf]
     seen: set[int] = set()
 
     def visit(place: str, value: Any) -> None:
-        counts = isinstance(value, torch.Tensor) and not value.is_inference()
-        found[place] = _Leaf(value, value._version if counts else 0)
+        found[place] = _Leaf(value, changes_of(value))
         if isinstance(value, (torch.Tensor, *_PLAIN, *_CODE)) or id(value) in seen:
             return
         seen.add(id(value))

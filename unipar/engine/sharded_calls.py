@@ -18,6 +18,7 @@ from torch import nn
 
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
+from unipar.state import changes_of
 
 
 def see_calls(root: nn.Module, strategy: str) -> list[Callable[[], None]]:
@@ -114,7 +115,7 @@ class _Call:
         for given, copy, version in self._tensors:
             # What has another dtype or device is no view of what was given.
             other = (given.dtype, given.device) != (copy.dtype, copy.device)
-            if other and _version(copy) != version:
+            if other and changes_of(copy) != version:
                 given.copy_(copy)
         copied = [id(given) for given, _, _ in self._copies]
         for given, copy, before in self._copies:
@@ -153,7 +154,7 @@ class _Call:
             return
         self._given_for[id(copy)] = given
         if isinstance(copy, torch.Tensor):
-            self._tensors.append((given, copy, _version(copy)))
+            self._tensors.append((given, copy, changes_of(copy)))
             return
         inside = _contents(copy)
         for key, item in _contents(given).items():
@@ -195,8 +196,3 @@ def _fill(data: Any, contents: Mapping[Any, Any]) -> None:
     else:
         for item in contents.values():
             data.add(item)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; those of inference mode do not count that."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 from unipar.errors import ConfigError
 from unipar.loss import LossFn
 from unipar.objective import Objective
+from unipar.state import changes_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -25,7 +26,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-    versions: list[int | None]
+    versions: list[int]
     """How often each tensor of the output had been changed in place by then."""
 
     @classmethod
@@ -163,13 +164,9 @@ def _watching(model: nn.Module, calls: list[Call]) -> Iterator[None]:
         handle.remove()
 
 
-def _versions(output: Any) -> list[int | None]:
+def _versions(output: Any) -> list[int]:
     # Not public in torch 2.13 (torch/utils/_pytree.py); transformers has its outputs known there.
-    # What was computed in inference mode does not count its changes.
-    return [
-        leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
-        for leaf in _pytree.tree_leaves(output)
-    ]
+    return [changes_of(leaf) for leaf in _pytree.tree_leaves(output)]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_outputs import BATCH, batches, by_hand
 from torch import nn
 
 import unipar
 from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.world import Placement
-
-BATCH = 8
 
 
 class Part(nn.Module):
@@ -146,23 +145,6 @@ def loss_of(model: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
     return output.square().mean() + 0.3 * seen
 
 
-def batches() -> list[torch.Tensor]:
-    return list(torch.randn(3, BATCH, 8, generator=torch.Generator().manual_seed(1)))
-
-
-def by_hand(way: str) -> list[float]:
-    """The plain loop; nothing of unipar in it."""
-    model, losses = Model(*WAYS[way]), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for inputs in batches():
-        optimizer.zero_grad()
-        loss = loss_of(model, inputs)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def train(
     placement: Placement, strategy: str, model: nn.Module, precision: Any = "fp32"
 ) -> list[float]:
@@ -185,13 +167,13 @@ def train_way(placement: Placement, strategy: str, way: str, precision: str) -> 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_blocks_write_is_not_lost(world_pool: Any, way: str) -> None:
     for losses in world_pool(2).run(train_way, "fsdp", way, "fp32"):
-        assert losses == pytest.approx(by_hand(way), rel=1e-5)
+        assert losses == pytest.approx(by_hand(Model(*WAYS[way]), loss_of), rel=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nor_is_it_where_inputs_are_cast(world_pool: Any, way: str) -> None:
     for losses in world_pool(2).run(train_way, "fsdp", way, "bf16"):
-        assert losses == pytest.approx(by_hand(way), rel=0.03)
+        assert losses == pytest.approx(by_hand(Model(*WAYS[way]), loss_of), rel=0.03)
 
 
 class Changing(Part):

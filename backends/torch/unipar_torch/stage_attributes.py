@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from unipar.errors import ConfigError
+from unipar.state import changes_of
 from unipar.world import World
 from unipar_torch.stage_modules import Stage
 
@@ -122,15 +122,11 @@ def _noting_reads(names: dict[int, str], read: set[Attribute]) -> Iterator[None]
 def _attributes(block: str, module: nn.Module) -> dict[Attribute, list[tuple[Any, int]]]:
     """What a block's modules have as attributes: tensors, with their counts of changes, and all."""
     return {
-        (name, key): [(leaf, _changes(leaf)) for leaf in tree_leaves(value)]
+        (name, key): [(leaf, changes_of(leaf)) for leaf in tree_leaves(value)]
         for name, part in module.named_modules(prefix=block)
         for key, value in vars(part).items()
         if key not in _OF_EVERY_MODULE
     }
-
-
-def _changes(leaf: Any) -> int:
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else 0
 
 
 def _same(before: list[tuple[Any, int]] | None, after: list[tuple[Any, int]]) -> bool:

@@ -109,7 +109,6 @@ def make_plan(model: nn.Module, tp: int, given: Mapping[str, str] | None = None)
     else:
         with own_attributes(model):
             plan = traced_plan(model, tp)
-        plan = _with_tied(model, plan, strict=True)
         _check_ties(model, plan)
         check_sizes(model, plan, tp)
         return plan
