@@ -20,7 +20,7 @@ FLOORS = {
     "values": ("state", "layout", "loss", "objective", "world"),
     "inputs": ("data", "combined", "optimizers"),
     "the seam": ("strategy", "engine", "sizing"),
-    "what a run needs": ("callbacks", "launch", "checkpoint", "evaluation", "config"),
+    "what a run needs": ("callbacks", "launch", "launchers", "checkpoint", "evaluation", "config"),
     "runs": ("session", "train", "install"),
     "beside the core": ("testing", "benchmark", "migrated", "migrate"),
     "faces": ("cli", "__main__", "__init__"),

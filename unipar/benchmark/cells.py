@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from unipar.errors import ConfigError
-from unipar.strategy import Precision, registry
+from unipar.strategy import Precision
+from unipar.utils.plugins import split
 
 REFERENCE = "single"
 """The strategy whose losses are right by definition: one process, no framework."""
@@ -94,7 +95,7 @@ def split_strategies(text: str) -> list[str]:
         ConfigError: an option stands before any strategy.
     """
     found: list[str] = []
-    for piece in registry.split(text):
+    for piece in split(text):
         if _NEW_STRATEGY.match(piece):
             found.append(piece.strip())
         elif found and ":" in found[-1]:
@@ -119,14 +120,14 @@ def sweep(strategy: str) -> list[str]:
     if not colon:
         return [strategy]
     choices: list[list[str]] = []
-    for item in registry.split(rest):
+    for item in split(rest):
         key, equals, values = item.partition("=")
         if not equals or not key.strip().isidentifier():
             raise ConfigError(
                 f"strategy '{strategy}': '{item.strip()}' is not option=value. "
                 "Write a sweep like 'deepspeed:stage=1|2|3'."
             )
-        variants = [value.strip() for value in registry.split(values, at="|")]
+        variants = [value.strip() for value in split(values, at="|")]
         if not all(variants):
             raise ConfigError(
                 f"strategy '{strategy}': one of the values in '{item.strip()}' is empty. "

@@ -14,7 +14,16 @@ from unipar.benchmark.cells import Cell
 from unipar.errors import ConfigError
 from unipar.utils.own_path import own_path
 
-LEFT_OUT = ("eval_data", "metrics", "predict", "callbacks", "loggers", "config", "num_nodes")
+LEFT_OUT = (
+    "eval_data",
+    "metrics",
+    "predict",
+    "callbacks",
+    "loggers",
+    "config",
+    "num_nodes",
+    "launcher",
+)
 """Arguments of ``fit`` that say nothing of a training step, or that a benchmark sets itself."""
 
 

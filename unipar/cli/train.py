@@ -20,6 +20,7 @@ def train(
     run: Path,
     *,
     strategy: str | None = None,
+    launcher: str | None = None,
     devices: str | None = None,
     steps: int | None = None,
     epochs: int | None = None,
@@ -39,7 +40,8 @@ def train(
     Args:
         run: the run file, YAML or TOML.
         strategy: which framework runs it, such as ddp or fsdp:sharding=hybrid.
-        devices: processes on this machine, or auto.
+        launcher: what starts the processes, such as slurm:partition=gpu.
+        devices: processes on each machine, or auto.
         steps: optimizer steps in all.
         epochs: passes over the data.
         precision: fp32, bf16, fp16 or fp8.
@@ -60,6 +62,7 @@ def train(
 
     flags: dict[str, Any] = {
         "strategy": strategy,
+        "launcher": launcher,
         "devices": None if devices is None else parse_value(devices),
         "steps": steps,
         "epochs": epochs,
@@ -86,4 +89,10 @@ def _resolved(settings: Settings) -> str:
 
     plan = resolve_run(settings)
     known = "".join(f"# {key}: {value}\n" for key, value in [*plan.facts.items(), *plan.placements])
-    return known + yaml.safe_dump(plan.values, sort_keys=False, allow_unicode=True)
+    written = yaml.safe_dump(plan.values, sort_keys=False, allow_unicode=True)
+    if not plan.rendered:
+        return known + written
+    given = "".join(f"# {line}".rstrip() + "\n" for line in plan.rendered.splitlines())
+    name = plan.values["launcher"]
+    name = name if isinstance(name, str) else name["name"]
+    return f"{known}{written}\n# What launcher '{name}' is to give to its system:\n#\n{given}"

@@ -37,6 +37,8 @@ from unipar.config.optimizers import (
     form,
 )
 from unipar.errors import ConfigError
+from unipar.launchers import LauncherOptions
+from unipar.launchers import registry as launchers
 from unipar.strategy import (
     ActivationCheckpointing,
     OnNaN,
@@ -129,12 +131,16 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
 
     strategy: str | Mapping[str, Any] | SerializeAsAny[StrategyOptions] = "auto"
     """Which framework runs it: a name, `name:option=value,…`, a mapping with `name`, or `auto`."""
+    launcher: str | Mapping[str, Any] | SerializeAsAny[LauncherOptions] = "local"
+    """What starts the processes: `local` (this machine), `mpi`, `torchrun`, `slurm`, `ray`,
+    `kubernetes`, or another that is installed; a name, `name:option=value,…`, or a mapping with
+    `name`. Where a launcher has started this process already, its processes are joined."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What to train on; auto takes the accelerator if there is one."""
     devices: PositiveInt | Literal["auto"] = "auto"
     """Processes on each node; auto is one for each accelerator, or one on a CPU."""
     num_nodes: PositiveInt = 1
-    """Number of machines; each runs the same command."""
+    """Number of machines."""
     global_batch_size: PositiveInt | None = None
     """Samples of one optimizer step over all processes; left out: the DataLoader's batch size."""
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
@@ -231,6 +237,22 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     @field_serializer("strategy")
     def _strategy_as_mapping(self, strategy: Any) -> Any:
         written = as_mapping(strategy)
+        return written if len(written) > 1 else written["name"]
+
+    @field_validator("launcher", mode="before")
+    @classmethod
+    def _one_way_to_name_it(cls, given: Any) -> Any:
+        try:
+            written = launchers.as_mapping(given)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if isinstance(given, LauncherOptions):
+            return given
+        return written if len(written) > 1 else written["name"]
+
+    @field_serializer("launcher")
+    def _launcher_as_mapping(self, launcher: Any) -> Any:
+        written = launchers.as_mapping(launcher)
         return written if len(written) > 1 else written["name"]
 
     @field_validator("activation_checkpointing", mode="before")

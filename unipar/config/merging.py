@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from unipar.errors import ConfigError
+from unipar.launchers import registry as launchers
 from unipar.optimizers.groups import is_groups
 from unipar.strategy.registry import as_mapping
 
@@ -63,6 +64,7 @@ def _checkpoint(value: Any) -> Any:
 
 _SHORTHANDS: dict[str, Callable[[Any], Any]] = {
     "strategy": as_mapping,
+    "launcher": launchers.as_mapping,
     "optimizer": _named,
     "lr_scheduler": _named,
     "checkpoint": _checkpoint,

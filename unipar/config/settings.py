@@ -13,6 +13,7 @@ from unipar.config.import_paths import make_importable
 from unipar.config.merging import merge, set_dotted
 from unipar.config.runfile import RunFile
 from unipar.errors import ConfigError
+from unipar.launchers import registry as launchers
 from unipar.strategy import registry
 from unipar.utils.documents import Document, KeyPath, parse_value, read_document
 
@@ -91,6 +92,7 @@ def load_settings(
         values = merge(values, layer.values)
     run = validate(RunFile, values, where=lambda key: _where(key, document, layers))
     _check_strategy(run, lambda key: _where(("strategy", *key), document, layers))
+    launchers.resolve(run.launcher, where=lambda key: _where(("launcher", *key), document, layers))
     make_importable([document.path.parent, Path.cwd()])
     return Settings(run, document, layers)
 

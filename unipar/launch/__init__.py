@@ -1,7 +1,7 @@
 """Starting the processes of a run, and finding those that something else has started."""
 
 from unipar.launch.detection import detect
-from unipar.launch.local import run
+from unipar.launch.local import check, run
 from unipar.utils.progress_marks import mark
 
-__all__ = ["detect", "mark", "run"]
+__all__ = ["check", "detect", "mark", "run"]

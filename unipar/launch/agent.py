@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server import api
@@ -26,8 +25,6 @@ from unipar.launch.rundir import RunDir
 from unipar.utils.signals import TERMINATIONS, Request
 
 logger = logging.getLogger("unipar.launch")
-
-WORKER = Path(__file__).with_name("worker.py")
 
 _POLL = 0.05
 # A rank that lost its connection may be seen to fail before the rank that it lost.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import faulthandler
 import os
 import pickle
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -18,8 +21,9 @@ from typing import Any
 import cloudpickle
 
 from unipar.errors import ConfigError, Terminated
+from unipar.launch.detection import detect
 from unipar.launch.failure import Kind, open_notes, write_failure
-from unipar.launch.rundir import RunDir
+from unipar.launch.rundir import Attempt, RunDir
 from unipar.utils.progress_marks import open_marks
 from unipar.utils.scratch import temporary_files
 from unipar.utils.subprocesses import end_with
@@ -27,21 +31,27 @@ from unipar.world import Placement
 
 # Longer than the launching process takes to tell who is missing and end this process.
 _LINGER = 15.0
+_REQUEST_POLL = 0.5
 
 
 def serve(directory: str, start: dict[str, Any]) -> None:
     """Run the payload of ``directory`` in this process, as the rank that the environment names."""
     run = RunDir(Path(directory))
-    placement = _placement(start)
+    elsewhere = start["parent"] is None
+    placement = _joined(start) if elsewhere else _placement(start)
     attempt = run.attempt(placement.restart)
-    open_marks(attempt.mark(placement.rank))
+    if elsewhere:
+        attempt.directory.mkdir(exist_ok=True)
+        _join(run, attempt, placement)
+    else:
+        open_marks(attempt.mark(placement.rank))
+        stack = attempt.stack(placement.rank).open("w")
+        faulthandler.register(start["stack_signal"], file=stack, all_threads=False)
+        end_with(start["parent"], lambda: shutil.rmtree(run.root, ignore_errors=True))
+        # A killed process cannot remove the directory that it makes for its sockets.
+        # CPython 3.11, Lib/multiprocessing/util.py, get_temp_dir.
+        process.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
     open_notes(attempt.note(placement.rank))
-    # A killed process cannot remove the directory that it makes for its sockets.
-    # CPython 3.11, Lib/multiprocessing/util.py, get_temp_dir.
-    process.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
-    stack = attempt.stack(placement.rank).open("w")
-    faulthandler.register(start["stack_signal"], file=stack, all_threads=False)
-    end_with(start["parent"], lambda: shutil.rmtree(run.root, ignore_errors=True))
     try:
         fn = _load(run.payload)
         value = None
@@ -71,6 +81,26 @@ def serve(directory: str, start: dict[str, Any]) -> None:
         sys.exit(130 if kind is Kind.INTERRUPT else 1)
 
 
+def _join(run: RunDir, attempt: Attempt, placement: Placement) -> None:
+    """Take the place of what the launching process does for workers of its own machine."""
+    log = os.open(attempt.log(placement.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    if placement.rank:
+        return
+
+    def watch() -> None:
+        while True:
+            time.sleep(_REQUEST_POLL)
+            with contextlib.suppress(FileNotFoundError):
+                number = int(run.request.read_text())
+                run.request.unlink()
+                os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, name="unipar-requests", daemon=True).start()
+
+
 def _load(payload: Path) -> Callable[[Placement], Any]:
     try:
         with payload.open("rb") as file:
@@ -95,6 +125,15 @@ def _save(value: Any, path: Path) -> None:
     with temporary_files():
         partial.write_bytes(data)
         partial.rename(path)
+
+
+def _joined(start: dict[str, Any]) -> Placement:
+    """Where another launcher's variables say that this process stands."""
+    found = detect() or Placement()
+    restart = max(found.restart, start["restart"])
+    return dataclasses.replace(
+        found, timeout=start["timeout"], device_type=start["device_type"], restart=restart
+    )
 
 
 def _placement(start: dict[str, Any]) -> Placement:

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import cloudpickle
 from unipar.errors import Terminated, UniparError, WorkerError
 from unipar.launch.blame import Kind, chain, classify
 from unipar.launch.rundir import Attempt
+from unipar.utils.progress_marks import Mark, own_mark
 
 _MAX_MESSAGE = 2000
 _MAX_FRAMES = 12
@@ -65,6 +66,8 @@ def _write(error: BaseException, path: Path) -> Kind:
     record: dict[str, Any] = {"kind": kind.value, "time": time.time(), "links": links}
     if isinstance(error, Terminated):
         record["signal"] = error.signal.value
+    if (at := own_mark()) is not None:
+        record["mark"] = asdict(at)
     _replace(path, json.dumps(record).encode())
     return kind
 
@@ -81,6 +84,7 @@ class Failure:
         traceback: as text, shortened to the user's frames; empty when there is none.
         error: the exception itself, where it is one of the library's own.
         signal: what ended the rank, where ranks have agreed on that; else 0.
+        mark: where it was.
     """
 
     rank: int
@@ -90,6 +94,7 @@ class Failure:
     traceback: str = ""
     error: UniparError | None = None
     signal: int = 0
+    mark: Mark | None = None
 
 
 def read_failure(attempt: Attempt, rank: int) -> Failure | None:
@@ -121,6 +126,7 @@ def _read(attempt: Attempt, rank: int, place: Path) -> Failure | None:
         traceback=_format(links),
         error=error,
         signal=record.get("signal", 0),
+        mark=Mark(**record["mark"]) if "mark" in record else None,
     )
 
 

@@ -19,6 +19,8 @@ import torch
 
 from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
 from unipar.launch.rundir import RunDir
+from unipar.launch.worker import WORKER, own_versions
+from unipar.utils.own_path import own_path
 from unipar.utils.scratch import scratch, temporary_files, tmpdir_remedy
 from unipar.utils.signals import GRACE_PERIOD, TERMINATIONS, takes_over
 from unipar.world import Placement
@@ -73,13 +75,13 @@ def run(
         Terminated: the same for SIGTERM and SIGHUP, which may also have come to a worker alone.
             Those that this process ignores, or has a handler of its own for, are left alone.
     """
-    _check(devices, num_nodes, device_type)
+    check(devices, num_nodes, device_type)
     # Rank 0 writes to the same place, and what this process printed before came first.
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
         files = RunDir(directory or stack.enter_context(scratch()))
         with temporary_files():
-            _write_payload(fn, files)
+            write_payload(fn, files)
             _write_start(
                 files,
                 devices=devices,
@@ -103,15 +105,20 @@ def run(
                 # Then a worker could not say how it failed, and may have failed of just that.
                 error.args = (f"{error}\nA temporary file cannot be written. {tmpdir_remedy()}",)
             raise
-        with files.result.open("rb") as file:
-            return pickle.load(file)
+        return read_result(files)
 
 
-def _check(devices: int, num_nodes: int, device_type: str) -> None:
+def check(devices: int, num_nodes: int, device_type: str) -> None:
+    """Refuse processes that cannot be started on this machine.
+
+    Raises:
+        ConfigError: they are on several machines, or have no device.
+    """
     if num_nodes > 1:
         raise ConfigError(
-            f"num_nodes={num_nodes}, but only a cluster's launcher can start processes on other "
-            "machines. Start the same script on each of them by\n"
+            f"num_nodes={num_nodes}, and launcher='local' starts processes on this machine alone. "
+            "Name what starts them on several: launcher='slurm', 'ray', 'mpi' or 'torchrun' (see "
+            "the page on clusters). Or start the same script on each of them by\n"
             f"  torchrun --nnodes={num_nodes} --nproc-per-node={devices} "
             "--rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500 SCRIPT\n"
             "or, under Slurm,\n"
@@ -130,7 +137,12 @@ def _check(devices: int, num_nodes: int, device_type: str) -> None:
             )
 
 
-def _write_payload(fn: Callable[..., Any], directory: RunDir) -> None:
+def write_payload(fn: Callable[..., Any], directory: RunDir) -> None:
+    """Write down what workers run.
+
+    Raises:
+        ConfigError: it holds what cannot be copied.
+    """
     import cloudpickle
 
     try:
@@ -170,6 +182,36 @@ def _write_start(
     directory.start.write_text(json.dumps(start))
 
 
+def write_start_elsewhere(
+    directory: RunDir,
+    *,
+    device_type: str,
+    timeout: float,
+    save_signal: signal.Signals | None,
+    restart: int,
+) -> None:
+    """Write down what processes need that another program starts, maybe on another machine."""
+    start = {
+        "path": own_path(),
+        "argv": sys.argv,
+        "cwd": os.getcwd(),
+        "environ": {},
+        "parent": None,
+        "timeout": timeout,
+        "device_type": device_type,
+        "save_signal": save_signal,
+        "restart": restart,
+        "versions": own_versions(),
+    }
+    directory.start.write_text(json.dumps(start))
+
+
+def read_result(directory: RunDir) -> Any:
+    """What rank 0's call has returned."""
+    with directory.result.open("rb") as file:
+        return pickle.load(file)
+
+
 def _stack_signal(save_signal: signal.Signals | None) -> signal.Signals:
     """What asks a worker where it is; the one of the two that the user has not taken."""
     return signal.SIGUSR1 if save_signal == signal.SIGUSR2 else signal.SIGUSR2
@@ -188,7 +230,7 @@ def _run_agent(
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    from unipar.launch.agent import WORKER, Agent
+    from unipar.launch.agent import Agent
     from unipar.launch.rendezvous import LoopbackRendezvous
 
     # CPython 3.11, Lib/subprocess.py.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Protocol
 
 from unipar.errors import WorkerError
 from unipar.launch.blame import Kind
 from unipar.launch.failure import Failure, shorten_stack
 from unipar.launch.group import WorkerGroup
 from unipar.launch.rank_names import ADVICE, SAME, behind, in_step, name_ranks, seen
+from unipar.launch.rundir import Attempt
 from unipar.utils.progress_marks import read_mark
 
 _LOG_LINES = 10
@@ -19,9 +21,21 @@ _MEMORY = re.compile(r"MemoryError|out of memory|can't allocate memory|SIGKILL")
 _APART = re.compile(r"gloo::EnforceNotMet.*op\.preamble\.length", re.DOTALL)
 
 
-def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
+class Ranks(Protocol):
+    """The processes of a run, as far as a report on one of them goes."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    def finished(self) -> list[int]: ...
+
+
+def failed(group: Ranks, failure: Failure) -> WorkerError:
     """The error for a rank that failed by itself."""
-    mark = read_mark(group.attempt.mark(failure.rank))
+    mark = failure.mark or read_mark(group.attempt.mark(failure.rank))
     lines = [f"Rank {failure.rank} of {group.size} {in_step('failed', mark)}: {failure.title}"]
     if failure.kind.is_echo:
         finished = group.finished()
@@ -35,7 +49,7 @@ def failed(group: WorkerGroup, failure: Failure) -> WorkerError:
     if failure.traceback:
         lines += ["", f"Traceback of rank {failure.rank} (most recent call last):"]
         lines.append(failure.traceback)
-    last_output = _log_tail(group, failure.rank)
+    last_output = log_tail(group, failure.rank)
     if _APART.search("\n".join(last_output)):
         lines.append(
             f"The ranks were in different collectives. {SAME}: where gradients are divided, every "
@@ -54,7 +68,7 @@ def ended(group: WorkerGroup, failure: Failure) -> str:
     """Describe a rank that a signal has ended before it could save with the others."""
     mark = read_mark(group.attempt.mark(failure.rank))
     line = f"Rank {failure.rank} of {group.size} {in_step('ended', mark)}: it {failure.title}."
-    return "\n".join([line, *_log_tail(group, failure.rank)])
+    return "\n".join([line, *log_tail(group, failure.rank)])
 
 
 def hung(group: WorkerGroup, failures: list[Failure], missing: list[int]) -> WorkerError:
@@ -76,7 +90,7 @@ def hung(group: WorkerGroup, failures: list[Failure], missing: list[int]) -> Wor
         at = f" was {seen(mark, time.monotonic() - mark.time)};" if mark else ":"
         lines += ["", f"Rank {rank}{at} {where}"]
         lines += [stack] if stack else []
-        lines += _log_tail(group, rank)
+        lines += log_tail(group, rank)
     lines += ["", ADVICE]
     own = read_mark(group.attempt.mark(missing[0]))
     return WorkerError(
@@ -110,7 +124,8 @@ def apart(group: WorkerGroup, failures: list[Failure]) -> WorkerError:
     )
 
 
-def _log_tail(group: WorkerGroup, rank: int) -> list[str]:
+def log_tail(group: Ranks, rank: int) -> list[str]:
+    """The last lines that a rank has printed, under a heading; none for rank 0."""
     path = group.attempt.log(rank)
     if not path.exists():
         return []

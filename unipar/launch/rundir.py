@@ -39,7 +39,7 @@ class Attempt:
         return self.directory / f"rank-{rank}.stack"
 
     def log(self, rank: int) -> Path:
-        """Return the path of what the rank printed; rank 0 prints to the terminal instead."""
+        """Return the path of what the rank printed; rank 0 of a run here prints to the terminal."""
         return self.directory / f"rank-{rank}.log"
 
 
@@ -61,6 +61,11 @@ class RunDir:
     @property
     def result(self) -> Path:
         return self.root / "result.pkl"
+
+    @property
+    def request(self) -> Path:
+        """The number of a signal that rank 0 is to send itself, where nothing else reaches it."""
+        return self.root / "signal"
 
     def attempt(self, restart: int) -> Attempt:
         return Attempt(self.root / f"attempt-{restart}")

@@ -17,7 +17,8 @@ from unipar.world import World
 
 _OWN = frozenset(
     {
-        "device", "devices", "log_every", "log_level", "loggers", "num_nodes", "num_workers",
+        "device", "devices", "launcher", "log_every", "log_level", "loggers", "num_nodes",
+        "num_workers",
         "output_dir", "progress", "resume", "self_test", "timeout",
     }
 )  # fmt: skip

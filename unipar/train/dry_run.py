@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from unipar.config import RunFields
 from unipar.config.settings import Settings
 from unipar.optimizers.groups import factories
 from unipar.strategy import EngineSpec
@@ -29,11 +31,13 @@ class ResolvedRun:
         values: a run file's content, every default and strategy option filled in.
         facts: what follows from it: world size, accumulation and the like.
         placements: where the strategy would put parameters, if it says so.
+        rendered: what the launcher would give to its system, such as a batch script.
     """
 
     values: dict[str, Any]
     facts: dict[str, Any]
     placements: list[tuple[str, str]]
+    rendered: str
 
 
 def resolve_run(settings: Settings) -> ResolvedRun:
@@ -70,4 +74,15 @@ def resolve_run(settings: Settings) -> ResolvedRun:
     if isinstance(strategy, Places):
         placements = strategy.placements(EngineSpec(arguments["model"]), placement)
     values = {key: value for key, value in values.items() if value is not None}
-    return ResolvedRun(values, facts, placements)
+    return ResolvedRun(values, facts, placements, _rendered(run, planned))
+
+
+def _rendered(run: RunFields, planned: preflight.Plan) -> str:
+    output_dir = (run.output_dir or Path("runs", "NEW_DIRECTORY")).absolute()
+    directory = output_dir / "launch" / "000"
+    task = preflight.task(run, planned, _nothing, directory, output_dir.name)
+    return planned.launcher.rendered(task)
+
+
+def _nothing(placement: Placement) -> None:
+    """Stand for a run's function, which is not made here."""

@@ -12,12 +12,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from unipar import checkpoint, launch
+from unipar import checkpoint
 from unipar.callbacks import Callback, Logger, RunResult
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
 from unipar.errors import CheckpointError, ConfigError
 from unipar.evaluation.evaluate import Metric, Predict
+from unipar.launchers import LauncherOptions
 from unipar.loss import LossFn
 from unipar.optimizers.factories import refuse_built
 from unipar.optimizers.groups import check_choice, factories, holds_functions
@@ -38,7 +39,7 @@ from unipar.train.job import Job
 from unipar.train.loaders import evaluation_loader
 from unipar.train.loop import train
 from unipar.utils.matmul_precision import MatmulPrecision
-from unipar.utils.scratch import scratch, tmpdir_remedy
+from unipar.utils.scratch import tmpdir_remedy
 
 
 def fit(
@@ -55,6 +56,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     loggers: Sequence[str | Logger] | Unset = UNSET,
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
+    launcher: str | Mapping[str, Any] | LauncherOptions | Unset = UNSET,
     device: Literal["auto", "cpu", "cuda"] | Unset = UNSET,
     devices: int | Literal["auto"] | Unset = UNSET,
     num_nodes: int | Unset = UNSET,
@@ -114,9 +116,12 @@ def fit(
         callbacks: what else watches the run.
         loggers: where else metrics go besides ``metrics.jsonl``: names, or loggers.
         config: a file or mapping with any of the arguments below; those given here win.
+        launcher: what starts the processes: a name (``"slurm"``), a name with options
+            (``"mpi:hosts=[a,b]"``), a mapping with ``name``, or an options object; default:
+            ``"local"``, this machine.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``.
         devices: processes on this machine; ``"auto"``: each GPU, or one process on a CPU.
-        num_nodes: machines.
+        num_nodes: machines; more than one takes a ``launcher``.
         global_batch_size: samples of one step over all devices; default: the ``DataLoader``'s.
         micro_batch_size: samples of one forward pass on one device; ``"auto"`` finds the largest
             that fits. Accumulation follows from the two and the number of devices.
@@ -204,6 +209,7 @@ class _Launch:
     def run(self, model: nn.Module | ModelFactory, data: Any, **objects: Any) -> RunResult:
         planned = preflight.plan(self.config, model)
         strategy, self.placement = planned.strategy, planned.placement
+        self.planned = planned
         # Every process resolves the same strategy, with what this one found out for "auto".
         config = self.config.model_copy(update={"strategy": strategy.options})
         scheduler = objects.pop("lr_scheduler", None)
@@ -233,11 +239,15 @@ class _Launch:
         if planned.joined:
             return train(job, self.placement)
         # In this process if it can be the only one and stays usable, else in new ones.
-        alone = self.placement.size == 1 and self.config.max_restarts == 0
+        alone = (
+            self.placement.size == 1
+            and self.config.max_restarts == 0
+            and planned.launcher.starts_here
+        )
         keeps_weights = isinstance(model, nn.Module) and (not alone or strategy.rewrites_module)
         if alone and not keeps_weights:
             return train(job, self.placement)
-        with scratch() as directory:
+        with planned.launcher.directory(output_dir) as directory:
             try:
                 return self._start(job, directory, alone=alone, keeps_weights=keeps_weights)
             except CheckpointError as error:
@@ -258,17 +268,10 @@ class _Launch:
         if alone:
             result = train(job, self.placement)
         else:
-            result = launch.run(
-                functools.partial(train, job),
-                devices=self.placement.local_size,
-                num_nodes=self.placement.num_nodes,
-                device_type=self.placement.device_type,
-                timeout=self.config.timeout,
-                max_restarts=self.config.max_restarts,
-                grace_period=self.config.grace_period,
-                save_signal=self.config.save_signal_number,
-                directory=directory,
-            )
+            fn = functools.partial(train, job)
+            name = job.output_dir.name
+            task = preflight.task(self.config, self.planned, fn, directory, name)
+            result = self.planned.launcher.run(task)
         if keeps_weights:
             source = job.weights_dir or result.checkpoint
             assert source is not None

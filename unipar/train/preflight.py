@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from unipar import launch
+from unipar import launch, launchers
 from unipar.config import RunFields
 from unipar.data import Loader
 from unipar.engine.checks import (
@@ -18,7 +20,9 @@ from unipar.engine.checks import (
     check_initial_weights,
     check_model,
 )
+from unipar.errors import ConfigError
 from unipar.evaluation.evaluate import Predict
+from unipar.launchers import Launcher, Task
 from unipar.loss import LossFn
 from unipar.objective import require_objective
 from unipar.sizing import resolve_for
@@ -26,6 +30,8 @@ from unipar.strategy import EngineSpec, Strategy
 from unipar.train.loaders import training_loader
 from unipar.utils.devices import resolve_device_type, resolve_num_devices
 from unipar.world import Placement
+
+log = logging.getLogger("unipar")
 
 
 @dataclass(frozen=True)
@@ -35,11 +41,13 @@ class Plan:
     Attributes:
         placement: where this process stands in it; rank 0, where processes are yet to be started.
         joined: whether a launcher has started the processes already.
+        launcher: what starts them otherwise.
         strategy: with its options.
     """
 
     placement: Placement
     joined: bool
+    launcher: Launcher
     strategy: Strategy
 
 
@@ -53,17 +61,78 @@ def plan(config: RunFields, model: Any) -> Plan:
     Raises:
         ConfigError: a device, a strategy or an option does not exist, or the model is none.
     """
-    device_type = resolve_device_type(config.device)
+    launcher = launchers.resolve(config.launcher)
     found = launch.detect()
-    if found is None:
-        devices = resolve_num_devices(config.devices, device_type)
+    if found is not None:
+        device_type = resolve_device_type(config.device)
+        here = found
+        if not launcher.starts_here:
+            log.warning(
+                "launcher '%s' starts nothing: another launcher has started this process, and the "
+                "run joins its %d.",
+                launcher.name,
+                found.size,
+            )
+    else:
+        device_type, devices = _devices(config, launcher)
         size = devices * config.num_nodes
         here = Placement(size=size, local_size=devices, num_nodes=config.num_nodes)
-    else:
-        here = found
     placement = dataclasses.replace(here, device_type=device_type, timeout=config.timeout)
     check_model(model)
-    return Plan(placement, found is not None, resolve_for(config.strategy, placement, (model,)))
+    strategy = resolve_for(config.strategy, placement, (model,))
+    return Plan(placement, found is not None, launcher, strategy)
+
+
+def task(
+    config: RunFields, planned: Plan, fn: Callable[[Placement], Any], directory: Path, name: str
+) -> Task:
+    """What the launcher of a run is to run.
+
+    Args:
+        config: of the run.
+        planned: its processes.
+        fn: what each of them calls.
+        directory: a private one, which all of them can reach.
+        name: what a queue shows.
+    """
+    return Task(
+        fn,
+        devices=planned.placement.local_size,
+        num_nodes=planned.placement.num_nodes,
+        device_type=planned.placement.device_type,
+        timeout=config.timeout,
+        max_restarts=config.max_restarts,
+        grace_period=config.grace_period,
+        save_signal=config.save_signal_number,
+        directory=directory,
+        name=name,
+    )
+
+
+def _devices(config: RunFields, launcher: Launcher) -> tuple[str, int]:
+    """The kind of device, and how many of them a node has.
+
+    Raises:
+        ConfigError: this machine cannot tell, or has not as many, or the launcher cannot start so
+            many.
+    """
+    if launcher.elsewhere:
+        told_by_machine = [
+            name for name in ("device", "devices") if getattr(config, name) == "auto"
+        ]
+        if told_by_machine:
+            raise ConfigError(
+                f"launcher '{launcher.name}' runs on other machines, so this one cannot tell what "
+                f"'auto' is there: give {' and '.join(told_by_machine)}, such as device='cuda' and "
+                "devices=8 (on each node)."
+            )
+        device_type, devices = config.device, config.devices
+        assert isinstance(devices, int)
+    else:
+        device_type = resolve_device_type(config.device)
+        devices = resolve_num_devices(config.devices, device_type)
+    launcher.check(devices, config.num_nodes, device_type)
+    return device_type, devices
 
 
 def check(

@@ -1,0 +1,133 @@
+"""Launchers: what each of them can do, and how one that another program starts is run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import BaseModel
+
+from unipar.errors import WorkerError
+from unipar.launchers.following import follow
+from unipar.launchers.handle import Handle
+from unipar.launchers.task import Task
+from unipar.strategy import Availability
+
+log = logging.getLogger("unipar.launch")
+
+
+class LauncherOptions(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Base of every launcher's typed options. Subclasses document each field."""
+
+    launcher: ClassVar[str]
+    """The launcher's registered name."""
+
+
+class Launcher(ABC):
+    """A system that starts processes. Importing one must not import its library.
+
+    Attributes:
+        options: its options.
+    """
+
+    options_type: ClassVar[type[LauncherOptions]]
+
+    def __init__(self, options: LauncherOptions | None = None) -> None:
+        self.options: Any = self.options_type() if options is None else options
+
+    @property
+    def name(self) -> str:
+        """Its registered name."""
+        return self.options_type.launcher
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether its machines need not be like this one, so that nothing is told by this one."""
+        return True
+
+    @property
+    def starts_here(self) -> bool:
+        """Whether a run of one process may be this process."""
+        return False
+
+    @classmethod
+    def availability(cls) -> Availability:
+        """Whether it can be used from here; imports no more than it has to."""
+        return Availability(True)
+
+    def check(  # noqa: B027
+        self, devices: int, num_nodes: int, device_type: str
+    ) -> None:
+        """Refuse what cannot be started, before anything is.
+
+        Args:
+            devices: processes on each node.
+            num_nodes: number of machines.
+            device_type: ``"cpu"``, ``"cuda"``, …
+
+        Raises:
+            ConfigError: it cannot be, with what to do.
+        """
+
+    def rendered(self, task: Task) -> str:
+        """What would be given to the system, such as a batch script; empty where nothing is."""
+        return ""
+
+    @contextlib.contextmanager
+    def directory(self, output_dir: Path) -> Iterator[Path]:
+        """A task's directory for the length of the block: one of the run's own, which stays."""
+        number = 0
+        while True:
+            directory = output_dir / "launch" / f"{number:03d}"
+            try:
+                directory.mkdir(parents=True)
+            except FileExistsError:
+                number += 1
+                continue
+            yield directory
+            return
+
+    @abstractmethod
+    def run(self, task: Task) -> Any:
+        """Start the processes of a task, show what rank 0 prints, and return what its call returns.
+
+        Raises:
+            ConfigError: they cannot be started.
+            UniparError: a rank raised one; it is raised here as it is.
+            WorkerError: a rank raised anything else, was killed, or stopped taking part.
+            KeyboardInterrupt: the user interrupted the run, or left it to its system.
+            Terminated: the same for SIGTERM and SIGHUP.
+        """
+
+
+class SubmittingLauncher(Launcher):
+    """A launcher of which another program starts the processes; this one follows them."""
+
+    @abstractmethod
+    def start(self, task: Task) -> Handle:
+        """Start the processes of a task, once.
+
+        Raises:
+            ConfigError: they cannot be started.
+        """
+
+    def run(self, task: Task) -> Any:
+        while True:
+            handle = self.start(task)
+            try:
+                follow(handle, task)
+                return handle.result()
+            except WorkerError as error:
+                left = task.max_restarts - task.restart
+                if left <= 0:
+                    raise
+                headline = str(error).splitlines()[0]
+                log.warning("%s. Restarting all ranks (%d restarts left).", headline, left - 1)
+            finally:
+                handle.close()
+            task = dataclasses.replace(task, restart=task.restart + 1)

@@ -1,0 +1,78 @@
+"""``mpi``: processes of Open MPI's ``mpirun``, on this machine or on hosts that it reaches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import ClassVar
+
+from unipar.errors import ConfigError
+from unipar.launchers.base import LauncherOptions, SubmittingLauncher
+from unipar.launchers.command import CommandHandle
+from unipar.launchers.shared import SharedRun
+from unipar.launchers.task import Task
+
+
+class MpiOptions(LauncherOptions, frozen=True):
+    """Options of ``mpi``."""
+
+    launcher: ClassVar[str] = "mpi"
+
+    hosts: tuple[str, ...] = ()
+    """The machines, in the order of their ranks; left out: this machine alone."""
+    port: int = 29500
+    """A port of the first host, free there, on which the processes meet; of several hosts only."""
+    mpirun: str = "mpirun"
+    """The command, by name or path."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of the command, such as `--mca`, `btl_tcp_if_include`, `eth0`."""
+    python: str | None = None
+    """The interpreter on the hosts; left out: this one's path."""
+
+
+class MpiLauncher(SubmittingLauncher):
+    """Starts one process for each device by ``mpirun``; unipar finds where each stands."""
+
+    options_type = MpiOptions
+
+    @property
+    def elsewhere(self) -> bool:
+        return bool(self.options.hosts)
+
+    def check(self, devices: int, num_nodes: int, device_type: str) -> None:
+        options = self.options
+        if shutil.which(options.mpirun) is None:
+            raise ConfigError(
+                f"launcher 'mpi': there is no command '{options.mpirun}' on PATH. Install Open MPI "
+                "(Debian: apt install openmpi-bin), or give its path: launcher='mpi:mpirun=/path'."
+            )
+        hosts = len(options.hosts) or 1
+        if num_nodes != hosts:
+            raise ConfigError(
+                f"num_nodes={num_nodes}, and launcher 'mpi' has {hosts} "
+                f"host{'s' if hosts > 1 else ''} ({', '.join(options.hosts) or 'this one'}). Name "
+                f"as many: launcher={{'name': 'mpi', 'hosts': [{num_nodes} names]}}."
+            )
+
+    def command(self, task: Task, program: list[str]) -> list[str]:
+        """What starts all processes of a task, each by ``program``."""
+        options = self.options
+        command = [options.mpirun, "-np", str(task.size), "--bind-to", "none"]
+        if options.hosts:
+            slots = ",".join(f"{host}:{task.devices}" for host in options.hosts)
+            command += ["--host", slots, "--map-by", f"ppr:{task.devices}:node"]
+            command += [
+                "-x",
+                f"MASTER_ADDR={options.hosts[0]}",
+                "-x",
+                f"MASTER_PORT={options.port}",
+            ]
+        else:
+            command += ["--host", f"localhost:{task.devices}"]
+        if os.geteuid() == 0:
+            command.append("--allow-run-as-root")
+        return [*command, *options.arguments, *program]
+
+    def start(self, task: Task) -> CommandHandle:
+        run = SharedRun(task, python=self.options.python)
+        return CommandHandle(self.command(task, run.command), run, name="mpirun")

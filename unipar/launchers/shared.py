@@ -1,0 +1,130 @@
+"""Processes that another program starts, and a directory that all their machines share.
+
+What they run is written there; what they return, how they fail and what ranks other than 0 print
+is read there. Each is started as ``python …/unipar/launch/worker.py DIRECTORY`` with whatever
+variables its system sets, by which it is found where it stands.
+"""
+
+from __future__ import annotations
+
+import codecs
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from unipar.errors import Terminated, WorkerError
+from unipar.launch import report
+from unipar.launch.blame import Kind
+from unipar.launch.failure import Failure, cause, read_failure, read_note
+from unipar.launch.local import read_result, write_payload, write_start_elsewhere
+from unipar.launch.rank_names import name_ranks
+from unipar.launch.rundir import Attempt, RunDir
+from unipar.launch.worker import WORKER
+from unipar.launchers.task import Task
+
+
+class SharedRun:
+    """One start of a task by way of a directory.
+
+    Args:
+        task: what is run. It is written to its directory here.
+        python: the interpreter on the machines where it runs, by default the path of this one.
+
+    Raises:
+        ConfigError: the function cannot travel.
+    """
+
+    def __init__(self, task: Task, *, python: str | None = None) -> None:
+        self.task = task
+        self.files = RunDir(task.directory)
+        self.command = [python or sys.executable, "-u", str(WORKER), str(task.directory)]
+        """What starts one process of the run."""
+        self.attempt: Attempt = self.files.attempt(task.restart)
+        self.output = Tail(self.attempt.log(0))
+        """What rank 0 prints."""
+        if task.restart == 0:
+            write_payload(task.fn, self.files)
+        self._asked_to_end = False
+        self.files.request.unlink(missing_ok=True)
+        write_start_elsewhere(
+            self.files,
+            device_type=task.device_type,
+            timeout=task.timeout,
+            save_signal=task.save_signal,
+            restart=task.restart,
+        )
+
+    @property
+    def size(self) -> int:
+        return self.task.size
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """Ask rank 0 to send itself a signal; the ranks agree on it in their next step."""
+        self._asked_to_end |= number != self.task.save_signal
+        partial = self.files.request.with_suffix(".partial")
+        partial.write_text(str(number.value))
+        partial.replace(self.files.request)
+
+    def finished(self) -> list[int]:
+        """The ranks whose function has returned."""
+        return [rank for rank in range(self.size) if self.attempt.returned(rank).exists()]
+
+    def result(self, ending: str) -> Any:
+        """What rank 0's call has returned, or what failed.
+
+        Args:
+            ending: how all of it ended, as its system says it, with its last words.
+
+        Raises:
+            UniparError, WorkerError, KeyboardInterrupt, Terminated: as a rank has failed.
+        """
+        failures = self._failures()
+        told = {failure.rank for failure in failures} | set(self.finished())
+        silent = [rank for rank in range(self.size) if rank not in told]
+        first = cause(failures) if failures else None
+        # Systems end what is left by a signal when one process is gone.
+        if silent and not self._asked_to_end and (first is None or first.kind is not Kind.ERROR):
+            lines = [
+                f"{name_ranks(silent).capitalize()} of {self.size} ended without a word: {ending}"
+            ]
+            for rank in silent:
+                lines += report.log_tail(self, rank)
+            raise WorkerError("\n".join(lines), rank=silent[0])
+        if first is None:
+            if silent:
+                raise KeyboardInterrupt
+            return read_result(self.files)
+        if first.signal:
+            raise Terminated(first.signal)
+        if first.kind is Kind.INTERRUPT:
+            raise KeyboardInterrupt
+        raise first.error or report.failed(self, first)
+
+    def _failures(self) -> list[Failure]:
+        found = []
+        for rank in range(self.size):
+            failure = read_failure(self.attempt, rank) or read_note(self.attempt, rank)
+            if failure is not None:
+                found.append(failure)
+        return found
+
+
+class Tail:
+    """The growing text of a file that may not be there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._place = path, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def read(self) -> str:
+        """What was added since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._place)
+                data = file.read()
+        except FileNotFoundError:
+            return ""
+        self._place += len(data)
+        # A character may be written in two parts.
+        return self._decoder.decode(data)
