@@ -31,7 +31,8 @@ def main() -> None:
         # Nothing is there yet that could be saved, and it is no reason to end.
         signal.signal(start["save_signal"], lambda *_: None)
     if start["parent"] is None:
-        os.chdir(start["cwd"])
+        if os.path.isdir(start["cwd"]):
+            os.chdir(start["cwd"])
     elif os.environ["RANK"] != "0":
         # The agent has opened the log as stderr; sharing its descriptor keeps the lines in order.
         os.dup2(2, 1)
