@@ -68,7 +68,7 @@ class FakeCluster:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def log_message(self, *args: Any) -> None:
+            def log_message(self, format: str, *args: Any) -> None:
                 pass
 
             def _say(self, code: int, body: Any) -> None:
