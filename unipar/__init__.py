@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         UniparError,
         WorkerError,
     )
-    from unipar.launch.spawning import spawn
+    from unipar.launchers.spawning import spawn
     from unipar.loss import LossSum
     from unipar.objective import Objective
     from unipar.session import Session
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "fit": "train.fit",
     "bench": "benchmark.api",
-    "spawn": "launch.spawning",
+    "spawn": "launchers.spawning",
     "Batch": "data.batch",
     "MicroBatch": "data.batch",
     "Callback": "callbacks",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from unipar.benchmark.job import BenchJob
 from unipar.benchmark.result import Interconnect
-from unipar.launch.spawning import spawn
+from unipar.launchers.spawning import spawn
 from unipar.strategy import Precision
 from unipar.world import Placement, World, joined
 

@@ -9,6 +9,8 @@ from pydantic.json_schema import models_json_schema
 
 from unipar.config.runfile import Groups, NamedGroup, RunFile, TargetGroup
 from unipar.errors import ConfigError
+from unipar.launchers import LauncherOptions
+from unipar.launchers.registry import LAUNCHERS
 from unipar.optimizers.named import OPTIMIZERS, SCHEDULERS
 from unipar.strategy import StrategyOptions, registry
 
@@ -45,6 +47,7 @@ def run_schema() -> dict[str, Any]:
     ]
     inline = {"type": "string", "pattern": f"^({'|'.join(options)}):.+=.+$"}
     _replace(run, "strategy", [{"enum": [*options, registry.AUTO]}, inline, *strategies])
+    _offer_launchers(run, definitions)
     for key in _SHORT_FORMS:
         _offer_short(run, key)
     groups = definitions[Groups.__name__]["additionalProperties"]
@@ -57,6 +60,23 @@ def run_schema() -> dict[str, Any]:
         "title": "unipar run file",
         "$defs": definitions,
     }
+
+
+def _offer_launchers(run: dict[str, Any], definitions: dict[str, Any]) -> None:
+    """Describe the options of each launcher that is installed."""
+    definitions.pop(LauncherOptions.__name__, None)  # Stands in for all of them.
+    forms: list[dict[str, Any]] = []
+    found = LAUNCHERS.names()
+    for name in found:
+        try:
+            described = LAUNCHERS.load(name).options_type.model_json_schema()
+        except ConfigError:
+            forms.append(_named(name, None))
+            continue
+        definitions.update(described.pop("$defs", {}))
+        forms.append(_named(name, described))
+    inline = {"type": "string", "pattern": f"^({'|'.join(found)}):.+=.+$"}
+    _replace(run, "launcher", [{"enum": found}, inline, *forms])
 
 
 _NOTES = ("default", "description", "title")

@@ -8,15 +8,17 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
-from unipar.errors import WorkerError
+from unipar.errors import ConfigError, WorkerError
+from unipar.launch.rundir import RunDir
 from unipar.launchers.following import follow
 from unipar.launchers.handle import Handle
 from unipar.launchers.task import Task
 from unipar.strategy import Availability
+from unipar.utils.devices import DeviceChoice, resolve_device_type, resolve_num_devices
 
 log = logging.getLogger("unipar.launch")
 
@@ -74,6 +76,36 @@ class Launcher(ABC):
             ConfigError: it cannot be, with what to do.
         """
 
+    def resolve_devices(
+        self, device: DeviceChoice, devices: int | Literal["auto"], num_nodes: int
+    ) -> tuple[str, int]:
+        """The kind of device, and how many of them each node has.
+
+        Args:
+            device: what was asked for.
+            devices: likewise.
+            num_nodes: number of machines.
+
+        Raises:
+            ConfigError: this machine cannot tell, or has not as many; or :meth:`check` says so.
+        """
+        if self.elsewhere:
+            given = {"device": device, "devices": devices}
+            untold = [name for name, value in given.items() if value == "auto"]
+            if untold:
+                raise ConfigError(
+                    f"launcher '{self.name}' runs on other machines, so this one cannot tell what "
+                    f"'auto' is there: give {' and '.join(untold)}, such as device='cuda' and "
+                    "devices=8 (on each node)."
+                )
+            device_type, number = device, devices
+            assert isinstance(number, int)
+        else:
+            device_type = resolve_device_type(device)
+            number = resolve_num_devices(devices, device_type)
+        self.check(number, num_nodes, device_type)
+        return device_type, number
+
     def rendered(self, task: Task) -> str:
         """What would be given to the system, such as a batch script; empty where nothing is."""
         return ""
@@ -121,13 +153,17 @@ class SubmittingLauncher(Launcher):
             handle = self.start(task)
             try:
                 follow(handle, task)
-                return handle.result()
+                result = handle.result()
             except WorkerError as error:
                 left = task.max_restarts - task.restart
                 if left <= 0:
                     raise
                 headline = str(error).splitlines()[0]
                 log.warning("%s. Restarting all ranks (%d restarts left).", headline, left - 1)
+            else:
+                # What every process has read; the dataset may be in it.
+                RunDir(task.directory).payload.unlink(missing_ok=True)
+                return result
             finally:
                 handle.close()
             task = dataclasses.replace(task, restart=task.restart + 1)

@@ -20,7 +20,6 @@ from unipar.engine.checks import (
     check_initial_weights,
     check_model,
 )
-from unipar.errors import ConfigError
 from unipar.evaluation.evaluate import Predict
 from unipar.launchers import Launcher, Task
 from unipar.loss import LossFn
@@ -28,7 +27,7 @@ from unipar.objective import require_objective
 from unipar.sizing import resolve_for
 from unipar.strategy import EngineSpec, Strategy
 from unipar.train.loaders import training_loader
-from unipar.utils.devices import resolve_device_type, resolve_num_devices
+from unipar.utils.devices import resolve_device_type
 from unipar.world import Placement
 
 log = logging.getLogger("unipar")
@@ -74,7 +73,9 @@ def plan(config: RunFields, model: Any) -> Plan:
                 found.size,
             )
     else:
-        device_type, devices = _devices(config, launcher)
+        device_type, devices = launcher.resolve_devices(
+            config.device, config.devices, config.num_nodes
+        )
         size = devices * config.num_nodes
         here = Placement(size=size, local_size=devices, num_nodes=config.num_nodes)
     placement = dataclasses.replace(here, device_type=device_type, timeout=config.timeout)
@@ -107,32 +108,6 @@ def task(
         directory=directory,
         name=name,
     )
-
-
-def _devices(config: RunFields, launcher: Launcher) -> tuple[str, int]:
-    """The kind of device, and how many of them a node has.
-
-    Raises:
-        ConfigError: this machine cannot tell, or has not as many, or the launcher cannot start so
-            many.
-    """
-    if launcher.elsewhere:
-        told_by_machine = [
-            name for name in ("device", "devices") if getattr(config, name) == "auto"
-        ]
-        if told_by_machine:
-            raise ConfigError(
-                f"launcher '{launcher.name}' runs on other machines, so this one cannot tell what "
-                f"'auto' is there: give {' and '.join(told_by_machine)}, such as device='cuda' and "
-                "devices=8 (on each node)."
-            )
-        device_type, devices = config.device, config.devices
-        assert isinstance(devices, int)
-    else:
-        device_type = resolve_device_type(config.device)
-        devices = resolve_num_devices(config.devices, device_type)
-    launcher.check(devices, config.num_nodes, device_type)
-    return device_type, devices
 
 
 def check(

@@ -141,7 +141,7 @@ def spawn(fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *
     Raises:
         WorkerError: a process failed.
     """
-    from unipar.launch.spawning import spawn as start
+    from unipar.launchers.spawning import spawn as start
 
     config = settings()
     file = current.file or file_beside_script()
