@@ -44,19 +44,32 @@ def meet(placement: Placement) -> Store:
     """
     place = _find(placement)
     place.number += 1
+    come(place.store, placement, place.number)
+    return PrefixStore(f"unipar/{place.number}", place.store)
+
+
+def come(store: Store, placement: Placement, number: int) -> None:
+    """Wait at a store until all ranks have come to their meeting of that number.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank has not come within ``placement.timeout``.
+    """
     timeout = timedelta(seconds=placement.timeout)
-    place.store.set_timeout(timeout)
-    place.store.set(f"unipar/at/{placement.rank}", str(place.number))
-    keys = [f"unipar/{place.number}/came/{rank}" for rank in range(placement.size)]
-    place.store.set(keys[placement.rank], "here")
+    store.set_timeout(timeout)
+    store.set(f"unipar/at/{placement.rank}", str(number))
+    came = f"unipar/{number}/came"
+    store.set(f"{came}/{placement.rank}", "here")
+    # One key to wait for: for one of each rank, the work of the store would grow with the square.
+    complete = f"unipar/{number}/complete"
+    if store.add(came, 1) == placement.size:
+        store.set(complete, "yes")
     try:
-        place.store.wait(keys, timeout)
+        store.wait([complete], timeout)
     except RuntimeError as error:  # A store in a file raises no more than that.
-        missing = [rank for rank, key in enumerate(keys) if not place.store.check([key])]
+        missing = [r for r in range(placement.size) if not store.check([f"{came}/{r}"])]
         if not missing:
             raise
-        raise dist.DistStoreError(_told(placement, place, missing)) from error
-    return PrefixStore(f"unipar/{place.number}", place.store)
+        raise dist.DistStoreError(_told(placement, store, number, missing)) from error
 
 
 def _find(placement: Placement) -> _Place:
@@ -81,14 +94,14 @@ def _leave() -> None:
     _place = None
 
 
-def _told(placement: Placement, place: _Place, missing: list[int]) -> str:
+def _told(placement: Placement, store: Store, number: int, missing: list[int]) -> str:
     lines = [
         f"timed out after {placement.timeout:g} s: rank {placement.rank} of {placement.size} "
-        f"waited for the others to begin run {place.number} of these processes."
+        f"waited for the others to begin run {number} of these processes."
     ]
     for rank in missing:
         key = f"unipar/at/{rank}"
-        at = int(place.store.get(key)) if place.store.check([key]) else 0
+        at = int(store.get(key)) if store.check([key]) else 0
         where = f"has begun {at} of them" if at else "has begun none"
         lines.append(f"Rank {rank} {where}.")
     lines.append(

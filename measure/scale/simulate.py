@@ -1,0 +1,215 @@
+"""Measure what rank 0 does as the number of ranks grows, with the other ranks simulated.
+
+python measure/scale/simulate.py            8 to 4,096 ranks, and a table for the docs
+python measure/scale/simulate.py --ranks 8 64
+
+Each number of ranks is measured in a process of its own, for its peak of memory. Ranks that are
+simulated are threads with a connection of their own (the meeting), or what they would send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+RANKS = (8, 64, 512, 4096)
+LAYERS, WIDTH = 32, 4096
+"""Of a decoder of 7 billion parameters: nine tensors a layer, and AdamW's two moments of each."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        before = peak()
+        print(json.dumps({**PARTS[args.part](args.ranks[0]), "memory": peak() - before}))
+        return
+    rows = {
+        (part, ranks): json.loads(
+            subprocess.run(
+                [sys.executable, __file__, "--part", part, "--ranks", str(ranks)],
+                stdout=subprocess.PIPE,
+                check=True,
+                text=True,
+            ).stdout.splitlines()[-1]
+        )
+        for part in PARTS
+        for ranks in args.ranks
+    }
+    print("| what | " + " | ".join(f"{ranks:,}" for ranks in args.ranks) + " |")
+    print("|---" * (len(args.ranks) + 1) + "|")
+    for part in PARTS:
+        for what in rows[part, args.ranks[0]]:
+            cells = [shown(what, rows[part, ranks][what]) for ranks in args.ranks]
+            print(f"| {part}, {what} | " + " | ".join(cells) + " |")
+
+
+def shown(what: str, value: float) -> str:
+    if "memory" in what or "bytes" in what:
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value:.3f} s"
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    value = fn()
+    return time.perf_counter() - began, value
+
+
+def meeting(ranks: int) -> dict[str, float]:
+    """All ranks come to a store at once, each by a connection of its own."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    from unipar.world import meeting
+    from unipar.world.placement import Placement
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * ranks)), hard))
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    patience = timedelta(seconds=600)
+    threading.stack_size(256 << 10)
+    ready = threading.Barrier(ranks + 1)
+
+    def come(rank: int) -> None:
+        placement = Placement(rank=rank, size=ranks, timeout=600.0)
+        ready.wait()
+        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience)
+        ready.wait()
+        meeting.come(store, placement, 1)
+        ready.wait()
+
+    for rank in range(ranks):
+        threading.Thread(target=come, args=(rank,), daemon=True).start()
+    ready.wait()
+    return {"time to connect": timed(ready.wait)[0], "time to meet": timed(ready.wait)[0]}
+
+
+def agreement(ranks: int) -> dict[str, float]:
+    """What each rank was started with is sent to all, and compared by each."""
+    import torch
+
+    from unipar.config import RunConfig
+    from unipar.train import agreement
+
+    job = SimpleNamespace(
+        config=RunConfig.build({"global_batch_size": 8192, "strategy": "fsdp"}),
+        data=(torch.zeros(16, 4),),
+        eval_data=None,
+        lr_scheduler=None,
+        metrics={},
+    )
+    sent = pickle.dumps(agreement.started_with(job))  # pyright: ignore[reportArgumentType]
+    seconds, found = timed(
+        lambda: agreement.differences([pickle.loads(sent) for _ in range(ranks)])
+    )
+    assert found is None
+    return {"time": seconds, "bytes received": len(sent) * ranks}
+
+
+def save(ranks: int) -> dict[str, float]:
+    """A save of a model that is sharded over all ranks, but for what is written."""
+    import torch
+
+    from unipar.checkpoint import commit, manifest, plan
+    from unipar.state import Box, LocalState
+
+    def states(rank: int) -> list[LocalState]:
+        """The shards of a rank: of each tensor a part of the rows, as FSDP2 divides it."""
+        found = []
+        for name, shape in tensors():
+            rows = -(-shape[0] // ranks)
+            start = min(rank * rows, shape[0])
+            count = min(rows, shape[0] - start)
+            box = Box((start, *(0 for _ in shape[1:])), (count, *shape[1:]))
+            found.append(LocalState(name, shape, torch.float32, (box,), tensors=()))
+        return found
+
+    received = 0
+
+    class Others:
+        """A world whose other ranks have described their shards."""
+
+        rank, size = 0, ranks
+
+        def gather(self, value: Any) -> list[Any]:
+            nonlocal received
+            signature, _ = value
+            sent = [
+                pickle.dumps(
+                    (signature, [[tuple(box) for box in one.boxes] for one in states(rank)])
+                )
+                for rank in range(ranks)
+            ]
+            received += sum(map(len, sent))
+            return [pickle.loads(one) for one in sent]
+
+    seconds, part = timed(lambda: plan.plan_part("model/weights", states(0), Others()))  # pyright: ignore[reportArgumentType]
+    empty = plan.PartPlan("model/optimizer", (), tuple(plan.RankPlan() for _ in range(ranks)))
+    engines = {"model": commit.EnginePlan(part, empty, (), {}, {})}
+    header = manifest.Manifest(
+        path=Path("/nowhere"), step=1, strategy="fsdp", world_size=ranks, engines={}, files={},
+        progress={}, metrics={}, unipar_version="", torch_version="",
+    )  # fmt: skip
+    whole = commit.Plan(Path("/nowhere"), header, engines, 0, None)
+    outcomes = [commit.Outcome([[["0" * 16] for _ in own.items], []]) for own in part.ranks]
+    sealing, text = timed(lambda: manifest.encode(commit.assemble(whole, outcomes)))
+    return {
+        "time to plan": seconds,
+        "bytes received": received,
+        "time to make the manifest": sealing,
+        "bytes of the manifest": len(text),
+    }
+
+
+def tensors() -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a decoder's weights and of AdamW's moments."""
+    layer = {
+        "input_layernorm": (WIDTH,),
+        "self_attn.q_proj": (WIDTH, WIDTH),
+        "self_attn.k_proj": (WIDTH, WIDTH),
+        "self_attn.v_proj": (WIDTH, WIDTH),
+        "self_attn.o_proj": (WIDTH, WIDTH),
+        "post_attention_layernorm": (WIDTH,),
+        "mlp.gate_proj": (11008, WIDTH),
+        "mlp.up_proj": (11008, WIDTH),
+        "mlp.down_proj": (WIDTH, 11008),
+    }
+    weights = {"embed_tokens": (32000, WIDTH), "norm": (WIDTH,), "lm_head": (32000, WIDTH)}
+    for number in range(LAYERS):
+        weights |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
+    return [
+        (f"{kind}.{name}", shape)
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+        for name, shape in weights.items()
+    ]
+
+
+PARTS = {"meeting": meeting, "agreement": agreement, "save": save}
+
+if __name__ == "__main__":
+    main()
