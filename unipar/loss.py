@@ -46,7 +46,7 @@ def check_loss(loss: object, *, training: bool) -> None:
             f"the loss function returned {type(loss).__name__}; "
             "return a scalar tensor (a mean over samples) or unipar.LossSum(total, count)."
         )
-    if is_dtensor(value):
+    if type(value) is not torch.Tensor and is_dtensor(value):
         raise ConfigError(
             "the loss is a DTensor: it was computed from parameters of the model where each rank "
             "holds a shard of them, which is everywhere but in the model's forward pass; in it, "

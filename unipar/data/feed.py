@@ -17,6 +17,7 @@ from unipar.data.move import can_be_recorded, move_to, pinned, record_stream
 Begin = Callable[[Any], Callable[[], Any]]
 """Begins to copy data, and gives what is called to have the copy, once, where it is used."""
 T = TypeVar("T")
+_HOST = torch.device("cpu")
 
 
 def on_device(microbatch: MicroBatch, device: torch.device) -> Any:
@@ -26,7 +27,7 @@ def on_device(microbatch: MicroBatch, device: torch.device) -> Any:
     """
     if isinstance(microbatch.copy, Copy) and microbatch.copy.device == device:
         return microbatch.copy.take(microbatch.data)
-    if device.type == "cpu":
+    if device == _HOST:
         return microbatch.data
     return move_to(microbatch.data, device)
 

@@ -7,6 +7,7 @@ global batch is cut up.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator
@@ -87,8 +88,14 @@ class Wanted:
     def cuts(self, index: int) -> tuple[int, list[tuple[int, int]]]:
         """Samples of a global batch, and where this rank's micro-batches lie in it."""
         size = self.slicing.global_batch_size
-        num_samples = min(size, len(self.order) - index * size)
-        return num_samples, self.slicing.microbatches(num_samples)
+        num_samples = min(size, self.order.numel() - index * size)
+        full = num_samples == size
+        return num_samples, self._full if full else self.slicing.microbatches(num_samples)
+
+    @functools.cached_property
+    def _full(self) -> list[tuple[int, int]]:
+        # Of all batches but the last, and asked for twice of each.
+        return self.slicing.microbatches(self.slicing.global_batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         for index in self.batches:

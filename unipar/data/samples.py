@@ -90,14 +90,14 @@ def structure(data: Any, *, shapes: bool = False) -> Any:
     """Describe what ``data`` is made of: containers, keys and tensor dtypes, without values."""
     if isinstance(data, torch.Tensor):
         return (data.dtype, tuple(data.shape)) if shapes else data.dtype
-    if isinstance(data, Mapping):
-        parts = [(str(key), structure(value, shapes=shapes)) for key, value in data.items()]
-        return ("mapping", *sorted(parts, key=lambda part: part[0]))
     if isinstance(data, (list, tuple)):
         # Lists of plain values (file names, say) may differ in length from batch to batch.
         parts = [structure(item, shapes=shapes) for item in data]
         plain = isinstance(data, list) and all(isinstance(part, str) for part in parts)
         return ("list of", *sorted(set(parts))) if plain else (type(data).__name__, *parts)
+    if isinstance(data, Mapping):
+        parts = [(str(key), structure(value, shapes=shapes)) for key, value in data.items()]
+        return ("mapping", *sorted(parts, key=lambda part: part[0]))
     return type(data).__name__
 
 

@@ -19,6 +19,7 @@ class LossAverage:
 
     Attributes:
         world: the ranks.
+        begun: whether a loss was added in this step.
         normalizer: what the losses of this step are divided by for their backward passes.
         items_per_sample: the most that were seen; kept in checkpoints, for in fp16 it decides what
             overflows.
@@ -31,17 +32,13 @@ class LossAverage:
 
     def clear(self) -> None:
         """Be ready for another step."""
+        self.begun = False
         self._total: torch.Tensor | None = None
         self._scale: float = 1.0
         self._count: torch.Tensor | float = 0
         self._num_samples = 1
         self._reduction: LossReduction | None = None
         self.normalizer = 0.0
-
-    @property
-    def begun(self) -> bool:
-        """Whether a loss was added in this step."""
-        return self._total is not None
 
     @property
     def reducing(self) -> bool:
@@ -77,7 +74,7 @@ class LossAverage:
             count: how many items those are.
         """
         if self._total is None:
-            self._total, self._scale = loss, weight
+            self.begun, self._total, self._scale = True, loss, weight
         else:
             self._total = self._total * self._scale + loss * weight
             self._scale = 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -33,19 +32,3 @@ class Divider(Protocol):
             ConfigError: the data, the model or the loss cannot be divided.
         """
         ...
-
-
-class Whole:
-    """Of strategies whose ranks take samples whole."""
-
-    def dividing(
-        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn
-    ) -> AbstractContextManager[PartOf]:
-        return _WHOLE
-
-
-def _whole(data: Any) -> Any:
-    return data
-
-
-_WHOLE: AbstractContextManager[PartOf] = contextlib.nullcontext(_whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from unipar.combined import optimizers_in
 from unipar.engine.absent import AbsentGradient
+from unipar.engine.average import LossAverage
 from unipar.engine.inner import passes_begun
 from unipar.engine.reducer import Reducer
 from unipar.errors import ConfigError, first_few
@@ -35,6 +36,7 @@ class GradientGuard:
         self._reducer = reducer
         # Frozen ones too: they may be thawed between steps.
         self._parameters = list(reducer.module.parameters())
+        self._nothing = [NOTHING] * len(self._parameters) if reducer.watches_gradients else []
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._marks: list[Mark] = []
         self._passes = 0
@@ -47,26 +49,33 @@ class GradientGuard:
 
     # -- a loss function in a whole step ---------------------------------------------------------
 
-    def mark(self) -> list[Mark]:
-        """Return what :meth:`compare` is given after the user's code."""
-        if not self._reducer.watches_gradients:
-            return []
-        return [_mark(parameter.grad) for parameter in self._parameters]
+    def mark(self, *, begun: bool) -> list[Mark]:
+        """Return what :meth:`compare` is given after the user's code.
 
-    def compare(self, before: list[Mark], *, begun: bool) -> None:
+        Args:
+            begun: whether there was a backward pass in this step. Before the first there is no
+                gradient: the reducer has cleared them.
+        """
+        return self._look() if begun else self._nothing
+
+    def compare(self, before: list[Mark]) -> None:
         """Refuse gradients that a loss function has touched.
 
         Args:
             before: from :meth:`mark`.
-            begun: whether there was a backward pass in this step. What other engines have left
-                before the first is dropped, whatever became of it.
 
         Raises:
             ConfigError: there are some.
         """
-        if before != (now := self.mark()):
+        if before != (now := self._look()):
             triples = zip(self._parameters, before, now, strict=True)
-            self._refuse([p for p, a, b in triples if a != b and (begun or a == NOTHING)])
+            self._refuse([p for p, a, b in triples if a != b])
+
+    def _look(self) -> list[Mark]:
+        if not self._reducer.watches_gradients:
+            return []
+        parameters = self._parameters
+        return [NOTHING if (grad := p.grad) is None else _mark(grad) for p in parameters]
 
     # -- a user's own loop -----------------------------------------------------------------------
 
@@ -79,9 +88,9 @@ class GradientGuard:
         self.check(begun=begun)
         if not self._open:
             self._open = True
-            self._marks, self._passes = self.mark(), passes_begun()
+            self._marks, self._passes = self._look(), passes_begun()
         elif begun:
-            self._marks = self.mark()
+            self._marks = self._look()
 
     def hide(self) -> None:
         """After a backward pass: let nobody take for the step's what is in ``parameter.grad``."""
@@ -93,7 +102,7 @@ class GradientGuard:
                         grad, absent = parameter.grad, AbsentGradient.of(parameter)
                         parameter.grad = absent
                         self._hidden.append((parameter, grad, absent))
-        self._marks = self.mark()
+        self._marks = self._look()
 
     def check(self, *, begun: bool) -> None:
         """Refuse gradients that something else than the engine's backward passes has touched.
@@ -108,7 +117,7 @@ class GradientGuard:
         """
         if not self._open and not begun:
             return
-        now = self.mark()
+        now = self._look()
         self._show()
         if self._marks == now or (not begun and self._passes != passes_begun()):
             return
@@ -116,11 +125,12 @@ class GradientGuard:
         self._refuse([p for p, a, b in triples if b != a and (begun or b != NOTHING)])
 
     def _show(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            while self._hidden:
-                parameter, grad, absent = self._hidden.pop()
-                if parameter.grad is absent:
-                    parameter.grad = grad
+        if self._hidden:
+            with torch._C.DisableTorchFunctionSubclass():
+                while self._hidden:
+                    parameter, grad, absent = self._hidden.pop()
+                    if parameter.grad is absent:
+                        parameter.grad = grad
 
     def _refuse(self, changed: Sequence[nn.Parameter]) -> None:
         if not changed:
@@ -139,24 +149,33 @@ class GradientGuard:
         )
 
 
+class Stepping(Protocol):
+    """An engine, as the guard of its optimizer knows it."""
+
+    average: LossAverage
+
+    def give_up(self) -> None:
+        """Be ready for another step after one that failed."""
+
+
 def guard_optimizer(
-    optimizer: Optimizer, abandon: Callable[[], bool], *, clearing: bool
+    optimizer: Optimizer, engine: Stepping, *, clearing: bool
 ) -> Callable[[], None]:
     """Refuse a user's own ``optimizer.step()`` while an engine is in the middle of a step.
 
     Args:
         optimizer: the user's.
-        abandon: a bound method that gives up the step and tells whether there was one; what it is
-            bound to is not kept alive.
+        engine: gives that step up; it is not kept alive.
         clearing: whether to refuse ``optimizer.zero_grad()``, too.
 
     Returns:
         What takes the refusal back.
     """
-    found = weakref.WeakMethod(abandon)
+    found = weakref.ref(engine)
 
     def refuse(*args: Any, **kwargs: Any) -> None:
-        if (give_up := found()) is not None and give_up():
+        if (stepping := found()) is not None and stepping.average.begun:
+            stepping.give_up()
             raise ConfigError(
                 "engine.optimizer was told to step or to clear gradients between "
                 "engine.backward(loss) and engine.step(), where gradients are not yet those of "
@@ -182,8 +201,8 @@ def guard_optimizer(
     return undo
 
 
-def _mark(grad: torch.Tensor | None) -> Mark:
-    if grad is None or isinstance(grad, AbsentGradient):
+def _mark(grad: torch.Tensor) -> Mark:
+    if isinstance(grad, AbsentGradient):
         return id(grad), 0
     # Frameworks whose gradients are views of one buffer make such views again.
     return id(grad) if grad.is_sparse else grad.data_ptr(), grad._version

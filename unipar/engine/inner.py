@@ -7,8 +7,7 @@ and the next one then computes with what it has left: other numbers, or an error
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +20,16 @@ _passes = 0
 _begun = 0
 
 
-@contextlib.contextmanager
-def backward_pass() -> Iterator[None]:
+class backward_pass:
     """Around a backward pass of an engine's own; gradients may go through any engine's model."""
-    global _passes, _begun
-    _passes += 1
-    _begun += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        global _passes, _begun
+        _passes += 1
+        _begun += 1
+
+    def __exit__(self, *_: object) -> None:
+        global _passes
         _passes -= 1
 
 

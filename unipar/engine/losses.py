@@ -18,11 +18,11 @@ def compute_loss(
     model: nn.Module,
     microbatch: MicroBatch,
     loss_fn: LossFn,
+    part_of: PartOf | None,
     *,
     world: World,
     precision: PrecisionPolicy,
     training: bool,
-    part_of: PartOf,
 ) -> Loss:
     """Run the forward pass of a micro-batch; its loss, in fp32.
 
@@ -30,18 +30,24 @@ def compute_loss(
         model: what the loss function is given.
         microbatch: its data may be on the host still.
         loss_fn: the user's.
+        part_of: gives this rank's part of the data; ``None``: that is all of it.
         world: the joined processes.
         precision: surrounds the forward pass.
         training: whether the loss must have a gradient.
-        part_of: gives this rank's part of the data.
 
     Raises:
         ConfigError: the loss is not one that can be counted.
     """
     if isinstance(loss_fn, Objective):
-        loss_fn = loss_fn.counted(part_of(microbatch.data))
-    data = part_of(on_device(microbatch, world.device))
-    with precision.forward():
+        own = microbatch.data if part_of is None else part_of(microbatch.data)
+        loss_fn = loss_fn.counted(own)
+    data = on_device(microbatch, world.device)
+    if part_of is not None:
+        data = part_of(data)
+    if precision.autocasts:
+        with precision.forward():
+            loss = loss_fn(model, data)
+    else:
         loss = loss_fn(model, data)
     check_loss_of_rank(loss, world, training=training)
     if not precision.autocasts:

@@ -76,9 +76,9 @@ class Pipeline:
             return drawing_nothing(lambda: objective.arguments(data()), self._world.device)
 
         def loss(output: Any) -> torch.Tensor:
-            marks = self._guard.mark()
+            marks = self._guard.mark(begun=True)
             found = objective.loss_of(output, data(), count)
-            self._guard.compare(marks, begun=True)
+            self._guard.compare(marks)
             check_loss_of_rank(found, self._world, training=training)
             if isinstance(found, LossSum):
                 total, items = found.total.float(), found.count

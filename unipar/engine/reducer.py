@@ -103,10 +103,11 @@ class Reducer:
         self.clear()
 
     def clear(self) -> None:
-        """Leave no gradient where the next step would add to it.
+        """Leave no gradient where the next step would add to it; ``parameter.grad`` is ``None``.
 
-        Called after each step, and before the first backward pass of one, since backward passes of
-        other engines may have gone through this model.
+        Called after each step, and before the first loss of one (in a user's own loop, before the
+        first backward pass), since backward passes of other engines may have gone through this
+        model.
         """
         # An optimizer's `zero_grad()` does no more, and takes twenty times as long.
         for parameter in self.parameters:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.data.batch import Batch, MicroBatch
 from unipar.engine.average import LossAverage
-from unipar.engine.divider import Divider, PartOf, Whole
+from unipar.engine.divider import Divider, PartOf
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
 from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
@@ -115,12 +116,13 @@ class StepEngine(Engine):
         if schedule is not None:
             self._pipeline = Pipeline(schedule, world, precision, self.average, self._guard)
         self._whole_steps = schedule is not None or divider is not None
-        self._divider = Whole() if divider is None else divider
+        self._divider = divider
+        self._loss = functools.partial(compute_loss, world=world, precision=precision)
         self._check_loss = check_loss
         self._undo = [self.reducer.close, *undo]
         if optimizer is not None:
             clearing = self.reducer.hides_gradients
-            self._undo.append(guard_optimizer(optimizer, self._abandon, clearing=clearing))
+            self._undo.append(guard_optimizer(optimizer, self, clearing=clearing))
         self._modes: list[tuple[nn.Module, bool]] = []
         self._given_up = False
         self._last_step: LastStep | None = None
@@ -141,50 +143,69 @@ class StepEngine(Engine):
                 "engine.train_step(…) came in the middle of a step of a loop of your own. Call "
                 "engine.step() before it, or engine.zero_grad() to give that step up."
             )
-        self._enter_training()
+        if self._modes:
+            self._enter_training()
         self._loop.whole_step = True
-        with self._abandoning():
-            self._drop_given_up()
+        try:
+            if self._given_up:
+                self._drop_given_up()
             self.reducer.begin(whole_step=True)
+            self._begin()
             if self._pipeline is not None:
-                self._begin(batch.global_num_samples)
+                self.average.begin(batch.global_num_samples)
                 self._pipeline.train(batch, loss_fn, self.num_steps + 1)
             else:
-                self._run_microbatches(batch, loss_fn)
+                # A graph takes time to free: not before the optimizer's kernels are queued.
+                _held = self._run_microbatches(batch, loss_fn)
             mark(self.num_steps + 1, "optimizer step")
             return self._update()
+        except BaseException:
+            self.give_up()
+            raise
 
-    def _run_microbatches(self, batch: Batch, loss_fn: LossFn) -> None:
+    def _run_microbatches(self, batch: Batch, loss_fn: LossFn) -> Loss | None:
+        """Forward and backward passes of a step; the last loss, with its graph."""
         last = len(batch.microbatches) - 1
         if last == 0:
-            self._accumulate(batch.microbatches[0], loss_fn, batch, last=True)
-            return
+            return self._accumulate(batch.microbatches[0], loss_fn, batch, last=True)
+        loss = None
         for index, microbatch in enumerate(batch.microbatches):
             with self.reducer.microbatch(last=index == last):
-                self._accumulate(microbatch, loss_fn, batch, last=index == last)
+                loss = self._accumulate(microbatch, loss_fn, batch, last=index == last)
+        return loss
 
     def _accumulate(
         self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
-    ) -> None:
+    ) -> Loss:
         mark(self.num_steps + 1, "forward")
+        if self._divider is None:
+            return self._pass(microbatch, loss_fn, batch, None, last=last)
         with self._divider.dividing(self.model, microbatch, loss_fn) as part_of:
-            self._pass(microbatch, loss_fn, batch, part_of, last=last)
+            return self._pass(microbatch, loss_fn, batch, part_of, last=last)
+
+    def _dividing(
+        self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn
+    ) -> AbstractContextManager[PartOf | None]:
+        if self._divider is None:
+            return contextlib.nullcontext()
+        return self._divider.dividing(model, microbatch, loss_fn)
 
     def _pass(
         self,
         microbatch: MicroBatch,
         loss_fn: LossFn,
         batch: Batch,
-        part_of: PartOf,
+        part_of: PartOf | None,
         *,
         last: bool,
-    ) -> None:
-        marks = self._guard.mark()
+    ) -> Loss:
+        marks = self._guard.mark(begun=self.average.begun)
         loss = self._loss(self.model, microbatch, loss_fn, part_of, training=True)
-        self._guard.compare(marks, begun=self.average.begun)
+        self._guard.compare(marks)
         if not self.average.begun:
             averaged = not isinstance(loss, LossSum)
-            self._begin(batch.global_num_samples, batch.global_num_samples if averaged else None)
+            expected = batch.global_num_samples
+            self.average.begin(expected, expected if averaged else None)
         samples = microbatch.num_samples
         if not isinstance(loss, LossSum):
             self._add(loss, samples, samples, last=last)
@@ -192,13 +213,13 @@ class StepEngine(Engine):
             self._add(loss.total, 1, loss.count, last=last)
         else:
             self._add(loss.total, 0, 0, last=last)
+        return loss
 
-    def _begin(self, num_samples: int, num_items: float | None = None) -> None:
-        self._refuse_between()
-        self._drop_given_up()
+    def _begin(self) -> None:
+        if self.sharing:
+            self._refuse_between()
         # Another engine's loss may have gone through this model (a GAN's generator's).
         self.reducer.clear()
-        self.average.begin(num_samples, num_items)
 
     def _add(
         self, loss: torch.Tensor, weight: float, count: torch.Tensor | float, *, last: bool
@@ -239,7 +260,8 @@ class StepEngine(Engine):
         self.reducer.finish()
         self._clear()
         # The device has come past that step by now, in which it began to reduce this one's loss.
-        self.check_last_step()
+        if self._last_step is not None:
+            self.check_last_step()
         self.num_steps += 1
         if not math.isfinite(loss) and self.spec.on_nan != "ignore":
             self.reducer.discard()
@@ -253,8 +275,10 @@ class StepEngine(Engine):
             finite = math.isfinite(norm.read())
         if finite is False:
             return self._not_finite("gradient norm", loss, count)
-        # A plateau's waits for a metric.
-        moving = None if takes_metric(self.lr_scheduler) or not stepped else self.lr_scheduler
+        moving = self.lr_scheduler if stepped else None
+        if moving is not None and takes_metric(moving):
+            # A plateau's waits for it.
+            moving = None
         check = None
         if finite is None:
             assert isinstance(norm, HostCopy)
@@ -303,14 +327,7 @@ class StepEngine(Engine):
         self._guard.clear()
         self.reducer.forget()
 
-    def _abandon(self) -> bool:
-        """Give up the step that a user's own loop is in the middle of; whether there was one."""
-        begun = self.average.begun
-        if begun:
-            self._give_up()
-        return begun
-
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Be ready for another step after one that failed."""
         self.world.give_up_step()
         self._clear()
@@ -347,7 +364,7 @@ class StepEngine(Engine):
         if self._whole_steps:
             super().zero_grad()
         if self.average.begun or self._loop.forwards or self._loop.broken:
-            self._give_up()
+            self.give_up()
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -375,7 +392,9 @@ class StepEngine(Engine):
         self._loop.by_hand, self._loop.forwards = True, 0
         if not self.average.begun:
             # In a loop of the user's own nobody may have said how many there are.
-            self._begin(self.spec.global_batch_size or 1)
+            self._drop_given_up()
+            self._begin()
+            self.average.begin(self.spec.global_batch_size or 1)
         with self._loop.breaking():
             self._add(total, weight, count, last=self._loop.last)
         self._guard.hide()
@@ -399,7 +418,7 @@ class StepEngine(Engine):
         try:
             yield
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
 
     # -- evaluation ------------------------------------------------------------------------------
@@ -415,7 +434,7 @@ class StepEngine(Engine):
             else:
                 for microbatch in batch.microbatches:
                     model = self.eval_model
-                    with self._divider.dividing(model, microbatch, loss_fn) as part_of:
+                    with self._dividing(model, microbatch, loss_fn) as part_of:
                         loss = self._loss(model, microbatch, loss_fn, part_of, training=False)
                     samples = microbatch.num_samples
                     if isinstance(loss, LossSum):
@@ -436,7 +455,7 @@ class StepEngine(Engine):
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             self.reducer.probing(),
-            self._divider.dividing(self.model, microbatch, loss_fn) as part_of,
+            self._dividing(self.model, microbatch, loss_fn) as part_of,
         ):
             try:
                 loss = self._loss(self.model, microbatch, loss_fn, part_of, training=True)
@@ -449,26 +468,6 @@ class StepEngine(Engine):
                 with torch.no_grad():
                     for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
                         buffer.copy_(saved)
-
-    def _loss(
-        self,
-        model: nn.Module,
-        microbatch: MicroBatch,
-        loss_fn: LossFn,
-        part_of: PartOf,
-        *,
-        training: bool,
-    ) -> Loss:
-        world, precision = self.world, self.precision
-        return compute_loss(
-            model,
-            microbatch,
-            loss_fn,
-            world=world,
-            precision=precision,
-            training=training,
-            part_of=part_of,
-        )
 
     def _enter_training(self) -> None:
         if self._modes:

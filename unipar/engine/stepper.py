@@ -72,7 +72,8 @@ class OptimizerStepper:
 
     def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
         self.precision.unscale(self.optimizer)
-        scale_gradients(self.parameters, 1 / divisor if divisor else math.nan)
+        if divisor != 1:
+            scale_gradients(self.parameters, 1 / divisor if divisor else math.nan)
         if max_norm is None:
             return Update(None, self.update())
         clipped = self.clip(max_norm)

@@ -25,7 +25,7 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor, work: Any = None) -> None:
         self._values: torch.Tensor | None = tensor
         self._work, self._copied = work, None
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             self._start(tensor, work)
 
     def _start(self, tensor: torch.Tensor, work: Any) -> None:

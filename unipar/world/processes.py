@@ -52,7 +52,7 @@ class World:
     def __init__(
         self, placement: Placement, layout: Layout | None = None, *, owns_group: bool = False
     ) -> None:
-        self.placement = placement
+        self.placement, self._device = placement, placement.device
         self.layout = Layout(dp_replicate=placement.size) if layout is None else layout
         self.layout.check(placement.size)
         self._data_rank = self.layout.coordinate("batch", placement.rank)
@@ -78,7 +78,7 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        return self.placement.device
+        return self._device
 
     @property
     def is_main(self) -> bool:
@@ -290,13 +290,16 @@ class LossReduction:
         scale: float,
         work: Any = None,
     ) -> None:
-        self._world, self._count, self._scale = world, count, scale
+        self._world, self._scale = world, scale
+        self._count: float | None = None
         self._summed = work is not None
         if isinstance(count, torch.Tensor):
             # One copy of both.
             values = torch.stack([values.double().reshape(()), count.double().reshape(())])
-        elif not self._summed:
-            values = values.reshape(())
+        else:
+            self._count = count
+            if values.ndim and not self._summed:
+                values = values.reshape(())
         self._values = HostCopy(values, work)
 
     def wait(self) -> tuple[float, float]:
@@ -311,11 +314,10 @@ class LossReduction:
             self._world._check_places(places, squares)
             own = self._world._agreed
             self._world._agreed = [max(a, b) for a, b in zip(own, agreed, strict=True)]
-        elif isinstance(self._count, torch.Tensor):
+        elif self._count is None:
             total, count = values
         else:
             total, count = values, self._count
-            assert count is not None
         total *= self._scale
         return (total / count if count else float("nan")), float(count)
 
