@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,9 +92,27 @@ def plan_part(folder: str, states: Sequence[TensorState], world: World) -> PartP
             (replicas apart); raised on every rank.
     """
     tensors = tuple(Signature(state.name, tuple(state.shape), state.dtype) for state in states)
-    held = world.gather(
-        (digest(repr(tensors).encode()), [[tuple(box) for box in state.boxes] for state in states])
-    )
+    boxes = [[tuple(box) for box in state.boxes] for state in states]
+    # It takes long where many ranks hold many tensors, and mostly they hold what they held before.
+    own = digest(repr((tensors, boxes)).encode())
+    before, plan = _plans.get(folder, ("", None))
+    known = world.gather((own, before))
+    now = digest("".join(held for held, _ in known).encode())
+    # On every rank or on none: one that has it no more would wait for what others do not send.
+    if plan is None or any(before != now for _, before in known):
+        plan = _divide(folder, tensors, boxes, world)
+        _plans[folder] = now, plan
+    return plan
+
+
+_plans: dict[str, tuple[str, PartPlan]] = {}
+"""The last plan of each part, and a digest of what all ranks then held."""
+
+
+def _divide(
+    folder: str, tensors: tuple[Signature, ...], boxes: Sequence[Any], world: World
+) -> PartPlan:
+    held = world.gather((digest(repr(tensors).encode()), boxes))
     if len({signature for signature, _ in held}) > 1:
         _explain_disagreement(folder, world.gather(tensors))
     ranks = tuple(RankPlan() for _ in held)

@@ -44,7 +44,7 @@ def compute_loss(
     data = on_device(microbatch, world.device)
     if part_of is not None:
         data = part_of(data)
-    if precision.autocasts:
+    if precision.surrounds:
         with precision.forward():
             loss = loss_fn(model, data)
     else:

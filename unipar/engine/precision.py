@@ -36,6 +36,7 @@ class PrecisionPolicy:
     Attributes:
         dtype: what the model computes in.
         autocasts: whether forward passes run under autocast.
+        surrounds: whether :meth:`forward` gives anything but a context that does nothing.
         scaler: of the loss; ``None``: it is not scaled.
     """
 
@@ -49,6 +50,8 @@ class PrecisionPolicy:
     ) -> None:
         self.dtype = COMPUTE_DTYPES[name]
         self.autocasts = autocast and self.dtype is not torch.float32
+        # Asked in each pass; a policy of another kind may put something of its own around it.
+        self.surrounds = self.autocasts or type(self).forward is not PrecisionPolicy.forward
         self._device_type = device.type
         if self.dtype is torch.float16:
             scaler = GradScaler(device.type) if scaler is None else scaler
