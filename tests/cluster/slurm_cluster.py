@@ -94,9 +94,7 @@ class SlurmCluster:
             self._start("slurmctld", ["slurmctld", "-D", "-f", str(root / "slurm.conf")])
             for node in ("n1", "n2"):
                 self.start_node(node)
-            self.wait(
-                lambda: self("sinfo", "-hN", "-p", "main", "-o", "%T").split() == ["idle"] * 2
-            )
+            self.wait(self.idle)
         except BaseException:
             self.__exit__()
             raise
@@ -139,9 +137,16 @@ class SlurmCluster:
         """Slurm's facts of a job, by Slurm's names."""
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", number, "-o")))
 
+    def idle(self) -> bool:
+        """Whether nothing is left of any job on any node."""
+        return self("sinfo", "-hN", "-p", "main", "-o", "%T").split() == ["idle"] * 2
+
     def hurry(self, number: str) -> None:
-        """Let a job that is queued again start now: Slurm has it wait for two minutes."""
-        self.wait(lambda: self.job(number)["Reason"] == "BeginTime")
+        """Let a job that is queued again start now: Slurm has it wait for two minutes.
+
+        It does so that what is left of the job's last start can end; that is waited for here too.
+        """
+        self.wait(lambda: self.job(number).get("Restarts") == "1" and self.idle())
         self("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def clear(self) -> None:

@@ -90,6 +90,11 @@ def losses_in(text: str) -> list[float]:
     return json.loads(re.search(r"^LOSSES (.*)$", text, re.MULTILINE)[1])  # pyright: ignore[reportOptionalSubscript]
 
 
+def goes_on(found: list[float], losses: list[float]) -> bool:
+    """Whether these are the losses from a checkpoint on."""
+    return len(found) < len(losses) and found == losses[-len(found) :]
+
+
 def test_two_nodes_train_as_one(submit: Callable[..., Run], losses: list[float]):
     run = submit(partition="main", time="10", cpus_per_task=1, sbatch={"comment": "a word"})
     code, text = run.end()
@@ -116,7 +121,7 @@ def test_failed_job_starts_again(
     code, text = run.end()
     assert code == 0, text
     assert "queued again (start 2): Rank 1 of 2 failed in step 4" in text
-    assert losses_in(text) == losses
+    assert goes_on(losses_in(text), losses)
 
 
 def test_preempted_job_goes_on_where_it_was(
@@ -129,7 +134,7 @@ def test_preempted_job_goes_on_where_it_was(
     code, text = run.end()
     assert code == 0, text
     assert "queued again (start 2): it was asked to end (SIGTERM)" in text
-    assert losses_in(text) == losses
+    assert goes_on(losses_in(text), losses)
     # It has saved at the step it was in.
     assert text.count("batch ") == 12
 
@@ -143,7 +148,7 @@ def test_time_limit(slurm: SlurmCluster, submit: Callable[..., Run]):
 
 
 def test_killed_node(slurm: SlurmCluster, submit: Callable[..., Run], losses: list[float]):
-    run = submit("slow", fit={"max_restarts": 1})
+    run = submit("slow")
     run.says("batch 5")
     slurm.kill_node("n2")
     try:
@@ -154,7 +159,7 @@ def test_killed_node(slurm: SlurmCluster, submit: Callable[..., Run], losses: li
     code, text = run.end()
     assert code == 0, text
     assert "queued again (start 2): " in text
-    assert losses_in(text) == losses
+    assert goes_on(losses_in(text), losses)
 
 
 def test_canceled(slurm: SlurmCluster, submit: Callable[..., Run]):

@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
@@ -73,7 +73,7 @@ class SlurmOptions(LauncherOptions, frozen=True):
     """Memory of each node, such as `64G`, or `0` for all of it."""
     exclusive: bool = False
     """Whether no other job may share the nodes."""
-    sbatch: dict[str, str | int | Literal[True]] = Field(default={})
+    sbatch: dict[str, str | int | bool] = Field(default={})
     """Any other of sbatch's options by its long name, such as `{"mail-type": "END"}`."""
     srun: tuple[str, ...] = ()
     """More arguments of srun, such as `--container-image=…`."""
@@ -99,10 +99,12 @@ class SlurmOptions(LauncherOptions, frozen=True):
     @field_validator("sbatch")
     @classmethod
     def _sbatch(cls, given: dict[str, Any]) -> dict[str, Any]:
-        for name in given:
+        for name, value in given.items():
             plain = name.lstrip("-").replace("_", "-")
             if name != plain:
                 raise ValueError(f"write {name!r} as sbatch's long option without dashes: {plain}")
+            if value is False:
+                raise ValueError(f"{plain}: leave it out; an option without a value is true")
             if plain in _OURS:
                 raise ValueError(f"{plain} cannot be given: {_OURS[plain]}")
             if plain.replace("-", "_") in cls.model_fields:
