@@ -157,7 +157,7 @@ class SlurmCluster:
             return
         raise TimeoutError(self("squeue"))
 
-    def wait(self, condition: Callable[[], T], seconds: float = 60) -> T:
+    def wait(self, condition: Callable[[], T | None], seconds: float = 60) -> T:
         """The value of a condition, once it is a true one."""
         deadline = time.monotonic() + seconds
         while not (value := condition()):

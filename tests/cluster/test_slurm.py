@@ -42,9 +42,11 @@ class Run:
         """Wait until it says something."""
 
         def found() -> re.Match[str] | None:
+            ended = self.process.poll() is not None
             match = re.search(pattern, self.text())
-            ended = match is None and self.process.poll() is not None
-            return re.search(pattern, self.text()) or pytest.fail(self.text()) if ended else match
+            if match is None and ended:
+                pytest.fail(self.text())
+            return match
 
         return self.slurm.wait(found)
 
