@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "setpriv")
@@ -146,7 +148,8 @@ class SlurmCluster:
 
         It does so that what is left of the job's last start can end; that is waited for here too.
         """
-        self.wait(lambda: self.job(number).get("Restarts") == "1" and self.idle())
+        self.wait(lambda: self.job(number).get("Restarts") == "1")
+        self.wait(lambda: self.idle() and not _processes_of(number))
         self("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def clear(self) -> None:
@@ -166,6 +169,15 @@ class SlurmCluster:
                 raise TimeoutError(f"not within {seconds:g} s\n{logs}")
             time.sleep(0.2)
         return value
+
+
+def _processes_of(job: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("SLURM_JOB_ID") == job:
+                found.append(process.pid)
+    return found
 
 
 def _free_ports(count: int) -> list[int]:

@@ -141,6 +141,20 @@ def test_preempted_job_goes_on_where_it_was(
     assert text.count("batch ") == 12
 
 
+def test_one_process_knows_that_it_was_queued_again(
+    slurm: SlurmCluster, submit: Callable[..., Run], losses: list[float]
+):
+    # To Slurm's variables, one process alone is not found to be one of a run.
+    run = submit("slow", fit={"num_nodes": 1})
+    run.says("batch 5")
+    slurm("scancel", "--signal=TERM", run.job())
+    slurm.hurry(run.job())
+    code, text = run.end()
+    assert code == 0, text
+    assert losses_in(text) == pytest.approx(losses[-len(losses_in(text)) :], rel=1e-4)
+    assert text.count("batch ") == 12
+
+
 @pytest.mark.thorough
 def test_time_limit(slurm: SlurmCluster, submit: Callable[..., Run]):
     # Slurm looks every half minute, and sends the signal that much too early.
