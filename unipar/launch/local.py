@@ -19,10 +19,11 @@ import torch
 
 from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
 from unipar.launch.rundir import RunDir
-from unipar.launch.worker import WORKER, own_versions
+from unipar.launch.worker import WORKER
 from unipar.utils.own_path import own_path
 from unipar.utils.scratch import scratch, temporary_files, tmpdir_remedy
 from unipar.utils.signals import GRACE_PERIOD, TERMINATIONS, takes_over
+from unipar.utils.version import own_versions
 from unipar.world import Placement
 
 if TYPE_CHECKING:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +15,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
+from unipar.errors import ConfigError
+from unipar.world.network import Arrival, arrive, choose_interface, meeting_of
 from unipar.world.placement import Placement
+
+_REFUSED = 5.0
+"""Seconds that rank 0 keeps the store, at most, until all ranks know why they end."""
 
 
 @dataclass
@@ -36,10 +44,14 @@ def meet(placement: Placement) -> Store:
     a prefix of its own. The store itself is kept for the next meeting, for the rank that serves
     it must not close it while another one is already coming back.
 
+    What each of them tells there is compared, and the network interface to the others is chosen by
+    it, which torch's groups take from the environment.
+
     Args:
         placement: where this process stands; its world has more than one process.
 
     Raises:
+        ConfigError: the ranks have different versions of Python, torch or unipar.
         torch.distributed.DistStoreError: a rank has not come within ``placement.timeout``.
     """
     place = _find(placement)
@@ -48,14 +60,22 @@ def meet(placement: Placement) -> Store:
     place.store.set_timeout(timeout)
     place.store.set(f"unipar/at/{placement.rank}", str(place.number))
     keys = [f"unipar/{place.number}/came/{rank}" for rank in range(placement.size)]
-    place.store.set(keys[placement.rank], "here")
+    meeting = meeting_of(place.store)
+    place.store.set(keys[placement.rank], json.dumps(asdict(arrive(meeting))))
     try:
-        place.store.wait(keys, timeout)
+        # Waits for all of them.
+        told = place.store.multi_get(keys)
     except RuntimeError as error:  # A store in a file raises no more than that.
         missing = [rank for rank, key in enumerate(keys) if not place.store.check([key])]
         if not missing:
             raise
         raise dist.DistStoreError(_told(placement, place, missing)) from error
+    arrivals = [Arrival(**json.loads(one)) for one in told]
+    refused = _different_versions(arrivals)
+    if refused is not None:
+        _leave_together(placement, place)
+        raise ConfigError(refused)
+    choose_interface(placement.rank, arrivals, meeting[1] if meeting else 0)
     return PrefixStore(f"unipar/{place.number}", place.store)
 
 
@@ -72,6 +92,40 @@ def _find(placement: Placement) -> _Place:
         store, _, _ = next(iter(found))
         _place = _Place(address, store)
     return _place
+
+
+def _different_versions(arrivals: Sequence[Arrival]) -> str | None:
+    """What differs between hosts, or ``None``."""
+    lines = []
+    for name in arrivals[0].versions:
+        found: dict[str, dict[str, list[str]]] = {}
+        for rank, one in enumerate(arrivals):
+            hosts = found.setdefault(one.versions.get(name, "unknown"), {})
+            hosts.setdefault(one.host, []).append(str(rank))
+        if len(found) > 1:
+            told = "; ".join(
+                f"{version} on "
+                + ", ".join(f"{host} (rank {', '.join(own)})" for host, own in hosts.items())
+                for version, hosts in found.items()
+            )
+            lines.append(f"  {name}: {told}")
+    if not lines:
+        return None
+    return (
+        "the ranks of this run have different versions:\n"
+        + "\n".join(lines)
+        + "\nInstall the same ones on every host, or start the ranks by the interpreter of one "
+        "environment that all of them share."
+    )
+
+
+def _leave_together(placement: Placement, place: _Place) -> None:
+    """Let every rank read what the others told before the one that keeps the store is gone."""
+    keys = [f"unipar/{place.number}/read/{rank}" for rank in range(placement.size)]
+    with contextlib.suppress(RuntimeError):
+        place.store.set(keys[placement.rank], "")
+        if placement.rank == 0:
+            place.store.wait(keys, timedelta(seconds=min(_REFUSED, placement.timeout)))
 
 
 @atexit.register
