@@ -29,7 +29,7 @@ SUITES = $(SIDE_BY_SIDE) \
   "unit=$(BIN)/python -m pytest tests/unit" \
   "programs=$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
   "colossalai=$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
-  "integration=$(BIN)/python -m pytest $(ONLY) tests --ignore tests/unit --ignore tests/migrate $(PROGRAMS:%=--ignore %)" \
+  "integration=$(BIN)/python -m pytest $(ONLY) tests --ignore tests/unit --ignore tests/migrate --ignore tests/cluster $(PROGRAMS:%=--ignore %)" \
   "torch=$(BIN)/python -m pytest $(ONLY) backends/torch backends/template" \
   "migrate=$(BIN)/python -m pytest $(ONLY) tests/migrate" \
   "matrix=$(BIN)/python measure/strategies/matrix.py --cover" \
@@ -47,14 +47,15 @@ GPU_OUT ?= docs/gpu
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean \
+.PHONY: help demo check test test-all test-cluster installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean \
   wheels-gpu test-gpu bench-gpu gpu-environment
 
 help:
 	@echo "make demo    train a small GPT on two processes, and resume it under another strategy"
 	@echo "make check   check style and types, and run the unit tests and a part of the kit"
 	@echo "make test    run the tests, those of the backends' frameworks included"
-	@echo "make test-all  run them at greater length too, and make test-matrix"
+	@echo "make test-all  run them at greater length too, and make test-matrix and test-cluster"
+	@echo "make test-cluster  run on clusters that are started here: Slurm of two nodes, and others; as root"
 	@echo "make test-torch TORCH=2.8.0  run what rests on torch with another torch, for the docs"
 	@echo "make test-matrix  resume every strategy's checkpoint under every other, for the docs"
 	@echo "make tables  measure every framework's strategies, for the docs"
@@ -95,6 +96,11 @@ test-all: installed $(LOGGERS)/.ready
 	$(SUITES)
 	$(LOGGERS)/bin/python -m pytest tests/unit/callbacks/test_loggers.py
 	$(MAKE) --no-print-directory test-matrix
+	$(MAKE) --no-print-directory test-cluster
+
+# Real clusters on this machine. Debian has what they take: apt install slurm-wlm munge iproute2
+test-cluster: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/cluster
 
 # The two environments have nothing in common, and pip keeps one core busy.
 installed:
