@@ -10,7 +10,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -190,13 +190,14 @@ def write_start_elsewhere(
     timeout: float,
     save_signal: signal.Signals | None,
     restart: int,
+    environ: Mapping[str, str] | None = None,
 ) -> None:
     """Write down what processes need that another program starts, maybe on another machine."""
     start = {
         "path": own_path(),
         "argv": sys.argv,
         "cwd": os.getcwd(),
-        "environ": {},
+        "environ": dict(environ or {}),
         "parent": None,
         "timeout": timeout,
         "device_type": device_type,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,8 @@ from unipar.launchers.shared import SharedRun
 from unipar.utils.subprocesses import end_group
 
 _LAST_LINES = 15
+# What is held ends what it has started first, maybe on another machine.
+_HELD = 10.0
 
 
 class CommandHandle(Handle):
@@ -24,6 +27,8 @@ class CommandHandle(Handle):
         run: the run's directory.
         name: what messages call it.
         environ: variables that it gets besides this process's own.
+        output: the name of the file that has what it prints.
+        held: it ends by itself when its standard input does.
 
     Raises:
         ConfigError: there is no such command.
@@ -36,15 +41,17 @@ class CommandHandle(Handle):
         *,
         name: str,
         environ: Mapping[str, str] | None = None,
+        output: str | None = None,
+        held: bool = False,
     ) -> None:
         self.name, self._run, self._canceled = name, run, False
-        self._output = run.task.directory / f"output-{run.task.restart}.log"
+        self._output = run.task.directory / (output or f"output-{run.task.restart}.log")
         try:
             with self._output.open("wb") as file:
                 # Ctrl-C is passed on by us: such commands end their processes at once by it.
                 self._process = subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE if held else subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -69,13 +76,26 @@ class CommandHandle(Handle):
 
     def cancel(self) -> None:
         self._canceled = True
-        end_group(self._process)
+        self.close()
 
-    def result(self) -> Any:
+    def ending(self) -> str:
+        """How it ended, with its last words."""
         code = self._process.wait()
         text = self._output.read_text(errors="replace").strip()
         last = "\n".join(["", *text.splitlines()[-_LAST_LINES:]]) if text else ""
-        return self._run.result(f"{self.name} exited with status {code}.{last}")
+        return f"{self.name} exited with status {code}.{last}"
+
+    def result(self) -> Any:
+        return self._run.result(self.ending())
+
+    def release(self) -> None:
+        """Close its standard input; one that is held begins to end."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
     def close(self) -> None:
+        self.release()
+        if self._process.stdin is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_HELD)
         end_group(self._process)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from unipar.errors import ConfigError
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
 from unipar.launchers.command import CommandHandle
+from unipar.launchers.hosts import check_hosts
 from unipar.launchers.shared import SharedRun
 from unipar.launchers.task import Task
 
@@ -46,13 +47,7 @@ class MpiLauncher(SubmittingLauncher):
                 f"launcher 'mpi': there is no command '{options.mpirun}' on PATH. Install Open MPI "
                 "(Debian: apt install openmpi-bin), or give its path: launcher='mpi:mpirun=/path'."
             )
-        hosts = len(options.hosts) or 1
-        if num_nodes != hosts:
-            raise ConfigError(
-                f"num_nodes={num_nodes}, and launcher 'mpi' has {hosts} "
-                f"host{'s' if hosts > 1 else ''} ({', '.join(options.hosts) or 'this one'}). Name "
-                f"as many: launcher={{'name': 'mpi', 'hosts': [{num_nodes} names]}}."
-            )
+        check_hosts(self.name, options.hosts, devices, num_nodes, device_type)
 
     def command(self, task: Task, program: list[str]) -> list[str]:
         """What starts all processes of a task, each by ``program``."""
