@@ -47,7 +47,8 @@ class Hosts:
         return ["ip", "netns", "exec", self.names[host], *command]
 
     def cut(self) -> None:
-        ip("-n", self.names[0], "link", "set", self.cable, "down")
+        # Of the other one: without its own interface the first would not even reach itself.
+        ip("-n", self.names[1], "link", "set", self.cable, "down")
 
     def processes(self) -> list[int]:
         """The processes that run on any of them."""

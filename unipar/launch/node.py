@@ -35,6 +35,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // devices)))
     port = options["port"] or _agreed_port(directory / f"port-{restart}", node, options["timeout"])
 
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -56,6 +57,14 @@ def main() -> None:
     except ChildFailedError:
         # It has said which process failed; what failed in it stands in the run's directory.
         sys.exit(1)
+    except DistError as error:
+        meeting = f"{options['address']} at port {port}"
+        if node == 0:
+            sys.exit(
+                f"Not all of {options['nodes']} hosts have come to {meeting} within "
+                f"{options['timeout']} s: one has not started, or does not reach it."
+            )
+        sys.exit(f"This host does not reach the first one, {meeting}: {error}")
 
 
 def _agreed_port(file: Path, node: int, patience: float) -> int:
