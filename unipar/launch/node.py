@@ -1,18 +1,13 @@
 """Torch's elastic launcher on one node: ``python …/unipar/launch/node.py DIRECTORY OPTIONS``.
 
-It ends, and all that it has started, when its standard input does. An ssh that is killed, or whose
-host is gone, closes that, so nothing is left on a node whose run nobody follows any more.
-
 It is run as a file, for the same reason as ``worker.py``.
 """
 
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -24,7 +19,6 @@ def main() -> None:
     directory, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     # The directory of this file has modules with the names of others.
     del sys.path[0]
-    threading.Thread(target=_end_with_input, daemon=True).start()
     if not directory.is_dir():
         sys.exit(
             f"{directory} is not there on {os.uname().nodename}. The run's directory has to be on "
@@ -83,20 +77,6 @@ def _agreed_port(file: Path, node: int, patience: float) -> int:
             return int(file.read_text())
         time.sleep(_POLL)
     sys.exit(f"The first host has not said within {patience} s at which port the processes meet.")
-
-
-def _end_with_input() -> None:
-    while os.read(0, 1):
-        pass
-    import psutil
-
-    # The processes of torch's launcher lead sessions of their own.
-    while left := psutil.Process().children(recursive=True):
-        for process in left:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=1.0)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
 from unipar.errors import WorkerError
 from unipar.launch.blame import Kind, classify
 from unipar.launch.rank_names import ADVICE, SAME, behind, in_step, name_ranks, seen

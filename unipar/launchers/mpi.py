@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from unipar.errors import ConfigError
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
-from unipar.launchers.command import CommandHandle
+from unipar.launchers.command import CommandHandle, held
 from unipar.launchers.hosts import check_hosts
 from unipar.launchers.shared import SharedRun
 from unipar.launchers.task import Task
@@ -70,4 +70,5 @@ class MpiLauncher(SubmittingLauncher):
 
     def start(self, task: Task) -> CommandHandle:
         run = SharedRun(task, python=self.options.python)
-        return CommandHandle(self.command(task, run.command), run, name="mpirun")
+        command = held(self.command(task, run.command))
+        return CommandHandle(command, run, name="mpirun")

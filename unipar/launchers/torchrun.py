@@ -17,7 +17,7 @@ from pydantic import Field
 from unipar.errors import ConfigError
 from unipar.launch.node import NODE
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
-from unipar.launchers.command import CommandHandle
+from unipar.launchers.command import CommandHandle, held
 from unipar.launchers.handle import Handle, Status
 from unipar.launchers.hosts import check_hosts
 from unipar.launchers.shared import SharedRun
@@ -40,7 +40,7 @@ class TorchrunOptions(LauncherOptions, frozen=True):
     host's shell, and passes its standard input on."""
     python: str | None = None
     """The interpreter on the hosts; left out: this one's path."""
-    environ: dict[str, str] = {}
+    environ: dict[str, str] = Field(default_factory=dict)
     """Variables of the processes, such as `NCCL_DEBUG`; those that a host has set itself stay."""
 
 
@@ -79,8 +79,9 @@ class TorchrunLauncher(SubmittingLauncher):
                 "timeout": math.ceil(task.timeout),
                 "restart": task.restart,
             }
-            command = [options.python or sys.executable, "-u", str(NODE), str(task.directory)]
-            command.append(json.dumps(given))
+            python = options.python or sys.executable
+            node_command = [python, "-u", str(NODE), str(task.directory), json.dumps(given)]
+            command = held(node_command, python)
             if options.hosts:
                 command = [*shlex.split(options.ssh), options.hosts[node], shlex.join(command)]
             commands.append(command)
@@ -113,7 +114,7 @@ class NodesHandle(Handle):
             for node, (command, host) in enumerate(zip(commands, hosts, strict=True)):
                 output = f"output-{run.task.restart}-{node}.log"
                 name = f"torchrun on {host}"
-                self._nodes.append(CommandHandle(command, run, name=name, output=output, held=True))
+                self._nodes.append(CommandHandle(command, run, name=name, output=output))
         except ConfigError:
             self.close()
             raise

@@ -42,7 +42,7 @@ LAUNCHERS = re.compile(r"^(SLURM|OMPI|PMI|PMIX|MPI|TORCHELASTIC)_|^(RANK|LOCAL_R
 
 
 def started(per_rank: list[dict[str, str]], script: str) -> list[tuple[str, str]]:
-    """Run a script once for each environment, at the same time; what each printed, and its errors."""
+    """Run a script once for each environment, at the same time; output and errors of each."""
     base = {name: value for name, value in os.environ.items() if not LAUNCHERS.match(name)}
     processes = [
         subprocess.Popen(
