@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 # Called as ssh is: the host, then a line for its shell.
@@ -18,6 +19,8 @@ host=$1
 shift
 exec ip netns exec "$host" sh -c "$*"
 """
+_NAMESPACES = Path("/run/netns")
+_numbers = itertools.count()
 
 
 def usable() -> bool:
@@ -41,7 +44,6 @@ class Hosts:
     names: tuple[str, str]
     agent: Path
     cable: str = "cable0"
-    _commands: list[subprocess.Popen] = field(default_factory=list)
 
     def inside(self, host: int, *command: str) -> list[str]:
         return ["ip", "netns", "exec", self.names[host], *command]
@@ -52,11 +54,7 @@ class Hosts:
 
     def processes(self) -> list[int]:
         """The processes that run on any of them."""
-        found = []
-        for name in self.names:
-            told = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-            found += [int(one) for one in told.stdout.split()]
-        return found
+        return [pid for name in self.names for pid in _processes(name)]
 
 
 @contextlib.contextmanager
@@ -73,8 +71,9 @@ def two_hosts(
         own_name_is_loopback: each finds its own name at 127.0.1.1, as Debian sets it up.
         apart: the cable is cut from the beginning.
     """
-    mark = uuid.uuid4().hex[:6]
-    names = (f"h{mark}a", f"h{mark}b")
+    _delete_abandoned()
+    mark = f"unipar-{os.getpid()}-{next(_numbers)}"
+    names = (f"{mark}a", f"{mark}b")
     addresses = [f"10.77.1.{n}" if version == 4 else f"fd77::{n}" for n in (1, 2)]
     agent = directory / "agent"
     agent.write_text(_AGENT)
@@ -110,9 +109,27 @@ def two_hosts(
             hosts.cut()
         yield hosts
     finally:
-        for pid in hosts.processes():
+        _delete(names)
+
+
+def _processes(name: str) -> list[int]:
+    told = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+    return [int(one) for one in told.stdout.split()]
+
+
+def _delete(names: Iterable[str]) -> None:
+    for name in names:
+        for pid in _processes(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for name in names:
-            ip("netns", "delete", name, check=False)
-            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+        ip("netns", "delete", name, check=False)
+        shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
+
+
+def _delete_abandoned() -> None:
+    """Delete hosts of a test run that was killed before it could."""
+    names = os.listdir(_NAMESPACES) if _NAMESPACES.is_dir() else []
+    for name in names:
+        of_tests = re.fullmatch(r"unipar-(\d+)-\d+[ab]", name)
+        if of_tests and not Path("/proc", of_tests[1]).exists():
+            _delete([name])

@@ -47,6 +47,12 @@ class MpiLauncher(SubmittingLauncher):
                 f"launcher 'mpi': there is no command '{options.mpirun}' on PATH. Install Open MPI "
                 "(Debian: apt install openmpi-bin), or give its path: launcher='mpi:mpirun=/path'."
             )
+        numeric = [host for host in options.hosts if ":" in host]
+        if numeric:
+            raise ConfigError(
+                f"launcher 'mpi' has the host {numeric[0]}, and mpirun takes what follows a colon "
+                "for a number of processes. Give a name that leads to that address."
+            )
         check_hosts(self.name, options.hosts, devices, num_nodes, device_type)
 
     def command(self, task: Task, program: list[str]) -> list[str]:

@@ -73,3 +73,9 @@ def test_a_command_that_is_not_there_is_refused() -> None:
 def test_a_port_is_one() -> None:
     with pytest.raises(ConfigError, match="port"):
         launchers.resolve("torchrun:port=70000")
+
+
+def test_mpirun_takes_no_addresses_of_ipv6() -> None:
+    launcher = launchers.resolve({"name": "mpi", "hosts": ["fd00::1", "b"], "mpirun": "true"})
+    with pytest.raises(ConfigError, match="Give a name that leads to that address"):
+        launcher.check(1, 2, "cpu")
