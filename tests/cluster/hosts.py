@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -104,6 +105,9 @@ def two_hosts(
             for other, address in enumerate(addresses):
                 near = own_name_is_loopback and other == at
                 lines.append(f"{'127.0.1.1' if near else address} {names[other]}")
+            if own_name_is_loopback:
+                # What the system calls itself, for all of them share that.
+                lines.append(f"127.0.1.1 {socket.gethostname()}")
             (etc / "hosts").write_text("\n".join([*lines, ""]))
         if apart:
             hosts.cut()

@@ -15,6 +15,7 @@ import pytest
 from hosts import Hosts, two_hosts, usable
 
 pytestmark = [
+    pytest.mark.root,
     pytest.mark.timeout(240),
     pytest.mark.skipif(not usable(), reason="takes root, and the command ip (Debian's iproute2)"),
 ]
@@ -73,20 +74,19 @@ class Cluster:
         launcher = {"name": "mpi", "hosts": list(self.hosts.names), "arguments": agent}
         return {"launcher": launcher, "num_nodes": 2, "devices": 1}
 
-    def run(self, fit: dict[str, Any], **asked: Any) -> subprocess.CompletedProcess[str]:
+    def command(self, fit: dict[str, Any], **asked: Any) -> list[str]:
         self._runs += 1
         output = str(self._directory / f"run-{self._runs}")
         given = json.dumps({"fit": {"timeout": 60, "output_dir": output, **fit}, **asked})
-        done = subprocess.run(
-            self.hosts.inside(0, sys.executable, str(self._script), given),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert self._ended(), "processes are left on the hosts"
+        return self.hosts.inside(0, sys.executable, str(self._script), given)
+
+    def run(self, fit: dict[str, Any], **asked: Any) -> subprocess.CompletedProcess[str]:
+        command = self.command(fit, **asked)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert self.ended(), "processes are left on the hosts"
         return done
 
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
         deadline = time.monotonic() + 10
         while self.hosts.processes():
             if time.monotonic() > deadline:
@@ -190,3 +190,21 @@ def test_a_host_with_another_version(cluster: Cluster, tmp_path: Path) -> None:
     error = cluster.error(cluster.torchrun(python=str(wrapper)))
     assert re.match(r"WorkerError: Rank 1 of 2 ended without a word: torchrun on ", error)
     assert re.search(r"has torch 2\.7\.9, not 2\.\d+", error)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
+def test_nothing_is_left_when_the_caller_is_killed(
+    cluster: Cluster, launcher: str, tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    runs = ["sh", "-c", f"touch {there}; sleep 100"]
+    # It becomes the process of the script.
+    caller = subprocess.Popen(cluster.command(getattr(cluster, launcher)(), runs=runs))
+    try:
+        while not there.exists():
+            assert caller.poll() is None
+            time.sleep(0.1)
+    finally:
+        caller.kill()
+        caller.wait()
+    assert cluster.ended()
