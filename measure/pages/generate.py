@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from measure.pages import benchmarks, commands, figures, gpu, reliability, surveys  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
+from unipar.launchers.registry import LAUNCHERS  # noqa: E402
 from unipar.strategy import StrategyOptions, registry  # noqa: E402
 
 PAGES = (
@@ -34,6 +35,7 @@ PAGES = (
     ROOT / "docs" / "benchmarks" / "frameworks.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "gpu.md",
+    ROOT / "docs" / "how-to" / "slurm.md",
 )
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
@@ -66,6 +68,11 @@ def strategies() -> str:
 def options(name: str) -> str:
     """A row for each option of a strategy."""
     return _fields(type(registry.resolve(name).options))
+
+
+def launcher(name: str) -> str:
+    """A row for each option of a launcher."""
+    return _fields(LAUNCHERS.load(name).options_type)
 
 
 def settings() -> str:
@@ -158,6 +165,7 @@ TABLES = {
     "options: ddp": lambda: options("ddp"),
     "options: fsdp": lambda: options("fsdp"),
     "options: mesh": lambda: options("mesh"),
+    "launcher: slurm": lambda: launcher("slurm"),
     "settings": settings,
     "checkpoint": checkpoint,
     "survey: ran": ran,

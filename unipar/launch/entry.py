@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from unipar.errors import ConfigError, Terminated
+from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
 from unipar.launch.detection import detect
 from unipar.launch.failure import Kind, open_notes, write_failure
 from unipar.launch.rundir import Attempt, RunDir
@@ -32,6 +32,9 @@ from unipar.world import Placement
 # Longer than the launching process takes to tell who is missing and end this process.
 _LINGER = 15.0
 _REQUEST_POLL = 0.5
+
+REFUSED = 2
+"""The exit code of a process whose error no restart changes."""
 
 
 def serve(directory: str, start: dict[str, Any]) -> None:
@@ -80,7 +83,9 @@ def serve(directory: str, start: dict[str, Any]) -> None:
             time.sleep(_LINGER)
         if isinstance(error, Terminated):
             sys.exit(error.code)
-        sys.exit(130 if kind is Kind.INTERRUPT else 1)
+        if kind is Kind.INTERRUPT:
+            sys.exit(130)
+        sys.exit(REFUSED if _refuses(error) else 1)
 
 
 def _join(run: RunDir, attempt: Attempt, placement: Placement) -> None:
@@ -101,6 +106,11 @@ def _join(run: RunDir, attempt: Attempt, placement: Placement) -> None:
                 os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="unipar-requests", daemon=True).start()
+
+
+def _refuses(error: BaseException) -> bool:
+    """Return whether an error is one that no restart changes."""
+    return isinstance(error, UniparError) and not isinstance(error, WorkerError)
 
 
 def _load(payload: Path) -> Callable[[Placement], Any]:

@@ -1,5 +1,7 @@
 """The first lines that a worker process runs: ``python …/unipar/launch/worker.py RUN_DIRECTORY``.
 
+Where its system counts how often it has started the group before, that number comes second.
+
 It is run as a file, not as a module: ``python -m`` would import ``unipar`` and ``torch`` with the
 working directory first on the search path, where a stray ``torch/`` would win over the real one.
 Nothing outside the standard library may be imported before the caller's search path is in place.
@@ -20,6 +22,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     directory = sys.argv[1]
     start = _read(os.path.join(directory, "start.json"))
+    if len(sys.argv) > 2:
+        start["restart"] = int(sys.argv[2])
     if start["save_signal"] and signal.getsignal(start["save_signal"]) is signal.SIG_DFL:
         # Nothing is there yet that could be saved, and it is no reason to end.
         signal.signal(start["save_signal"], lambda *_: None)

@@ -118,16 +118,21 @@ class SubmittingLauncher(Launcher):
 
     def run(self, task: Task) -> Any:
         while True:
-            handle = self.start(task)
             try:
-                follow(handle, task)
-                return handle.result()
+                return self.once(task)
             except WorkerError as error:
                 left = task.max_restarts - task.restart
                 if left <= 0:
                     raise
                 headline = str(error).splitlines()[0]
                 log.warning("%s. Restarting all ranks (%d restarts left).", headline, left - 1)
-            finally:
-                handle.close()
             task = dataclasses.replace(task, restart=task.restart + 1)
+
+    def once(self, task: Task) -> Any:
+        """Start the processes of a task and follow them; raises what :meth:`run` does."""
+        handle = self.start(task)
+        try:
+            follow(handle, task)
+            return handle.result()
+        finally:
+            handle.close()

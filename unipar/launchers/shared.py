@@ -48,9 +48,7 @@ class SharedRun:
         self.files = RunDir(task.directory)
         self.command = [python or sys.executable, "-u", str(WORKER), str(task.directory)]
         """What starts one process of the run."""
-        self.attempt: Attempt = self.files.attempt(task.restart)
-        self.output = Tail(self.attempt.log(0))
-        """What rank 0 prints."""
+        self.restarted(task.restart)
         if task.restart == 0:
             write_payload(task.fn, self.files)
         self._asked_to_end = False
@@ -67,6 +65,13 @@ class SharedRun:
     @property
     def size(self) -> int:
         return self.task.size
+
+    def restarted(self, restart: int) -> None:
+        """Look from now on at what the processes of this start leave, the first of which is 0."""
+        self.restart = restart
+        self.attempt: Attempt = self.files.attempt(restart)
+        self.output = Tail(self.attempt.log(0))
+        """What rank 0 prints."""
 
     def interrupt(self, number: signal.Signals) -> None:
         """Ask rank 0 to send itself a signal; the ranks agree on it in their next step."""
