@@ -44,6 +44,8 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     placement = _joined(start) if elsewhere else _placement(start)
     attempt = run.attempt(placement.restart)
     if elsewhere:
+        # Of a launcher on its node that was killed, the processes would go on.
+        end_with(os.getppid())
         attempt.directory.mkdir(exist_ok=True)
         _join(run, attempt, placement)
     else:

@@ -68,7 +68,10 @@ class Environment(ABC):
         """The meeting point that the user has set, as ``tcp://host:port``, or ``None``."""
         if not self.variables.get("MASTER_PORT") or not self.variables.get("MASTER_ADDR"):
             return None
-        return f"tcp://{self.text('MASTER_ADDR')}:{self.number('MASTER_PORT')}"
+        host = self.text("MASTER_ADDR")
+        # An address of IPv6 has colons of its own.
+        host = f"[{host}]" if ":" in host else host
+        return f"tcp://{host}:{self.number('MASTER_PORT')}"
 
     def _present(self) -> list[str]:
         return sorted(name for name in self.variables if name.startswith(self.prefixes))

@@ -10,7 +10,7 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,10 +19,11 @@ import torch
 
 from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
 from unipar.launch.rundir import RunDir
-from unipar.launch.worker import WORKER, own_versions
+from unipar.launch.worker import WORKER
 from unipar.utils.own_path import own_path
 from unipar.utils.scratch import scratch, temporary_files, tmpdir_remedy
 from unipar.utils.signals import GRACE_PERIOD, TERMINATIONS, takes_over
+from unipar.utils.version import own_versions
 from unipar.world import Placement
 
 if TYPE_CHECKING:
@@ -189,13 +190,14 @@ def write_start_elsewhere(
     timeout: float,
     save_signal: signal.Signals | None,
     restart: int,
+    environ: Mapping[str, str] | None = None,
 ) -> None:
     """Write down what processes need that another program starts, maybe on another machine."""
     start = {
         "path": own_path(),
         "argv": sys.argv,
         "cwd": os.getcwd(),
-        "environ": {},
+        "environ": dict(environ or {}),
         "parent": None,
         "timeout": timeout,
         "device_type": device_type,

@@ -17,10 +17,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
-)
 
 from unipar.errors import WorkerError
 from unipar.launch.blame import Kind, classify
@@ -28,6 +24,7 @@ from unipar.launch.rank_names import ADVICE, SAME, behind, in_step, name_ranks, 
 from unipar.utils import progress_marks
 from unipar.utils.progress_marks import Mark
 from unipar.world import World
+from unipar.world.network import address_towards, meeting_of
 
 T = TypeVar("T")
 
@@ -100,11 +97,7 @@ class Peers:
         self._store = store.clone()
         # Nor does the process end before a call that waits for the store has given up.
         self._store.set_timeout(timedelta(seconds=_PATIENCE))
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        self._meeting: tuple[str, int] | None = None
-        if isinstance(store, TCPStore):
-            self._meeting = store.host, store.port
+        self._meeting = meeting_of(store)
         # Torchrun keeps the store itself; with other launchers it ends with rank 0.
         own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._keeper = 0 if self._meeting and own else None
@@ -113,7 +106,7 @@ class Peers:
         self._linger, self._silent = 0.0, set[int]()
         # How the keeper of the store left, for when the store is gone with it.
         self._last_of_keeper: Word | None = None
-        address = _address_towards(self._meeting) if self._meeting else ""
+        address = address_towards(self._meeting) if self._meeting else ""
         self._word = Word(world.rank, address, socket.gethostname())
         # The store serves all ranks, and many of them tell it less often.
         self._every = min(max(_OFTEN, world.size / _AT_ONCE), self._timeout / 10)
@@ -339,14 +332,6 @@ def _error(text: str, word: Word | None = None) -> WorkerError:
     return WorkerError(
         text, rank=None if word is None else word.rank, step=(word.step or None) if word else None
     )
-
-
-def _address_towards(meeting: tuple[str, int]) -> str:
-    """This host's address on the way to ``meeting``; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(*meeting, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return probe.getsockname()[0]
 
 
 def _connects(meeting: tuple[str, int]) -> bool | None:

@@ -12,16 +12,9 @@ import json
 import os
 import signal
 import sys
-from importlib import metadata
 from pathlib import Path
 
 WORKER = Path(__file__)
-
-
-def own_versions() -> dict[str, str]:
-    """The versions by which a function and what it uses are understood elsewhere."""
-    python = ".".join(map(str, sys.version_info[:2]))
-    return {"Python": python, **{name: metadata.version(name) for name in ("torch", "unipar")}}
 
 
 def main() -> None:
@@ -70,6 +63,8 @@ def _read(file: str) -> dict:
 
 
 def _compare(versions: dict[str, str]) -> None:
+    from unipar.utils.version import own_versions
+
     here = own_versions()
     differing = [f"{n} {here[n]}, not {v}" for n, v in versions.items() if here[n] != v]
     if differing:

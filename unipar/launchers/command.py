@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unipar.errors import ConfigError
+from unipar.launch.held import HELD
 from unipar.launchers.handle import Handle, Status
 from unipar.launchers.shared import SharedRun
 from unipar.utils.subprocesses import end_group
 
 _LAST_LINES = 15
+# It ends what it has started first, maybe on another machine.
+_HELD = 10.0
+
+
+def held(command: Sequence[str], python: str = sys.executable) -> list[str]:
+    """A command that is ended, with all that it has started, when its standard input ends."""
+    return [python, "-u", str(HELD), *command]
 
 
 class CommandHandle(Handle):
     """A command, its output in a file of the run's directory, and what its processes leave there.
 
     Args:
-        command: what starts all processes of the run, with its arguments.
+        command: what starts all processes of the run, with its arguments; it has to end when its
+            standard input does (see :func:`held`).
         run: the run's directory.
         name: what messages call it.
         environ: variables that it gets besides this process's own.
+        output: the name of the file that has what it prints.
 
     Raises:
         ConfigError: there is no such command.
@@ -36,15 +48,17 @@ class CommandHandle(Handle):
         *,
         name: str,
         environ: Mapping[str, str] | None = None,
+        output: str | None = None,
     ) -> None:
         self.name, self._run, self._canceled = name, run, False
-        self._output = run.task.directory / f"output-{run.task.restart}.log"
+        self._output = run.task.directory / (output or f"output-{run.task.restart}.log")
         try:
             with self._output.open("wb") as file:
                 # Ctrl-C is passed on by us: such commands end their processes at once by it.
                 self._process = subprocess.Popen(
                     command,
-                    stdin=subprocess.DEVNULL,
+                    # By which it is held; see unipar/launch/held.py.
+                    stdin=subprocess.PIPE,
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -69,13 +83,25 @@ class CommandHandle(Handle):
 
     def cancel(self) -> None:
         self._canceled = True
-        end_group(self._process)
+        self.close()
 
-    def result(self) -> Any:
+    def ending(self) -> str:
+        """How it ended, with its last words."""
         code = self._process.wait()
         text = self._output.read_text(errors="replace").strip()
         last = "\n".join(["", *text.splitlines()[-_LAST_LINES:]]) if text else ""
-        return self._run.result(f"{self.name} exited with status {code}.{last}")
+        return f"{self.name} exited with status {code}.{last}"
+
+    def result(self) -> Any:
+        return self._run.result(self.ending())
+
+    def release(self) -> None:
+        """Close its standard input, by which it begins to end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def close(self) -> None:
+        self.release()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_HELD)
         end_group(self._process)

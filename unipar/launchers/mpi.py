@@ -8,7 +8,8 @@ from typing import ClassVar
 
 from unipar.errors import ConfigError
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
-from unipar.launchers.command import CommandHandle
+from unipar.launchers.command import CommandHandle, held
+from unipar.launchers.hosts import check_hosts
 from unipar.launchers.shared import SharedRun
 from unipar.launchers.task import Task
 
@@ -46,13 +47,13 @@ class MpiLauncher(SubmittingLauncher):
                 f"launcher 'mpi': there is no command '{options.mpirun}' on PATH. Install Open MPI "
                 "(Debian: apt install openmpi-bin), or give its path: launcher='mpi:mpirun=/path'."
             )
-        hosts = len(options.hosts) or 1
-        if num_nodes != hosts:
+        numeric = [host for host in options.hosts if ":" in host]
+        if numeric:
             raise ConfigError(
-                f"num_nodes={num_nodes}, and launcher 'mpi' has {hosts} "
-                f"host{'s' if hosts > 1 else ''} ({', '.join(options.hosts) or 'this one'}). Name "
-                f"as many: launcher={{'name': 'mpi', 'hosts': [{num_nodes} names]}}."
+                f"launcher 'mpi' has the host {numeric[0]}, and mpirun takes what follows a colon "
+                "for a number of processes. Give a name that leads to that address."
             )
+        check_hosts(self.name, options.hosts, devices, num_nodes, device_type)
 
     def command(self, task: Task, program: list[str]) -> list[str]:
         """What starts all processes of a task, each by ``program``."""
@@ -75,4 +76,5 @@ class MpiLauncher(SubmittingLauncher):
 
     def start(self, task: Task) -> CommandHandle:
         run = SharedRun(task, python=self.options.python)
-        return CommandHandle(self.command(task, run.command), run, name="mpirun")
+        command = held(self.command(task, run.command))
+        return CommandHandle(command, run, name="mpirun")

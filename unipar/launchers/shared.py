@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import signal
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,19 @@ class SharedRun:
     Args:
         task: what is run. It is written to its directory here.
         python: the interpreter on the machines where it runs, by default the path of this one.
+        environ: variables that its processes get, where they have none of the name.
 
     Raises:
         ConfigError: the function cannot travel.
     """
 
-    def __init__(self, task: Task, *, python: str | None = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        python: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.task = task
         self.files = RunDir(task.directory)
         self.command = [python or sys.executable, "-u", str(WORKER), str(task.directory)]
@@ -51,6 +59,7 @@ class SharedRun:
             timeout=task.timeout,
             save_signal=task.save_signal,
             restart=task.restart,
+            environ=environ or {},
         )
 
     @property
@@ -75,11 +84,12 @@ class SharedRun:
         """The ranks whose function has returned."""
         return [rank for rank in range(self.size) if self.attempt.returned(rank).exists()]
 
-    def result(self, ending: str) -> Any:
+    def result(self, ending: str, ranks: Collection[int] = ()) -> Any:
         """What rank 0's call has returned, or what failed.
 
         Args:
-            ending: how all of it ended, as its system says it, with its last words.
+            ending: how it ended, as its system says it, with its last words.
+            ranks: whose end that is; left out: of all of them.
 
         Raises:
             UniparError, WorkerError, KeyboardInterrupt, Terminated: as a rank has failed.
@@ -87,6 +97,7 @@ class SharedRun:
         failures = self._failures()
         told = {failure.rank for failure in failures} | set(self.finished())
         silent = [rank for rank in range(self.size) if rank not in told]
+        silent = [rank for rank in silent if rank in ranks] or silent
         first = cause(failures) if failures else None
         # Systems end what is left by a signal when one process is gone.
         if silent and not self._asked_to_end and (first is None or first.kind is not Kind.ERROR):

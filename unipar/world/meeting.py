@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +15,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
+from unipar.errors import ConfigError
+from unipar.world.network import Arrival, arrive, choose_interface, meeting_of, some_of_each
 from unipar.world.placement import Placement
+
+_REFUSED = 5.0
+"""Seconds that rank 0 keeps the store, at most, until all ranks know why they end."""
 
 
 @dataclass
@@ -36,10 +44,14 @@ def meet(placement: Placement) -> Store:
     a prefix of its own. The store itself is kept for the next meeting, for the rank that serves
     it must not close it while another one is already coming back.
 
+    What each of them tells there is compared, and the network interface to the others is chosen by
+    it, which torch's groups take from the environment.
+
     Args:
         placement: where this process stands; its world has more than one process.
 
     Raises:
+        ConfigError: the ranks have different versions of Python, torch or unipar.
         torch.distributed.DistStoreError: a rank has not come within ``placement.timeout``.
     """
     place = _find(placement)
@@ -51,25 +63,38 @@ def meet(placement: Placement) -> Store:
 def come(store: Store, placement: Placement, number: int) -> None:
     """Wait at a store until all ranks have come to their meeting of that number.
 
+    The last one to come reads what all of them have told, and tells them what follows from it: of
+    each rank reading that of each other, the work of the store would grow with the square.
+
     Raises:
+        ConfigError: the ranks have different versions of Python, torch or unipar.
         torch.distributed.DistStoreError: a rank has not come within ``placement.timeout``.
     """
     timeout = timedelta(seconds=placement.timeout)
     store.set_timeout(timeout)
+    meeting = meeting_of(store)
+    here = arrive(meeting)
     store.set(f"unipar/at/{placement.rank}", str(number))
-    came = f"unipar/{number}/came"
-    store.set(f"{came}/{placement.rank}", "here")
-    # One key to wait for: for one of each rank, the work of the store would grow with the square.
-    complete = f"unipar/{number}/complete"
+    came, told = f"unipar/{number}/came", f"unipar/{number}/told"
+    store.set(f"{came}/{placement.rank}", json.dumps(asdict(here)))
     if store.add(came, 1) == placement.size:
-        store.set(complete, "yes")
+        words = store.multi_get([f"{came}/{rank}" for rank in range(placement.size)])
+        arrivals = [Arrival(**json.loads(word)) for word in words]
+        few = [asdict(one) for one in some_of_each(arrivals)]
+        store.set(told, json.dumps([_different_versions(arrivals), few]))
     try:
-        store.wait([complete], timeout)
+        store.wait([told], timeout)
     except RuntimeError as error:  # A store in a file raises no more than that.
         missing = [r for r in range(placement.size) if not store.check([f"{came}/{r}"])]
         if not missing:
             raise
         raise dist.DistStoreError(_told(placement, store, number, missing)) from error
+    refused, few = json.loads(store.get(told))
+    if refused is not None:
+        _leave_together(placement, store, number)
+        raise ConfigError(refused)
+    others = [Arrival(**one) for one in few]
+    choose_interface(here, others, meeting[1] if meeting else 0, main=placement.rank == 0)
 
 
 def _find(placement: Placement) -> _Place:
@@ -85,6 +110,40 @@ def _find(placement: Placement) -> _Place:
         store, _, _ = next(iter(found))
         _place = _Place(address, store)
     return _place
+
+
+def _different_versions(arrivals: Sequence[Arrival]) -> str | None:
+    """What differs between hosts, or ``None``."""
+    lines = []
+    for name in arrivals[0].versions:
+        found: dict[str, dict[str, list[str]]] = {}
+        for rank, one in enumerate(arrivals):
+            hosts = found.setdefault(one.versions.get(name, "unknown"), {})
+            hosts.setdefault(one.host, []).append(str(rank))
+        if len(found) > 1:
+            told = "; ".join(
+                f"{version} on "
+                + ", ".join(f"{host} (rank {', '.join(own)})" for host, own in hosts.items())
+                for version, hosts in found.items()
+            )
+            lines.append(f"  {name}: {told}")
+    if not lines:
+        return None
+    return (
+        "the ranks of this run have different versions:\n"
+        + "\n".join(lines)
+        + "\nInstall the same ones on every host, or start the ranks by the interpreter of one "
+        "environment that all of them share."
+    )
+
+
+def _leave_together(placement: Placement, store: Store, number: int) -> None:
+    """Let every rank read why before the one that keeps the store is gone."""
+    keys = [f"unipar/{number}/read/{rank}" for rank in range(placement.size)]
+    with contextlib.suppress(RuntimeError):
+        store.set(keys[placement.rank], "")
+        if placement.rank == 0:
+            store.wait(keys, timedelta(seconds=min(_REFUSED, placement.timeout)))
 
 
 @atexit.register

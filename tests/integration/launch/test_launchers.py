@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -29,15 +30,23 @@ line = f"{world.rank} {world.size} {world.local_rank} {total.item()}\\n"
 # In one piece, for ranks may share a pipe.
 os.write(1, line.encode())
 """
+OTHER = """
+import os
+import unipar.world.network as network
+
+found = network.own_versions()
+if os.environ["RANK"] == os.environ["OTHER"]:
+    network.own_versions = lambda: found | {"torch": "2.7.9"}
+"""
 LAUNCHERS = re.compile(r"^(SLURM|OMPI|PMI|PMIX|MPI|TORCHELASTIC)_|^(RANK|LOCAL_RANK|WORLD_SIZE)$")
 
 
-def together(per_rank: list[dict[str, str]]) -> list[str]:
-    """Run the script once for each environment, at the same time; what each printed."""
+def started(per_rank: list[dict[str, str]], script: str) -> list[tuple[str, str]]:
+    """Run a script once for each environment, at the same time; output and errors of each."""
     base = {name: value for name, value in os.environ.items() if not LAUNCHERS.match(name)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", JOIN],
+            [sys.executable, "-c", script],
             env=base | variables,
             text=True,
             stdout=subprocess.PIPE,
@@ -45,7 +54,12 @@ def together(per_rank: list[dict[str, str]]) -> list[str]:
         )
         for variables in per_rank
     ]
-    outputs = [process.communicate(timeout=60) for process in processes]
+    return [process.communicate(timeout=60) for process in processes]
+
+
+def together(per_rank: list[dict[str, str]]) -> list[str]:
+    """The same of the script above, which fails nowhere."""
+    outputs = started(per_rank, JOIN)
     assert [error for _, error in outputs] == ["", ""]
     return [own(out).strip() for out, _ in outputs]
 
@@ -64,6 +78,20 @@ def test_srun():
         }
 
     assert together([variables(0), variables(1)]) == ["0 2 0 3.0", "1 2 1 3.0"]
+
+
+@pytest.mark.parametrize("other", [0, 1])
+def test_ranks_of_different_versions_all_refuse(other: int):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place["OTHER"] = str(other)
+    ranks = [place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    for out, error in started(ranks, OTHER + JOIN):
+        assert out == "", error
+        assert "ConfigError: the ranks of this run have different versions:\n  torch: " in error
+        assert re.search(rf"2\.7\.9 on \S+ \(rank {other}\)", error)
 
 
 def test_mpirun():
