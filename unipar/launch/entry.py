@@ -32,6 +32,8 @@ from unipar.world import Placement
 # Longer than the launching process takes to tell who is missing and end this process.
 _LINGER = 15.0
 _REQUEST_POLL = 0.5
+PARENT = "UNIPAR_PARENT"
+"""The variable with the number of the process that this one must not outlive, if there is one."""
 
 
 def serve(directory: str, start: dict[str, Any]) -> None:
@@ -42,6 +44,8 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     attempt = run.attempt(placement.restart)
     if elsewhere:
         attempt.directory.mkdir(exist_ok=True)
+        if (parent := os.environ.get(PARENT)) is not None:
+            end_with(int(parent))
         _join(run, attempt, placement)
     else:
         open_marks(attempt.mark(placement.rank))
