@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 from pydantic import PositiveInt
 
 from unipar import launch
@@ -40,7 +42,8 @@ _OBJECT_STORE = 100 << 20
 """Bytes; Ray's least is some 75 MB, and nothing of a run goes through it."""
 # How long the cluster may leave the run without nodes until that is said, and how long Ray has to
 # end what was canceled.
-_PATIENCE, _CANCEL = 20.0, 10.0
+_PATIENCE, _CANCEL = 60.0, 10.0
+_END, _REACHABLE = 5.0, 10.0
 _REPORT_EVERY = 1.0
 _VARIABLES = {
     # How soon the end of the ranks is seen; Ray's own is 2 s.
@@ -51,6 +54,8 @@ _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Where the user has not set them."""
+_VARIABLES_HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+"""The same for a cluster of this machine alone, of which no node is ever taken away."""
 
 
 class RayOptions(LauncherOptions, frozen=True):
@@ -79,13 +84,17 @@ class RayLauncher(SubmittingLauncher):
 
     @property
     def _address(self) -> str | None:
-        return self.options.address or os.environ.get("RAY_ADDRESS") or None
+        """The running cluster's; ``None`` for one of this machine alone."""
+        address = self.options.address or os.environ.get("RAY_ADDRESS") or None
+        return None if address == "local" else address
 
     @classmethod
     def availability(cls) -> Availability:
-        if find_spec("ray") is None:
+        # Not by where an import would find it: any directory of that name would do.
+        try:
+            version = metadata.version("ray")
+        except metadata.PackageNotFoundError:
             return Availability(False, "the package 'ray' is not installed", f"Run: {_INSTALL}")
-        version = metadata.version("ray")
         major, minor = (int(part) for part in version.split(".")[:2])
         if major != 2 or minor < 60:
             return Availability(
@@ -105,13 +114,8 @@ class RayLauncher(SubmittingLauncher):
             raise ConfigError(
                 f"launcher 'ray' takes device='cpu' and device='cuda', not '{device_type}'."
             )
-        address = self._address
-        if address is not None and "://" in address:
-            raise ConfigError(
-                f"launcher 'ray': address='{address}' is one of Ray's client, whose driver runs "
-                "elsewhere. Start the script on a machine of the cluster, with address='auto' (or "
-                "by `ray job submit`)."
-            )
+        if (address := self._address) is not None and not _connected():
+            _check_reachable(address)
         if not self.elsewhere:
             if num_nodes > 1:
                 raise ConfigError(
@@ -126,7 +130,8 @@ class RayLauncher(SubmittingLauncher):
 
     def start(self, task: Task) -> RayHandle:
         with contextlib.ExitStack() as stack:
-            unset = {name: text for name, text in _VARIABLES.items() if name not in os.environ}
+            variables = _VARIABLES if self.elsewhere else _VARIABLES | _VARIABLES_HERE
+            unset = {name: text for name, text in variables.items() if name not in os.environ}
             stack.enter_context(environ(unset))
             owns = stack.enter_context(self._connection(task))
             self._check_room(task)
@@ -167,6 +172,8 @@ class RayLauncher(SubmittingLauncher):
             "object_store_memory": _OBJECT_STORE,
             "include_dashboard": False,
         }
+        process = psutil.Process()
+        before = process.children()
         with _handler_kept(signal.SIGTERM):
             try:
                 ray.init(
@@ -180,7 +187,14 @@ class RayLauncher(SubmittingLauncher):
         try:
             yield True
         finally:
+            started = [child for child in process.children() if child not in before]
+            family = [one for child in started for one in (child, *_below(child))]
             ray.shutdown()
+            if address is None:
+                _, left = psutil.wait_procs(family, _END)
+                for one in left:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
 
     def _check_room(self, task: Task) -> None:
         """Refuse what the cluster will never have room for, where Ray would wait for ever."""
@@ -295,8 +309,9 @@ class RayHandle(Handle):
             if not self._said and time.monotonic() - self._since > _PATIENCE:
                 self._said = True
                 log.warning(
-                    "Ray has not started the run yet. It waits for %s on each of %s, which others "
-                    "use.",
+                    "Ray has not started the run within %g s. It needs %s on each of %s; maybe "
+                    "others use them (`ray status` shows that).",
+                    _PATIENCE,
                     _amounts(_wanted(self._task, self._options)),
                     _nodes(self._task.num_nodes),
                 )
@@ -411,6 +426,12 @@ def _callbacks_of_tune() -> list[Any]:
     return []
 
 
+def _below(process: psutil.Process) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
+
+
 def _connected() -> bool:
     """Whether this process is connected to a cluster of Ray; imports nothing."""
     ray = sys.modules.get("ray")
@@ -439,12 +460,31 @@ def _nodes(count: int) -> str:
     return f"{count} node{'s' if count != 1 else ''}"
 
 
+def _check_reachable(address: str) -> None:
+    """Refuse an address where nothing listens, at which Ray would try for two minutes."""
+    if "://" in address:
+        raise ConfigError(
+            f"launcher 'ray': address='{address}' is one of Ray's client, whose driver runs "
+            "elsewhere. Start the script on a machine of the cluster, with address='auto' (or by "
+            "`ray job submit`)."
+        )
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"launcher 'ray': address='{address}' is neither 'auto' nor HOST:PORT.")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHABLE).close()
+    except OSError as error:
+        raise ConfigError(_refused(address, error)) from error
+
+
 def _refused(address: str | None, error: Exception) -> str:
-    reason = " ".join(str(error).split())
+    reason = " ".join(str(error).split()).rstrip(".")
     if address is None:
         return f"launcher 'ray': Ray cannot be started on this machine: {reason}"
     return (
-        f"launcher 'ray': no cluster of Ray answers as it should at '{address}': {reason} Start "
+        f"launcher 'ray': no cluster of Ray answers as it should at '{address}': {reason}. Start "
         "one (`ray start --head`), correct the address (`ray status` shows it), or leave it out to "
         "use this machine alone."
     )
