@@ -9,6 +9,7 @@ cores:
 from __future__ import annotations
 
 import argparse
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray.tune.schedulers import ASHAScheduler
 from torch import nn
 
 import unipar
+from unipar.callbacks import read_metrics
 
 STEPS = 300
 SPACE = [("ddp", 0.1), ("fsdp", 0.03), ("ddp", 0.003), ("fsdp", 0.0001)]
@@ -29,18 +31,15 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
 
 
-def trial(config: dict[str, Any], out: Path) -> None:
-    """One run; Ray's trainer tells Tune of its metrics every second."""
+def train(strategy: str, lr: float, out: Path) -> None:
     torch.manual_seed(0)
     x = torch.randn(512, 8)
-    strategy, lr = config["run"]
     unipar.fit(
         lambda: nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)),
         (x, x.sin().sum(1, keepdim=True)),
         loss=loss,
         strategy=strategy,
         optimizer={"name": "SGD", "lr": lr},
-        launcher="ray",
         device="cpu",
         devices=2,
         global_batch_size=64,
@@ -48,32 +47,51 @@ def trial(config: dict[str, Any], out: Path) -> None:
         log_every=10,
         checkpoint=False,
         progress=False,
-        output_dir=out / f"{strategy}-{lr}",
+        output_dir=out,
     )
+
+
+def trial(config: dict[str, Any], out: Path) -> None:
+    """One run; Tune gets the newest metrics, and ends the trial and its processes if it is behind.
+
+    The run's processes are not the trial's own, so the metrics come by way of their file.
+    """
+    strategy, lr = config["run"]
+    directory = out / f"{strategy}-{lr}"
+    reported = 0
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(train, strategy, lr, directory)
+        ended = False
+        while not ended:
+            ended = bool(wait([run], timeout=0.2).done)
+            path = directory / "metrics.jsonl"
+            for row in read_metrics(path)[reported:] if path.exists() else ():
+                reported += 1
+                tune.report(row)
+        run.result()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/tune"), help="where runs go")
     out = parser.parse_args().out.absolute()
-    # One CPU is for the trial itself, which only waits, and one for each of its processes.
     ray.init(
         address="local",
-        num_cpus=3,
+        num_cpus=2,
         object_store_memory=100 << 20,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
     )
     tuner = tune.Tuner(
-        tune.with_parameters(trial, out=out),
+        # A CPU for each of its processes.
+        tune.with_resources(tune.with_parameters(trial, out=out), {"CPU": 2}),
         param_space={"run": tune.grid_search(SPACE)},
         tune_config=tune.TuneConfig(
             metric="loss",
             mode="min",
-            max_concurrent_trials=1,
             scheduler=ASHAScheduler(
-                time_attr="step", max_t=STEPS, grace_period=1, reduction_factor=2
+                time_attr="step", max_t=STEPS, grace_period=50, reduction_factor=2
             ),
         ),
         run_config=tune.RunConfig(storage_path=str(out), name="tune", verbose=0),
