@@ -6,6 +6,9 @@ cores:
     python examples/tune.py
 """
 
+# Ray is not in the environment in which types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import argparse

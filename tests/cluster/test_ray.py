@@ -20,6 +20,7 @@ import pytest
 from unipar.callbacks.loggers import read_metrics
 
 pytestmark = [
+    pytest.mark.extra,
     pytest.mark.skipif(find_spec("pyarrow") is None, reason="the extra 'ray' is not installed"),
     pytest.mark.timeout(240),
 ]

@@ -33,7 +33,8 @@ from unipar.world import Placement
 _LINGER = 15.0
 _REQUEST_POLL = 0.5
 PARENT = "UNIPAR_PARENT"
-"""The variable with the number of the process that this one must not outlive, if there is one."""
+"""The variable with the number of the process that this one must not outlive; the parent may be
+gone before this one has come to look who it is."""
 
 
 def serve(directory: str, start: dict[str, Any]) -> None:
@@ -43,9 +44,9 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     placement = _joined(start) if elsewhere else _placement(start)
     attempt = run.attempt(placement.restart)
     if elsewhere:
+        # Of a launcher on its node that was killed, the processes would go on.
+        end_with(int(os.environ.get(PARENT) or os.getppid()))
         attempt.directory.mkdir(exist_ok=True)
-        if (parent := os.environ.get(PARENT)) is not None:
-            end_with(int(parent))
         _join(run, attempt, placement)
     else:
         open_marks(attempt.mark(placement.rank))

@@ -1,5 +1,8 @@
 """``ray``: processes on the nodes of a Ray cluster, under the controller of Ray Train."""
 
+# Ray is not in the environment in which types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import contextlib
@@ -65,8 +68,8 @@ class RayOptions(LauncherOptions, frozen=True):
 
     address: str | None = None
     """A running cluster: `host:port` of its head, or `auto` for the one that this machine is part
-    of. Left out: the one that this process is connected to, or that `RAY_ADDRESS` names; if there
-    is none, one of this machine alone, for the length of the run."""
+    of; `local`: one of this machine alone, for the length of the run. Left out: the one that this
+    process is connected to, or that `RAY_ADDRESS` names, and else `local`."""
     cpus: PositiveInt = 1
     """CPUs that Ray sets aside for each process, which are also its `OMP_NUM_THREADS`."""
     python: str | None = None

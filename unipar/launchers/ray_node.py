@@ -5,6 +5,9 @@ of the interpreter that the run names, and say themselves what differs there. He
 imported here but the standard library and, in functions, Ray.
 """
 
+# Ray is not in the environment in which types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import contextlib
