@@ -132,13 +132,16 @@ class RayLauncher(SubmittingLauncher):
         return [_Report(directory)]
 
     def start(self, task: Task) -> RayHandle:
+        # What cannot travel is refused before Ray is started.
+        run = SharedRun(task, python=self.options.python)
         with contextlib.ExitStack() as stack:
             variables = _VARIABLES if self.elsewhere else _VARIABLES | _VARIABLES_HERE
             unset = {name: text for name, text in variables.items() if name not in os.environ}
             stack.enter_context(environ(unset))
-            owns = stack.enter_context(self._connection(task))
+            stack.enter_context(self._connection(task))
             self._check_room(task)
-            return RayHandle(task, self.options, stack.pop_all(), owns=owns)
+            trainer = _trainer(task, self.options, run.command)
+            return RayHandle(run, self.options, trainer, stack.pop_all())
 
     def run(self, task: Task) -> Any:
         # Restarts are Ray's.
@@ -150,8 +153,8 @@ class RayLauncher(SubmittingLauncher):
             handle.close()
 
     @contextlib.contextmanager
-    def _connection(self, task: Task) -> Iterator[bool]:
-        """Be connected to the cluster for the length of the block; whether that is our doing.
+    def _connection(self, task: Task) -> Iterator[None]:
+        """Be connected to the cluster for the length of the block.
 
         Raises:
             ConfigError: there is none, or its versions are others.
@@ -167,7 +170,7 @@ class RayLauncher(SubmittingLauncher):
                     f"connected to the cluster at {connected}. Leave address out, or call "
                     "ray.shutdown() before."
                 )
-            yield False
+            yield
             return
         here: dict[str, Any] = {
             "num_cpus": task.size * self.options.cpus,
@@ -188,7 +191,7 @@ class RayLauncher(SubmittingLauncher):
             except Exception as error:
                 raise ConfigError(_refused(address, error)) from error
         try:
-            yield True
+            yield
         finally:
             started = [child for child in process.children() if child not in before]
             family = [one for child in started for one in (child, *_below(child))]
@@ -233,25 +236,23 @@ class RayHandle(Handle):
     """One run of Ray Train, which a thread of this process waits for.
 
     Args:
-        task: what is run.
+        run: what is run, and its directory.
         options: of the launcher.
+        trainer: Ray's own.
         held: what is given up when the run has ended: the connection to the cluster.
-        owns: whether that connection is ours.
     """
 
     name = "the run on Ray"
 
     def __init__(
-        self, task: Task, options: RayOptions, held: contextlib.ExitStack, *, owns: bool
+        self, run: SharedRun, options: RayOptions, trainer: Any, held: contextlib.ExitStack
     ) -> None:
-        self._task, self._held, self._owns = task, held, owns
-        self._options = options
-        self._run = SharedRun(task, python=options.python)
+        self._run, self._task, self._options = run, run.task, options
+        self._trainer, self._held = trainer, held
         self._failure: BaseException | None = None
         self._refused: BaseException | None = None
         self._asked_to_end = self._canceled = self._said = False
         self._since = time.monotonic()
-        self._trainer = _trainer(task, options, self._run.command)
         self._thread = threading.Thread(target=self._train, name="unipar-ray", daemon=True)
         self._thread.start()
 
