@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel
 
+from unipar.callbacks import Callback
 from unipar.errors import ConfigError, WorkerError
 from unipar.launch.rundir import RunDir
 from unipar.launchers.following import follow
@@ -109,6 +110,14 @@ class Launcher(ABC):
     def rendered(self, task: Task) -> str:
         """What would be given to the system, such as a batch script; empty where nothing is."""
         return ""
+
+    def callbacks(self, directory: Path) -> Sequence[Callback]:
+        """What the system learns of the run by, besides the user's own.
+
+        Args:
+            directory: the task's.
+        """
+        return ()
 
     @contextlib.contextmanager
     def directory(self, output_dir: Path) -> Iterator[Path]:

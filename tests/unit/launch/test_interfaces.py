@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from unipar.world import meeting, network
-from unipar.world.network import VARIABLES, Arrival, choose_interface, interface_with
+from unipar.world.network import VARIABLES, Arrival, interface_with, some_of_each
 
 
 def choose_interface(rank: int, arrivals: list[Arrival], port: int) -> None:
