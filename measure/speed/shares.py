@@ -6,7 +6,9 @@ python measure/speed/shares.py --quick    a few turns, to see that it runs; noth
 No two devices differ here, so each block of the model waits, in proportion to its samples: a third
 in the forward pass and two thirds in the backward pass, on one rank twice as long as on the other.
 The ideal is measured, too: each rank alone takes steps of the whole global batch in a plain loop,
-which tells its speed, and together they could not be faster than the sum of both speeds.
+which tells its speed, and together they could not be faster than the sum of both speeds. It has no
+communication; what the strategy takes for that is shown by two ranks that are alike, and have the
+same speed together, in equal shares.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ SECONDS_PER_SAMPLE = (0.01, 0.02)
 """Of a step, by rank."""
 SHARES = (2, 1)
 EQUAL, UNEQUAL, ALONE = "equal shares", f"`shares={list(SHARES)}`", "rank {} alone"
+ALIKE = "two ranks alike"
 
 
 class Waiting(torch.autograd.Function):
@@ -65,9 +68,9 @@ class Block(nn.Module):
         return Waiting.apply(torch.tanh(self.linear(x)), self.seconds)
 
 
-def build(rank: int) -> nn.Module:
+def build(seconds: float) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(SECONDS_PER_SAMPLE[rank] / BLOCKS) for _ in range(BLOCKS)))
+    return nn.Sequential(*(Block(seconds / BLOCKS) for _ in range(BLOCKS)))
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -87,11 +90,15 @@ def measure(strategy: str, turns: int) -> list[Row]:
     found = launch.run(work, devices=len(SHARES), timeout=600)
     alone = [found[ALONE.format(rank)] for rank in range(len(SHARES))]
     ideal = [1 / sum(1 / seconds for seconds in turn) for turn in zip(*alone, strict=True)]
+    compared = (
+        (EQUAL, "the ideal", ideal, None),
+        (UNEQUAL, "the ideal", ideal, None),
+        (ALIKE, "the ideal", ideal, None),
+        (UNEQUAL, ALIKE, found[ALIKE], 1.1),
+    )
     return [
-        Row.timed(
-            f"a step, `{strategy}`, {name}, beside the ideal", found[name], ideal, milliseconds, aim
-        )
-        for name, aim in ((EQUAL, None), (UNEQUAL, 1.1))
+        Row.timed(f"`{strategy}`, {name}, beside {of}", found[name], other, milliseconds, aim)
+        for name, of, other, aim in compared
     ]
 
 
@@ -100,9 +107,13 @@ def measure_rank(placement: unipar.Placement, strategy: str, turns: int) -> dict
     torch.set_num_threads(1)
     data = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
     with unipar.Session(strategy, device="cpu", placement=placement) as session:
-        engine = session.prepare(build(placement.rank), optimizer=sgd)
+        own = SECONDS_PER_SAMPLE[placement.rank]
+        alike = len(SHARES) / sum(1 / seconds for seconds in SECONDS_PER_SAMPLE)
 
-        def together(shares: Sequence[float] | None) -> Callable[[], None]:
+        def together(
+            name: str, seconds: float, shares: Sequence[float] | None = None
+        ) -> Callable[[], None]:
+            engine = session.prepare(build(seconds), optimizer=sgd, name=name)
             loader = session.loader(
                 data, global_batch_size=BATCH, micro_batch_size=MICRO, shares=shares
             )
@@ -114,9 +125,13 @@ def measure_rank(placement: unipar.Placement, strategy: str, turns: int) -> dict
             return step
 
         def alone(rank: int) -> Callable[[], None]:
-            return plain(rank, data) if placement.rank == rank else lambda: None
+            return plain(own, data) if placement.rank == rank else lambda: None
 
-        steps = {EQUAL: together(None), UNEQUAL: together(SHARES)}
+        steps = {
+            EQUAL: together("equal", own),
+            UNEQUAL: together("unequal", own, SHARES),
+            ALIKE: together("alike", alike),
+        }
         steps |= {ALONE.format(rank): alone(rank) for rank in range(placement.size)}
         contenders = {name: from_all(step) for name, step in steps.items()}
         for contender in contenders.values():
@@ -129,9 +144,9 @@ def endless(loader: unipar.Loader) -> Iterator[unipar.Batch]:
         yield from loader
 
 
-def plain(rank: int, data: torch.Tensor) -> Callable[[], None]:
-    """A loop over whole global batches that imports nothing of unipar."""
-    model = build(rank)
+def plain(seconds: float, data: torch.Tensor) -> Callable[[], None]:
+    """A loop over whole global batches that has nothing of unipar in it."""
+    model = build(seconds)
     optimizer = sgd(model.named_parameters())
 
     def step() -> None:

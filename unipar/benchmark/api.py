@@ -274,8 +274,8 @@ def _check(
     if arguments.get("shares") is not None:
         raise ConfigError(
             "a benchmark takes no shares: they are of one number of devices, and it compares "
-            "several, beside one process as the reference. Leave shares out, and compare the step "
-            "times of runs of fit (metrics.jsonl)."
+            "several, beside one process as the reference. Leave shares out (--set shares=null), "
+            "and compare the step times of runs of fit (metrics.jsonl)."
         )
     _global_batch_size(arguments)
     for cell in cells:
