@@ -368,6 +368,7 @@ class Session:
         *,
         global_batch_size: int,
         micro_batch_size: int | None = None,
+        shares: Sequence[float] | None = None,
         shuffle: bool | None = None,
         num_workers: int | None = None,
     ) -> Loader:
@@ -376,12 +377,16 @@ class Session:
         Args:
             data: a dataset, ``DataLoader``, tensor, tuple of tensors, or list of samples.
             global_batch_size: samples of one step over all ranks.
-            micro_batch_size: samples of one forward pass on one rank; left out: the rank's whole
-                share of the global batch.
+            micro_batch_size: samples of one forward pass on one rank, that with the largest share;
+                left out: the rank's whole share of the global batch.
+            shares: one positive number for each data-parallel rank (``world.data_size``): parts of
+                each global batch are in proportion to them, and so are micro-batches; left out:
+                equal parts.
             shuffle: whether each epoch has an order of its own; left out: as the data says.
             num_workers: processes that load samples.
 
         Raises:
+            ConfigError: the batch sizes contradict each other, or the shares.
             DataError: the data is empty, or smaller than a global batch.
         """
         return Loader(
@@ -390,6 +395,7 @@ class Session:
             micro_batch_size=micro_batch_size,
             data_rank=self.world.data_rank,
             data_size=self.world.data_size,
+            shares=shares,
             seed=self._seed,
             shuffle=shuffle,
             num_workers=num_workers,

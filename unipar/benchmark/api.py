@@ -271,6 +271,12 @@ def _check(
     for name in arguments:
         if name not in known:
             raise ConfigError(f"bench takes no argument '{name}'.{did_you_mean(name, known)}")
+    if arguments.get("shares") is not None:
+        raise ConfigError(
+            "a benchmark takes no shares: they are of one number of devices, and it compares "
+            "several, beside one process as the reference. Leave shares out (--set shares=null), "
+            "and compare the step times of runs of fit (metrics.jsonl)."
+        )
     _global_batch_size(arguments)
     for cell in cells:
         _config(arguments, cell)

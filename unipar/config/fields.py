@@ -36,6 +36,7 @@ from unipar.config.optimizers import (
     SchedulerConfig,
     form,
 )
+from unipar.data import check_shares
 from unipar.errors import ConfigError
 from unipar.launchers import LauncherOptions
 from unipar.launchers import registry as launchers
@@ -146,6 +147,9 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
     """Samples of one forward pass on one process; auto finds the largest that fits in memory;
     left out: the process's whole share of the global batch."""
+    shares: tuple[PositiveFloat, ...] | None = None
+    """One positive number for each data-parallel rank: each takes its part of every global batch in
+    proportion, and `micro_batch_size` is that of the largest part; left out: equal parts."""
     epochs: PositiveInt | None = None
     """Passes over the data; 1 unless `steps` is given."""
     steps: PositiveInt | None = None
@@ -254,6 +258,14 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     def _launcher_as_mapping(self, launcher: Any) -> Any:
         written = launchers.as_mapping(launcher)
         return written if len(written) > 1 else written["name"]
+
+    @field_validator("shares", mode="before")
+    @classmethod
+    def _positive_shares(cls, given: Any) -> Any:
+        try:
+            return None if given is None else check_shares(given)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("activation_checkpointing", mode="before")
     @classmethod

@@ -1,6 +1,6 @@
 """The global data order, and the loaders over it."""
 
-from unipar.data.checks import order_differences, shuffles, slicing_of
+from unipar.data.checks import check_shares, order_differences, shuffles, slicing_of
 from unipar.data.feed import on_device
 from unipar.data.loader import Loader
 from unipar.data.move import move_to
@@ -11,6 +11,7 @@ __all__ = [
     "Loader",
     "Position",
     "batch_size_of",
+    "check_shares",
     "epoch_order",
     "in_words",
     "move_to",

@@ -2,30 +2,90 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
 
-from unipar.data.order import Position, Slicing
+from unipar.data.order import Position, Slicing, apportioned
 from unipar.data.sources import Source
 from unipar.errors import CheckpointError, ConfigError, DataError
 
 
-def slicing_of(size: int, micro: int | None, rank: int, ranks: int) -> Slicing:
-    """The slicing of these sizes; left out, ``micro`` is the rank's whole share."""
+def slicing_of(
+    size: int, micro: int | None, rank: int, ranks: int, shares: Sequence[float] | None = None
+) -> Slicing:
+    """The slicing of these sizes; left out, ``micro`` is the whole share, or the largest one."""
     if size < 1:
         raise ConfigError(f"global_batch_size={size}: ask for at least 1 sample a step.")
-    share = math.ceil(size / ranks)
+    slicing = Slicing(size, 1, rank, ranks, _whole_numbers(shares, size, ranks))
+    share = slicing.largest_share(size)
     if micro is None:
         micro = share
     if not 1 <= micro <= share:
+        leaves = f"leaves each {share}" if slicing.shares is None else f"leaves at most {share}"
         raise ConfigError(
             f"micro_batch_size={micro} does not fit: a global batch of {size} over {ranks} "
-            f"device(s) leaves each {share}. Use 1 to {share}, or a larger global_batch_size."
+            f"device(s) {leaves}. Use 1 to {share}, or a larger global_batch_size."
         )
-    return Slicing(size, micro, rank, ranks)
+    return dataclasses.replace(slicing, micro_batch_size=micro)
+
+
+def check_shares(shares: Any) -> tuple[float, ...]:
+    """Return ``shares`` if they are positive numbers; how many there must be is not looked at."""
+    if (
+        isinstance(shares, Sequence)
+        and shares
+        and all(_positive(share) and not isinstance(share, bool) for share in shares)
+    ):
+        return tuple(shares)
+    raise ConfigError(
+        f"shares={shares!r:.80}: give a list of positive, finite numbers, one for each "
+        "data-parallel rank, such as [2, 1] for two of which the first takes two thirds of each "
+        "global batch; or leave it out for equal shares."
+    )
+
+
+def _positive(number: Any) -> bool:
+    return isinstance(number, (int, float)) and 0 < number < math.inf
+
+
+def _whole_numbers(shares: Sequence[float] | None, size: int, ranks: int) -> tuple[int, ...] | None:
+    """Shares in exact proportion, so that every machine divides alike; ``None`` if all are equal.
+
+    Raises:
+        ConfigError: there are not as many as ranks, or one is too small for a sample.
+    """
+    if shares is None:
+        return None
+    shares = check_shares(shares)
+    said = f"shares=[{', '.join(f'{share:g}' for share in shares)}]"
+    if len(shares) != ranks:
+        example = [2, *[1] * (ranks - 1)] if ranks > 1 else [1]
+        raise ConfigError(
+            f"{said} are {len(shares)} number(s), and a global batch is divided among {ranks} "
+            "data-parallel rank(s) (processes that hold parts of one replica, by tp, pp or cp, "
+            f"count as one). Give {ranks}, such as shares={example}."
+        )
+    # As they are written: 0.1 is a tenth.
+    exact = [Fraction(str(share)) for share in shares]
+    if len(set(exact)) == 1:
+        return None
+    common = math.lcm(*(share.denominator for share in exact))
+    whole = tuple(int(share * common) for share in exact)
+    parts = apportioned(size, whole)
+    if 0 in parts:
+        empty = ", ".join(str(rank) for rank, part in enumerate(parts) if not part)
+        enough = math.ceil(Fraction(sum(whole), min(whole)))
+        raise ConfigError(
+            f"{said} leave data-parallel rank {empty} none of the {size} sample(s) of a global "
+            f"batch. Set global_batch_size to {enough} or more, or give numbers that are nearer to "
+            "each other."
+        )
+    return whole
 
 
 def shuffles(shuffle: bool | None, source: Source) -> bool:

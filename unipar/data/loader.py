@@ -8,7 +8,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,11 @@ class Loader:
         data: a map-style dataset, ``IterableDataset``, ``DataLoader``, tensor (samples along its
             first dim), tuple of tensors (columns), or list of samples.
         global_batch_size: samples of one step over all ranks.
-        micro_batch_size: samples of one forward pass on one rank; left out: the rank's whole share.
+        micro_batch_size: samples of one forward pass on the rank with the largest share, to which
+            others' are in proportion; left out: the rank's whole share.
         data_rank: which share of a global batch this is.
         data_size: number of shares.
+        shares: positive numbers that shares are in proportion to; left out: equal shares.
         seed: of the order.
         shuffle: whether each epoch has an order of its own; left out: as a ``DataLoader`` says, or
             else yes. A stream has the order in which it comes.
@@ -53,7 +55,7 @@ class Loader:
 
     Raises:
         DataError: the data is empty, or smaller than a global batch.
-        ConfigError: the batch sizes contradict each other.
+        ConfigError: the batch sizes contradict each other, or the shares.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Loader:
         micro_batch_size: int | None = None,
         data_rank: int = 0,
         data_size: int = 1,
+        shares: Sequence[float] | None = None,
         seed: int = 0,
         shuffle: bool | None = None,
         num_workers: int | None = None,
@@ -72,7 +75,9 @@ class Loader:
     ) -> None:
         source = open_source(data)
         self._source = source
-        self._slicing = slicing_of(global_batch_size, micro_batch_size, data_rank, data_size)
+        self._slicing = slicing_of(
+            global_batch_size, micro_batch_size, data_rank, data_size, shares
+        )
         self._seed = seed
         self._shuffle = shuffles(shuffle, source)
         self._settings = loading_settings(source, num_workers, pin_memory)
@@ -106,6 +111,13 @@ class Loader:
         return self._slicing.num_microbatches(self.global_batch_size)
 
     @property
+    def share_sizes(self) -> list[int]:
+        """Samples of a full global batch that each data-parallel rank takes."""
+        size, ranks = self.global_batch_size, range(self._slicing.data_size)
+        cuts = [dataclasses.replace(self._slicing, data_rank=rank).share(size) for rank in ranks]
+        return [end - start for start, end in cuts]
+
+    @property
     def num_samples(self) -> int | None:
         """Samples of an epoch over all ranks; ``None`` for a stream that does not know."""
         return self._source.num_samples
@@ -134,7 +146,7 @@ class Loader:
         other = copy.copy(self)
         old = self._slicing
         other._slicing = slicing_of(
-            old.global_batch_size, micro_batch_size, old.data_rank, old.data_size
+            old.global_batch_size, micro_batch_size, old.data_rank, old.data_size, old.shares
         )
         other._structure = other._dataset_loader = None
         return other

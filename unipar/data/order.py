@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,23 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> to
     return torch.randperm(num_samples, generator=generator, device="cpu")
 
 
+def apportioned(num_samples: int, shares: Sequence[int]) -> list[int]:
+    """Divide samples in proportion to ``shares``, by largest remainder.
+
+    Each part is its exact size rounded down, or up where what that leaves out is largest; of parts
+    that leave out equally much, the first ones are rounded up. A batch with more samples never
+    makes the part of the largest share smaller, so a ragged batch needs no more micro-batches than
+    a full one.
+    """
+    whole = sum(shares)
+    parts = [num_samples * share // whole for share in shares]
+    left_out = [-(num_samples * share % whole) for share in shares]
+    up = sorted(range(len(shares)), key=left_out.__getitem__)[: num_samples - sum(parts)]
+    for number in up:
+        parts[number] += 1
+    return parts
+
+
 @dataclass(frozen=True)
 class Slicing:
     """How a global batch is cut into ranks' shares and micro-batches.
@@ -47,34 +65,53 @@ class Slicing:
         micro_batch_size: samples of a forward pass on one rank, at most.
         data_rank: which share this is.
         data_size: number of shares.
+        shares: what ranks take of a global batch in proportion to; ``None``: equal parts.
     """
 
     global_batch_size: int
     micro_batch_size: int
     data_rank: int
     data_size: int
+    shares: tuple[int, ...] | None = None
 
     def share(self, num_samples: int) -> tuple[int, int]:
         """Where this rank's share of a global batch of ``num_samples`` starts and ends.
 
-        Shares are contiguous and differ by one sample at most.
+        Shares are contiguous, and where they are to be equal differ by one sample at most.
         """
+        if self.shares is not None:
+            parts = apportioned(num_samples, self.shares)
+            start = sum(parts[: self.data_rank])
+            return start, start + parts[self.data_rank]
         start = self.data_rank * num_samples // self.data_size
         return start, (self.data_rank + 1) * num_samples // self.data_size
 
+    def largest_share(self, num_samples: int) -> int:
+        """The most samples that a rank has of a global batch of ``num_samples``."""
+        if self.shares is not None:
+            return max(apportioned(num_samples, self.shares))
+        return math.ceil(num_samples / self.data_size)
+
     def num_microbatches(self, num_samples: int) -> int:
         """Micro-batches of a global batch of ``num_samples``, the same on every rank."""
-        return math.ceil(math.ceil(num_samples / self.data_size) / self.micro_batch_size)
+        return math.ceil(self.largest_share(num_samples) / self.micro_batch_size)
 
     def microbatches(self, num_samples: int) -> list[tuple[int, int]]:
         """Start and end of this rank's micro-batches in a global batch of ``num_samples``.
 
-        Where the rank has fewer samples than others, the last ones are empty.
+        The largest share is cut into micro-batches of the full size, and each other share in the
+        same proportions, since ranks may wait for each other in every micro-batch. Of a share that
+        has fewer samples than there are micro-batches the last ones are empty.
         """
         start, end = self.share(num_samples)
-        size = self.micro_batch_size
-        cuts = [start + k * size for k in range(self.num_microbatches(num_samples))]
-        return [(min(cut, end), min(cut + size, end)) for cut in cuts]
+        largest = self.largest_share(num_samples)
+        of_largest = [
+            min(k * self.micro_batch_size, largest)
+            for k in range(self.num_microbatches(num_samples) + 1)
+        ]
+        # Rounded up, so that no micro-batch of a rank is larger than its first.
+        cuts = [start - (start - end) * cut // largest for cut in of_largest]
+        return list(itertools.pairwise(cuts))
 
 
 @dataclass(frozen=True)

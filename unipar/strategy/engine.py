@@ -54,7 +54,8 @@ class EngineSpec:
         initial_weights: those that a model function gives the model; or that each tensor is given
             by itself, by its name, or from what is stored.
         global_batch_size: samples of a full step over all ranks, if known.
-        micro_batch_size: samples of one forward pass on one rank, if known.
+        micro_batch_size: the most samples of one forward pass on any rank, if known; a rank may
+            be given fewer.
         accumulation: micro-batches of a full step, if known.
         name: the engine's name in checkpoints.
     """

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from unipar.data import Loader
+from unipar.data import Loader, slicing_of
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.objective import Objective
 from unipar.strategy import ActivationCheckpointing, EngineSpec, OnNaN, Precision
@@ -194,6 +194,7 @@ class Scenario:
             which must then be a mean over samples.
         objective: what a strategy is given instead, the same loss in its parts.
         accumulation: micro-batches of a full global batch.
+        unequal: whether the first share of a global batch is three times as large as each other.
         factory: give the strategy a function that builds the model, not the model.
         experts: whether the model has a mixture of experts besides.
         by_hand: where ``optimizer`` and ``scheduler`` are several in one, the same as the reference
@@ -210,6 +211,7 @@ class Scenario:
     num_steps: int = 20
     global_batch_size: int = 16
     accumulation: int = 1
+    unequal: bool = False
     precision: Precision = "fp32"
     max_grad_norm: float | None = math.inf
     on_nan: OnNaN = "raise"
@@ -260,8 +262,13 @@ class Scenario:
         data = functools.partial(models.in_sequences, self.data)
         return replace(self, data=data, weighted=True)
 
+    def shares(self, data_size: int) -> list[int] | None:
+        return [3, *[1] * (data_size - 1)] if self.unequal else None
+
     def micro_batch_size(self, data_size: int) -> int:
-        return math.ceil(self.global_batch_size / data_size / self.accumulation)
+        shares = self.shares(data_size)
+        whole = slicing_of(self.global_batch_size, None, 0, data_size, shares).micro_batch_size
+        return math.ceil(whole / self.accumulation)
 
     def loader(self, data_rank: int, data_size: int, *, shuffle: bool = True) -> Loader:
         return Loader(
@@ -270,6 +277,7 @@ class Scenario:
             micro_batch_size=self.micro_batch_size(data_size),
             data_rank=data_rank,
             data_size=data_size,
+            shares=self.shares(data_size),
             seed=self.seed,
             shuffle=shuffle,
             num_workers=0,
@@ -308,6 +316,7 @@ def reference_trace(scenario: Scenario, *, parts: int = 1, half_weights: bool = 
         replace(
             scenario,
             accumulation=1,
+            unequal=False,
             weighted=False,
             objective=None,
             factory=False,

@@ -38,7 +38,7 @@ def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: 
     while True:
         candidate = loader.with_micro_batch_size(size)
         microbatch = candidate.peek().microbatches[0]
-        attempt = functools.partial(_fits, engine, microbatch, loss_fn, world)
+        attempt = functools.partial(_fits, engine, microbatch, loss_fn, world, size)
         if fits_on_all(world, attempt, size):
             log.info("micro_batch_size='auto': %d fits", size)
             return candidate
@@ -52,7 +52,7 @@ def largest_micro_batch(engine: Engine, loader: Loader, loss_fn: LossFn, world: 
         size //= 2
 
 
-def _fits(engine: Engine, microbatch: MicroBatch, loss_fn: LossFn, world: World) -> bool:
+def _fits(engine: Engine, microbatch: MicroBatch, loss_fn: LossFn, world: World, size: int) -> bool:
     try:
         # As in the run, where the next micro-batch is on its way by then.
         beside = move_to(microbatch.data, world.device)
@@ -63,13 +63,12 @@ def _fits(engine: Engine, microbatch: MicroBatch, loss_fn: LossFn, world: World)
     except ConfigError as error:
         if not isinstance(error.__context__, torch.OutOfMemoryError):
             raise
-        samples = microbatch.num_samples
-        fewer = f"Set micro_batch_size to a number that fits ({samples // 2}, say)."
-        if samples == 1:
+        fewer = f"Set micro_batch_size to a number that fits ({size // 2}, say)."
+        if size == 1:
             fewer = "Use a smaller or a divided model."
         raise ConfigError(
-            f"micro_batch_size='auto': rank {world.rank} ran out of memory trying {samples} "
-            f"samples, and cannot try fewer after that ({error}) {fewer}"
+            f"micro_batch_size='auto': rank {world.rank} ran out of memory trying {size}, and "
+            f"cannot try fewer after that ({error}) {fewer}"
         ) from error
     except RuntimeError as error:
         # The CPU allocator has no exception type of its own.

@@ -20,6 +20,7 @@ def training_loader(
     """A rank's share of the training data, in the global order.
 
     With ``micro_batch_size="auto"`` a micro-batch is the rank's whole share until it is known.
+    ``shares`` of the config are what ranks take of a global batch in proportion to.
 
     Args:
         config: of the run.
@@ -29,7 +30,8 @@ def training_loader(
         pin_memory: whether batches go to page-locked memory; left out: as the data says.
 
     Raises:
-        ConfigError: neither the config nor the data says how large a global batch is.
+        ConfigError: neither the config nor the data says how large a global batch is, or it cannot
+            be divided as the config says.
         DataError: the data cannot be trained on.
     """
     size = config.global_batch_size or batch_size_of(data)
@@ -45,6 +47,7 @@ def training_loader(
         micro_batch_size=None if micro == "auto" else micro,
         data_rank=data_rank,
         data_size=data_size,
+        shares=config.shares,
         seed=config.seed,
         shuffle=config.shuffle,
         num_workers=config.num_workers,
@@ -61,7 +64,7 @@ def evaluation_loader(
     data_size: int = 1,
     pin_memory: bool | None = None,
 ) -> Loader | None:
-    """A rank's share of the evaluation data, in the order of the data.
+    """A rank's share of the evaluation data, in the order of the data; all shares are equal.
 
     Args:
         config: of the run.

@@ -108,13 +108,20 @@ class TrainingRun:
     # -- before the first step -------------------------------------------------------------------
 
     def _loader(self) -> Loader:
-        return training_loader(
+        loader = training_loader(
             self.config,
             self.job.data,
             data_rank=self.world.data_rank,
             data_size=self.world.data_size,
             pin_memory=pins_for(self.world.device),
         )
+        if self.config.shares is not None:
+            log.info(
+                "data-parallel ranks take %s of the %d samples of a global batch",
+                ", ".join(map(str, loader.share_sizes)),
+                loader.global_batch_size,
+            )
+        return loader
 
     def _engine(self) -> Engine:
         auto = self.config.micro_batch_size == "auto"

@@ -33,7 +33,7 @@ def fits_on_all(world: World, attempt: Callable[[], bool], size: int) -> bool:
     Args:
         world: the joined processes.
         attempt: returns whether it fits on this rank; other ranks may not come to its end.
-        size: how many samples are tried, for the message.
+        size: the micro-batch size that is tried, for the message.
 
     Raises:
         ConfigError: it does not fit on this rank, and others wait for it in a collective.
@@ -123,7 +123,7 @@ class _Told:
             time.sleep(_POLL)
         fewer = f"{size // 2}, say" if size > 1 else "1, with a smaller or a divided model"
         raise ConfigError(
-            f"micro_batch_size='auto': rank {self._rank} ran out of memory trying {size} samples, "
+            f"micro_batch_size='auto': rank {self._rank} ran out of memory trying {size}, "
             "and others did not, or not at the same place. Under this strategy ranks exchange data "
             "within a pass, so they wait for that rank and cannot try fewer samples with it. Set "
             f"micro_batch_size to a number that fits on rank {self._rank} ({fewer}), or see what "

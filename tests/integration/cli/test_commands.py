@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,6 +105,17 @@ def test_file_then_environment_then_flags(
     assert resolved("--steps", "7")["steps"] == 7
     assert resolved("--set", "steps=9")["steps"] == 9
     assert not (job / "out").exists()
+
+
+def test_a_dry_run_says_what_each_rank_takes(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_this_process(job, monkeypatch)
+    flags = ("--strategy", "ddp", "--devices", "2", "--set", "shares=[3, 2]")
+    assert main(["train", "run.yaml", "--dry-run", *flags]) == 0
+    said = capfd.readouterr()
+    assert yaml.safe_load(said.out)["shares"] == [3.0, 2.0]
+    assert re.search(r"samples of each rank\W+10, 6\b", said.out)
 
 
 def test_what_a_dry_run_prints_is_a_run_file(job: Path) -> None:

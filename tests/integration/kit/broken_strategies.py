@@ -191,6 +191,15 @@ class MeanOfMeans(StepEngine):
         return super().train_step(batch, mean)
 
 
+class RanksAlike(StepEngine):
+    """Takes the mean of ranks' means, as what averages gradients does."""
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        each: Any = batch.global_num_samples / self.world.size / len(batch)
+        alike = [replace(m, num_samples=each) for m in batch]
+        return super().train_step(replace(batch, microbatches=tuple(alike)), loss_fn)
+
+
 class PaddingEvaluated(StepEngine):
     def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
         counted = [replace(m, num_samples=len(m.data["index"])) for m in batch.microbatches]

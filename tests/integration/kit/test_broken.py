@@ -95,6 +95,12 @@ BROKEN = [
         "the number of items of step 1",
     ),
     (
+        "ranks weighed alike",
+        made_of(engine=broken.RanksAlike),
+        "weighs_unequal_shares",
+        "accumulation 2: the (loss|gradient norm) of step 1 ",
+    ),
+    (
         "padding evaluated",
         made_of(engine=broken.PaddingEvaluated),
         "evaluates_every_sample_once",

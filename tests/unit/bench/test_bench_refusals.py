@@ -49,6 +49,7 @@ def refused(tmp_path: Path, **given: Any) -> str:
         ({"global_batch_size": None}, "global_batch_size is not set"),
         ({"optimiser": "sgd"}, "no argument 'optimiser'. Did you mean 'optimizer'"),
         ({"max_grad_norm": -1}, "max_grad_norm"),
+        ({"shares": [2, 1]}, "a benchmark takes no shares"),
     ],
 )
 def test_settings(tmp_path: Path, given: dict[str, Any], message: str) -> None:

@@ -41,6 +41,10 @@ IN_PARTS = replace(
         lambda batch: (batch["labels"] != -100).sum(),
     ),
 )
+UNEQUAL = (
+    replace(PLAIN, unequal=True, accumulation=2, num_steps=AN_EPOCH_AND_MORE),
+    replace(SHORT_TOKENS, unequal=True, max_grad_norm=0.5),
+)
 MOST_SKIPPED = {"bf16": 0, "fp16": 4}
 """Steps that may overflow until a loss scaler, which starts at 2**16, has found its scale."""
 
@@ -115,6 +119,24 @@ def weighs_tokens(kit: Kit) -> None:
     scenarios = [scenario for scenario in both if not kit.refuses(scenario)]
     for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
         kit.check(run, scenario, subject=f"{kit.target.name}, accumulation {scenario.accumulation}")
+
+
+@case_also_at(4)
+def weighs_unequal_shares(kit: Kit) -> None:
+    """One rank has three times the samples of each other, in as many micro-batches."""
+    data_size = kit.layout.batch
+    if data_size == 1:
+        return
+    scenarios = [scenario for scenario in UNEQUAL if not kit.refuses(scenario)]
+    for run, scenario in zip(kit.train(*scenarios), scenarios, strict=True):
+        kit.check(run, scenario, subject=f"{kit.target.name}, accumulation {scenario.accumulation}")
+        expected = scenario.loader(0, data_size).share_sizes
+        for own in run.ranks:
+            if len(own.samples[0]) != expected[own.data_rank or 0]:
+                raise AssertionError(
+                    f"data-parallel rank {own.data_rank} has {len(own.samples[0])} samples of the "
+                    f"first batch, which is divided into {expected}"
+                )
 
 
 @case
