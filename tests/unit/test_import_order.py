@@ -33,7 +33,7 @@ FOREIGN = {
     "lightning", "lightning_fabric", "megatron", "mpi4py", "plotly", "ray", "submitit",
     "transformers",
 }  # fmt: skip
-TRACKERS = {"mlflow", "tensorboard", "trackio", "wandb"}
+TRACKERS = {"mlflow", "prometheus_client", "tensorboard", "trackio", "wandb"}
 
 
 def in_core(path: Path) -> str:
