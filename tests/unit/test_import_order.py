@@ -35,7 +35,7 @@ FOREIGN = {
 }  # fmt: skip
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 RAY = [CORE / "launchers" / "ray.py", CORE / "launchers" / "ray_node.py"]
-TRACKERS = {"mlflow", "tensorboard", "trackio", "wandb"}
+TRACKERS = {"mlflow", "prometheus_client", "tensorboard", "trackio", "wandb"}
 
 
 def in_core(path: Path) -> str:

@@ -30,6 +30,9 @@ class RunInfo:
         start_step: steps already taken when the run begins; 0 unless it resumes.
         config: the resolved config, JSON values.
         rank: the rank that this callback runs on.
+        hosts: the host name of each rank, by rank.
+        launcher: what has started the processes.
+        restart: how many times they have been started again after a failure.
         engine: the model under its strategy, as it is on this rank.
     """
 
@@ -44,6 +47,9 @@ class RunInfo:
     start_step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
     rank: int = 0
+    hosts: Sequence[str] = ()
+    launcher: str = "local"
+    restart: int = 0
     engine: Engine | None = field(default=None, repr=False, compare=False)
 
 

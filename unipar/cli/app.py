@@ -21,6 +21,7 @@ USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
 _COMMANDS = {
     "train": "Train what a run file describes.",
     "bench": "Run the same job under every strategy, and compare speed, memory and losses.",
+    "runs": "List the runs of a directory, and draw one of them.",
     "schema": "Print the JSON Schema of run files, for editors.",
     "doctor": "Say what this machine can run, and what is missing for the rest.",
     "install": "Install the framework of a strategy, built for the torch that is here.",
@@ -29,7 +30,7 @@ _COMMANDS = {
 }
 
 # Commands that have commands of their own are an App in their module.
-_GROUPS = {"bench": "app"}
+_GROUPS = {"bench": "app", "runs": "app"}
 
 
 def command_line() -> App:

@@ -200,7 +200,8 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     output_dir: RunPath | None = None
     """Where the run's files go; left out: a new directory in `runs`, named by time."""
     loggers: tuple[str, ...] = ()
-    """Where else metrics go, besides metrics.jsonl: tensorboard, wandb, mlflow, trackio."""
+    """Where else metrics go, besides metrics.jsonl: tensorboard, wandb, mlflow, trackio,
+    prometheus."""
     progress: bool = True
     """Whether rank 0 shows a progress bar (plain lines when not in a terminal)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -38,6 +38,11 @@ def detect(variables: Mapping[str, str] | None = None) -> Placement | None:
     return None
 
 
+def launcher_name() -> str | None:
+    """The command of the launcher that has started this process, or ``None``."""
+    return next((one.name for one in ENVIRONMENTS if one().detect()), None)
+
+
 def launcher_variables(variables: Mapping[str, str] | None = None) -> frozenset[str]:
     """The names of variables by which a process is found to be one of a launcher's.
 

@@ -16,7 +16,7 @@ from unipar import checkpoint
 from unipar.callbacks import Callback, Logger, RunResult
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
-from unipar.errors import CheckpointError, ConfigError
+from unipar.errors import CheckpointError, ConfigError, WorkerError
 from unipar.evaluation.evaluate import Metric, Predict
 from unipar.launchers import LauncherOptions
 from unipar.loss import LossFn
@@ -35,6 +35,7 @@ from unipar.strategy import (
 )
 from unipar.train import directories, preflight
 from unipar.train.arguments import check_objects
+from unipar.train.events import EventLog
 from unipar.train.job import Job
 from unipar.train.loaders import evaluation_loader
 from unipar.train.loop import train
@@ -276,7 +277,12 @@ class _Launch:
             fn = functools.partial(train, dataclasses.replace(job, callbacks=callbacks))
             name = job.output_dir.name
             task = preflight.task(self.config, self.planned, fn, directory, name)
-            result = self.planned.launcher.run(task)
+            try:
+                result = self.planned.launcher.run(task)
+            except WorkerError as error:
+                # Rank 0 may have been killed, or know only that another has gone.
+                EventLog(job.output_dir).failed(error, step=None)
+                raise
         if keeps_weights:
             source = job.weights_dir or result.checkpoint
             assert source is not None

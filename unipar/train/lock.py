@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,22 @@ def refuse_if_held(*directories: Path) -> None:
         found = _read(path)
         if found is not None:
             _refuse_if_alive(path, found)
+
+
+def is_gone(holder: Mapping[str, Any], age: float) -> bool:
+    """Whether the run that wrote a lock lives no more.
+
+    Args:
+        holder: what the lock says.
+        age: seconds since it was touched.
+    """
+    if _is_of_this_machine(holder):
+        return not _runs(holder.get("pid"), holder.get("started"))
+    return age >= LEASE
+
+
+def _is_of_this_machine(holder: Mapping[str, Any]) -> bool:
+    return bool(holder.get("machine")) and holder["machine"] == _machine()
 
 
 def _locks(directories: tuple[Path, ...]) -> list[Path]:
@@ -204,13 +220,10 @@ def _refuse_if_alive(path: Path, found: _Found) -> None:
         earlier = attempts.get(job) if isinstance(attempts, dict) else None
         if isinstance(earlier, int) and earlier < attempt:
             return
-    lapses = ""
-    if holder.get("machine") and holder["machine"] == _machine():
-        if not _runs(holder.get("pid"), holder.get("started")):
-            return
-    elif found.age >= LEASE:
+    if is_gone(holder, found.age):
         return
-    else:
+    lapses = ""
+    if not _is_of_this_machine(holder):
         left = LEASE - found.age
         lapses = f" If it was killed, the directory is free {left:.0f} s after this message."
     raise ConfigError(

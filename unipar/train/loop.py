@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from unipar import checkpoint, launch
+from unipar import checkpoint, launch, launchers
 from unipar.callbacks import (
     Callback,
     LoggerCallback,
@@ -27,6 +28,7 @@ from unipar.data import Loader
 from unipar.data.batch import Batch
 from unipar.data.feed import pins_for
 from unipar.errors import Terminated
+from unipar.launch.detection import launcher_name
 from unipar.objective import Objective
 from unipar.optimizers.named import LOSS, NamedScheduler, takes_metric
 from unipar.session import Session
@@ -34,11 +36,14 @@ from unipar.strategy import Engine
 from unipar.train.agreement import agree
 from unipar.train.autobatch import largest_micro_batch
 from unipar.train.checkpointing import Saver
+from unipar.train.events import EventLog
 from unipar.train.interrupt import Signals
 from unipar.train.job import Job
 from unipar.train.loaders import evaluation_loader, training_loader
 from unipar.train.recording import Recorder
 from unipar.train.resuming import check_same_order, load
+from unipar.train.stragglers import Stragglers
+from unipar.utils import progress_marks
 from unipar.utils.devices import peak_memory
 from unipar.utils.logs import logging_to_terminal
 from unipar.world import Flag, Placement
@@ -74,17 +79,20 @@ def train(job: Job, placement: Placement) -> RunResult:
         contextlib.ExitStack() as claim,
         session,
     ):
-        run = TrainingRun(agree(job, session.world, claim), session, signals)
-        with signals.training(session.world):
-            return run.run()
+        job = agree(job, session.world, claim)
+        events = EventLog(job.output_dir, write=placement.rank == 0)
+        with events.ending():
+            run = TrainingRun(job, session, signals, events)
+            with signals.training(session.world):
+                return run.run()
 
 
 class TrainingRun:
     """The state of one run in one process."""
 
-    def __init__(self, job: Job, session: Session, signals: Signals) -> None:
+    def __init__(self, job: Job, session: Session, signals: Signals, events: EventLog) -> None:
         self.job, self.session, self.world = job, session, session.world
-        self.signals = signals
+        self.signals, self.events = signals, events
         self.config = job.config
         self.step = 0
         self.evaluations: list[tuple[int, dict[str, float]]] = []
@@ -104,6 +112,7 @@ class TrainingRun:
         self.info = self._info()
         self.callbacks = self._callbacks()
         self.recorder = self._recorder()
+        self.stragglers = Stragglers(self.world, self.info.hosts, self._note_speed)
 
     # -- before the first step -------------------------------------------------------------------
 
@@ -209,12 +218,22 @@ class TrainingRun:
             output_dir=self.job.output_dir,
             start_step=self.start_step,
             rank=self.world.rank,
+            hosts=self.world.gather(socket.gethostname()),
+            launcher=self._launcher(),
+            restart=self.world.placement.restart,
             engine=self.engine,
             config=self.config.model_dump(mode="json", by_alias=True),
         )
 
+    def _launcher(self) -> str:
+        asked = launchers.resolve(self.config.launcher)
+        if not asked.starts_here or progress_marks.watched():
+            return asked.name
+        return launcher_name() or asked.name
+
     def _callbacks(self) -> list[Callback]:
-        callbacks = list(self.job.callbacks)
+        # First, so that a step that another callback fails at is a step that was taken.
+        callbacks: list[Callback] = [self.events, *self.job.callbacks]
         if self.world.is_main:
             loggers = resolve_loggers(self.job.loggers)
             callbacks.append(LoggerCallback(loggers, every=self.config.log_every))
@@ -294,6 +313,7 @@ class TrainingRun:
         self.step += 1
         launch.mark(self.step, "after the step")
         self._last_end = time.perf_counter()
+        self.stragglers.end()
         self.recorder.add(self.step, batch, done, lr, self._last_end - started)
         if self._evaluation_due(batch):
             self._evaluate()
@@ -309,11 +329,15 @@ class TrainingRun:
         if self.world.take_flag(Flag.INTERRUPT):
             self._stop()
         launch.mark(self.step + 1, "loading data")
+        self.stragglers.begin()
 
     def _recorded(self, record: StepRecord) -> None:
         self.metrics["train_loss"] = record.loss
         for callback in self.callbacks:
             callback.on_step_end(self.info, record)
+
+    def _note_speed(self, event: str, rank: int, host: str) -> None:
+        self.events.add(event, rank=rank, host=host)
 
     def _evaluation_due(self, batch: Batch) -> bool:
         """Before a checkpoint of the same step is written, so that it holds the metrics."""

@@ -36,6 +36,8 @@ class Flag(IntEnum):
     """Save, by the clock."""
     SAVE = 2
     """Save, because a signal asks for it."""
+    TIMES = 3
+    """Compare the times that ranks take, by the clock."""
 
 
 class World:
@@ -44,6 +46,9 @@ class World:
     Args:
         placement: where this process stands.
         layout: how the processes are arranged; left out: as replicas, one each.
+
+    Attributes:
+        reduced_at: when this process last began to reduce a loss, by ``time.perf_counter``.
 
     Raises:
         ConfigError: the layout is one of another number of processes.
@@ -61,6 +66,7 @@ class World:
         self._flags = [0.0] * len(Flag)
         self._agreed = [0.0] * len(Flag)
         self._step = self._given_up = 0
+        self.reduced_at = 0.0
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
@@ -192,6 +198,7 @@ class World:
             count = float(count)
         if self.size == 1:
             return LossReduction(self, total, count, scale)
+        self.reduced_at = time.perf_counter()
         self._step += 1
         place = self._step % _PLACES
         known = [0.0, 0.0, place, place**2, *self._flags]

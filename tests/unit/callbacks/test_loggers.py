@@ -55,7 +55,7 @@ def test_something_else():
         resolve_loggers([3])  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio", "prometheus"])
 def test_a_missing_package_is_said_before_the_run(name, monkeypatch):
     monkeypatch.setattr("unipar.callbacks.loggers.base.find_spec", lambda package: None)
     with pytest.raises(ConfigError, match=rf"pip install 'unipar\[{name}\]'"):

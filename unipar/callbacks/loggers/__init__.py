@@ -15,6 +15,7 @@ LOGGERS = {
     "tensorboard": "unipar.callbacks.loggers.tensorboard:TensorBoardLogger",
     "wandb": "unipar.callbacks.loggers.wandb:WandbLogger",
     "mlflow": "unipar.callbacks.loggers.mlflow:MLflowLogger",
+    "prometheus": "unipar.callbacks.loggers.prometheus:PrometheusLogger",
     "trackio": "unipar.callbacks.loggers.trackio:TrackioLogger",
 }
 """The loggers that can be asked for by name, and where they are."""

@@ -1,0 +1,96 @@
+"""``unipar runs``."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from unipar.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Switch = Parameter(negative="")
+_REFRESH = 2.0
+
+app = App(name="runs", help="List the runs of a directory, and draw one of them.")
+
+
+@app.default
+def runs(
+    *,
+    directory: Path = Path("runs"),
+    as_json: Annotated[bool, Parameter("--json", negative="")] = False,
+) -> None:
+    """List the runs of a directory, and draw one of them.
+
+    The newest is first. A run is running while it keeps its claim of its directory fresh, and lost
+    where it stopped doing so without a word; what its directory does not say is shown as `?`.
+
+    Args:
+        directory: the directory that holds the runs' output directories.
+        as_json: print what is known of each as JSON.
+    """
+    from unipar.train.watching.runs import find_runs
+
+    found = find_runs(directory)
+    if as_json:
+        print(json.dumps([run.as_dict() for run in found], indent=2))
+        return
+    from unipar.train.watching.show import table
+
+    if not found:
+        print(f"There are no runs in {directory}.")
+        return
+    _console().print(table(found))
+
+
+@app.command
+def show(
+    run: str,
+    *,
+    directory: Path = Path("runs"),
+    follow: Annotated[bool, Switch] = False,
+) -> None:
+    """Draw the losses, throughput, restarts and number of ranks of a run.
+
+    Args:
+        run: its name in the directory, or its path.
+        directory: the directory that holds the runs' output directories.
+        follow: draw again every two seconds, until the run has ended.
+    """
+    from unipar.train.watching.runs import find_run
+    from unipar.train.watching.show import page
+
+    console = _console()
+    plain = not (console.encoding or "").startswith("utf")
+    found = find_run(directory, run)
+    if not follow:
+        console.print(page(found, console.width, plain=plain))
+        return
+    if not console.is_terminal:
+        raise ConfigError("--follow draws on a terminal, and the output is none. Leave it out.")
+    from rich.live import Live
+
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while True:
+            live.update(page(found, console.width, plain=plain), refresh=True)
+            if found.state != "running":
+                return
+            time.sleep(_REFRESH)
+            found = find_run(directory, run)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        # A pipe has no width; wrapping at the default one would cut names in two.
+        console.width = 120
+    return console

@@ -1,0 +1,1 @@
+"""Watching runs from outside: what their directories say of them, and curves of it."""
