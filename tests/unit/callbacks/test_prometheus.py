@@ -6,7 +6,6 @@ import math
 import socket
 import urllib.error
 import urllib.request
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -18,13 +17,7 @@ from unipar.callbacks import LoggerCallback
 from unipar.callbacks.loggers.prometheus import PrometheusLogger
 from unipar.errors import ConfigError
 
-pytestmark = [
-    pytest.mark.extra,
-    pytest.mark.timeout(60),
-    pytest.mark.skipif(
-        find_spec("prometheus_client") is None, reason="prometheus_client is not installed here"
-    ),
-]
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture
