@@ -33,6 +33,8 @@ FOREIGN = {
     "lightning", "lightning_fabric", "megatron", "mpi4py", "plotly", "ray", "submitit",
     "transformers",
 }  # fmt: skip
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+RAY = [CORE / "launchers" / "ray.py", CORE / "launchers" / "ray_node.py"]
 TRACKERS = {"mlflow", "tensorboard", "trackio", "wandb"}
 
 
@@ -43,11 +45,15 @@ def in_core(path: Path) -> str:
 def imported_modules(path: Path) -> Iterator[str]:
     """The full names of what a file imports: of ``from a import b`` both ``a`` and ``a.b``."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from names_of(node)
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -62,8 +68,21 @@ def test_no_file_of_the_core_imports_a_backend_or_a_framework(path: Path) -> Non
         names.discard("plotly")  # The charts of a report are drawn when one is asked for.
     # What reads scripts is a tool of its own, which no run imports.
     own = {"libcst"} if path.is_relative_to(CORE / "migrate") else set()
+    if path in RAY:
+        own.add("ray")
     assert (FOREIGN - own).isdisjoint(names)
     assert not [name for name in names if name.startswith("unipar_")]
+
+
+@pytest.mark.parametrize("path", RAY, ids=in_core)
+def test_the_launcher_of_ray_imports_ray_only_when_it_is_used(path: Path) -> None:
+    top = ast.Module(
+        [node for node in ast.parse(path.read_text()).body if not isinstance(node, DEFINITIONS)],
+        type_ignores=[],
+    )
+    assert "ray" in set(imported(path))
+    names = {name for node in ast.walk(top) for name in names_of(node)}
+    assert not [name for name in names if name.split(".")[0] == "ray"]
 
 
 @pytest.mark.parametrize("path", sorted(RUNTIME.rglob("*.py")), ids=in_core)

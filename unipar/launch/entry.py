@@ -32,6 +32,9 @@ from unipar.world import Placement
 # Longer than the launching process takes to tell who is missing and end this process.
 _LINGER = 15.0
 _REQUEST_POLL = 0.5
+PARENT = "UNIPAR_PARENT"
+"""The variable with the number of the process that this one must not outlive; the parent may be
+gone before this one has come to look who it is."""
 
 
 def serve(directory: str, start: dict[str, Any]) -> None:
@@ -41,6 +44,8 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     placement = _joined(start) if elsewhere else _placement(start)
     attempt = run.attempt(placement.restart)
     if elsewhere:
+        # Of a launcher on its node that was killed, the processes would go on.
+        end_with(int(os.environ.get(PARENT) or os.getppid()))
         attempt.directory.mkdir(exist_ok=True)
         _join(run, attempt, placement)
     else:

@@ -25,6 +25,8 @@ def own_versions() -> dict[str, str]:
 def main() -> None:
     # Until the worker's function runs, an interrupt ends it without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Ray starts all its processes with it blocked, and what they start inherits that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     directory = sys.argv[1]
     start = _read(os.path.join(directory, "start.json"))
     if start["save_signal"] and signal.getsignal(start["save_signal"]) is signal.SIG_DFL:

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import BaseModel
 
+from unipar.callbacks import Callback
 from unipar.errors import WorkerError
 from unipar.launchers.following import follow
 from unipar.launchers.handle import Handle
@@ -77,6 +78,14 @@ class Launcher(ABC):
     def rendered(self, task: Task) -> str:
         """What would be given to the system, such as a batch script; empty where nothing is."""
         return ""
+
+    def callbacks(self, directory: Path) -> Sequence[Callback]:
+        """What the system learns of the run by, besides the user's own.
+
+        Args:
+            directory: the task's.
+        """
+        return ()
 
     @contextlib.contextmanager
     def directory(self, output_dir: Path) -> Iterator[Path]:

@@ -268,7 +268,8 @@ class _Launch:
         if alone:
             result = train(job, self.placement)
         else:
-            fn = functools.partial(train, job)
+            callbacks = [*job.callbacks, *self.planned.launcher.callbacks(directory)]
+            fn = functools.partial(train, dataclasses.replace(job, callbacks=callbacks))
             name = job.output_dir.name
             task = preflight.task(self.config, self.planned, fn, directory, name)
             result = self.planned.launcher.run(task)

@@ -1,0 +1,202 @@
+"""What a worker of Ray Train does on its node: start the node's ranks, and end with them.
+
+Ray's workers get it by value, so that they need neither unipar nor torch: the ranks are processes
+of the interpreter that the run names, and say themselves what differs there. Hence nothing is
+imported here but the standard library and, in functions, Ray.
+"""
+
+# Ray is not in the environment in which types are checked.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+_POLL, _ROUND = 0.1, 1.0
+# How long the other ranks have to leave word of what they failed by, once one has failed.
+_SETTLE = 6.0
+# The ranks have agreed to end, by SIGHUP, SIGINT or SIGTERM.
+_ASKED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_LAST_LINES = 15
+
+
+def run_node(config: dict[str, Any]) -> None:
+    """Run one start of the group's ranks that stand on this node.
+
+    Args:
+        config: ``directory`` of the run, ``command`` of a process, ``devices`` of a node, and
+            ``cpus`` of a process.
+
+    Raises:
+        RuntimeError: a rank has failed; Ray starts the group again, or gives up.
+    """
+    from ray import train
+
+    context = train.get_context()
+    node, nodes = context.get_world_rank(), context.get_world_size()
+    directory = Path(config["directory"])
+    meeting = _from_first(_begin(directory) if node == 0 else None, nodes)
+    if meeting is None:
+        return
+    address, port, restart = meeting
+    first, size = node * config["devices"], nodes * config["devices"]
+    log = directory / f"output-{restart}-{node}.log"
+    ranks: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        with log.open("wb") as output:
+            for local in range(config["devices"]):
+                variables = {
+                    "RANK": first + local,
+                    "WORLD_SIZE": size,
+                    "LOCAL_RANK": local,
+                    "LOCAL_WORLD_SIZE": config["devices"],
+                    "GROUP_RANK": node,
+                    "GROUP_WORLD_SIZE": nodes,
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": port,
+                    "TORCHELASTIC_RESTART_COUNT": restart,
+                    # Ray counts those of all ranks of the node.
+                    "OMP_NUM_THREADS": config["cpus"],
+                    "UNIPAR_PARENT": os.getpid(),
+                }
+                ranks[first + local] = subprocess.Popen(
+                    config["command"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+                )
+        _watch(ranks, directory, node, nodes, train.report)
+    except Exception as error:
+        if ranks:
+            _settle(directory / f"attempt-{restart}", size, ranks)
+        text = f"on {socket.gethostname()}, {error}{_last_lines(log)}"
+        (directory / f"ending-{restart}-{node}.txt").write_text(text)
+        raise RuntimeError(text) from error
+    finally:
+        for process in ranks.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _begin(directory: Path) -> tuple[str, int, int] | None:
+    """Where the ranks of this start meet, and its number; ``None`` if there is not to be one.
+
+    What has started the run decides, for it knows whether the start before failed by something that
+    another one would meet again, or was asked to end.
+    """
+    import ray
+
+    if not directory.is_dir():
+        raise RuntimeError(
+            f"{directory} is not there on {socket.gethostname()}. The run's directory has to be on "
+            "a file system that all nodes share: set output_dir to such a place."
+        )
+    number = 0
+    while (asked := directory / f"begin-{number}").exists():
+        number += 1
+    asked.touch()
+    while not (directory / "stop").exists():
+        # It may be only half written.
+        with contextlib.suppress(ValueError):
+            if json.loads((directory / "start.json").read_text())["restart"] >= number:
+                with socket.socket() as probe:
+                    probe.bind(("", 0))
+                    return ray.util.get_node_ip_address(), probe.getsockname()[1], number
+        time.sleep(_POLL)
+    return None
+
+
+def _watch(
+    ranks: dict[int, subprocess.Popen[bytes]],
+    directory: Path,
+    node: int,
+    nodes: int,
+    report: Any,
+) -> None:
+    """Wait until all ranks of the run have ended, and tell Ray what the run reports meanwhile.
+
+    Ray takes a report when all its workers make it, so the first one says when that is.
+    """
+    told, over = "", False
+    while not over:
+        ended = _ended(ranks, directory, time.monotonic() + _ROUND)
+        text = _reported(directory) if node == 0 else ""
+        reports, over = _from_first((text != told, ended), nodes)
+        told = text
+        if reports:
+            report(json.loads(text) if text else {})
+    while not _ended(ranks, directory, time.monotonic() + _ROUND):
+        pass
+
+
+def _ended(ranks: dict[int, subprocess.Popen[bytes]], directory: Path, deadline: float) -> bool:
+    """Whether all of the node's ranks have ended until then.
+
+    Raises:
+        RuntimeError: one of them has failed, or the run was canceled.
+    """
+    while True:
+        codes = {rank: process.poll() for rank, process in ranks.items()}
+        if (directory / "stop").exists():
+            raise RuntimeError("the run was canceled")
+        for rank, code in codes.items():
+            if code and code not in _ASKED:
+                raise RuntimeError(f"rank {rank} {_described(code)}")
+        if None not in codes.values():
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL)
+
+
+def _described(code: int) -> str:
+    if code > 0:
+        return f"exited with status {code}"
+    return f"was killed by {signal.Signals(-code).name}"
+
+
+def _settle(attempt: Path, size: int, ranks: dict[int, subprocess.Popen[bytes]]) -> None:
+    """Wait until every rank has left word or ended here, for what Ray ends cannot say why."""
+    deadline = time.monotonic() + _SETTLE
+    while time.monotonic() < deadline and not (attempt.parent / "stop").exists():
+        silent = [
+            rank
+            for rank in range(size)
+            if not (attempt / f"rank-{rank}.json").exists()
+            and not (attempt / f"rank-{rank}.returned").exists()
+            and not (rank in ranks and ranks[rank].poll() is not None)
+        ]
+        if not silent:
+            return
+        time.sleep(_POLL)
+
+
+def _reported(directory: Path) -> str:
+    try:
+        return (directory / "report.json").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _last_lines(log: Path) -> str:
+    if not log.exists():
+        return ""
+    lines = log.read_text(errors="replace").strip().splitlines()[-_LAST_LINES:]
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _from_first(value: Any, nodes: int) -> Any:
+    from ray.train import collective
+
+    return collective.broadcast_from_rank_zero(value) if nodes > 1 else value
