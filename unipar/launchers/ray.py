@@ -31,7 +31,6 @@ from unipar.callbacks.loggers.callback import step_metrics
 from unipar.errors import ConfigError, WorkerError
 from unipar.launchers import ray_node
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
-from unipar.launchers.following import follow
 from unipar.launchers.handle import Handle, Status
 from unipar.launchers.shared import SharedRun
 from unipar.launchers.task import Task
@@ -145,12 +144,7 @@ class RayLauncher(SubmittingLauncher):
 
     def run(self, task: Task) -> Any:
         # Restarts are Ray's.
-        handle = self.start(task)
-        try:
-            follow(handle, task)
-            return handle.result()
-        finally:
-            handle.close()
+        return self.once(task)
 
     @contextlib.contextmanager
     def _connection(self, task: Task) -> Iterator[None]:
