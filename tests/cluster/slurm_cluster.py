@@ -150,6 +150,8 @@ class SlurmCluster:
         """
         self.wait(lambda: self.job(number).get("Restarts") == "1")
         self.wait(lambda: self.idle() and not _processes_of(number))
+        # To its nodes, a start within the second in which the last one was revoked is revoked too.
+        time.sleep(2)
         self("scontrol", "update", f"JobId={number}", "StartTime=now")
 
     def clear(self) -> None:
