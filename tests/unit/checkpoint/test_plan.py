@@ -21,34 +21,33 @@ def shards(rank: int, cut: int, rows: int = 4) -> list[LocalState]:
 
 
 @pytest.fixture
-def sizes_sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def told_between(ranks: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What ranks have told each other."""
-    from conftest import ThreadWorld
-
+    (of_ranks,) = ranks(1, type)
     told: list[Any] = []
-    gather = ThreadWorld.gather
+    gather = of_ranks.gather
 
     def noted(self: Any, value: Any, axis: str | None = None) -> list[Any]:
         told.append(value)
         return gather(self, value, axis)
 
-    monkeypatch.setattr(ThreadWorld, "gather", noted)
+    monkeypatch.setattr(of_ranks, "gather", noted)
     return told
 
 
 def test_boxes_are_told_once_and_when_they_change(
-    ranks: Callable[..., list[Any]], sizes_sent: list[Any]
+    ranks: Callable[..., list[Any]], told_between: list[Any]
 ) -> None:
     def plan(cut: int) -> Callable[[World], Any]:
         return lambda world: plan_part("a-part-of-its-own", shards(world.rank, cut), world)
 
     first = ranks(2, plan(1))
-    assert len(sizes_sent) == 4
+    assert len(told_between) == 4
     again = ranks(2, plan(1))
-    assert len(sizes_sent) == 6
+    assert len(told_between) == 6
     assert again == first
     other = ranks(2, plan(3))
-    assert len(sizes_sent) == 10
+    assert len(told_between) == 10
     assert [own.items[0].box.sizes for own in other[0].ranks] == [(3, 3), (1, 3)]
 
 
