@@ -11,7 +11,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,9 @@ def epoch_order(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> to
     return torch.randperm(num_samples, generator=generator, device="cpu")
 
 
-def apportioned(num_samples: int, shares: Sequence[int]) -> list[int]:
+# Asked for in each step, of full batches and of a ragged one.
+@functools.lru_cache(maxsize=8)
+def apportioned(num_samples: int, shares: tuple[int, ...]) -> tuple[int, ...]:
     """Divide samples in proportion to ``shares``, by largest remainder.
 
     Each part is its exact size rounded down, or up where what that leaves out is largest; of parts
@@ -53,7 +55,7 @@ def apportioned(num_samples: int, shares: Sequence[int]) -> list[int]:
     up = sorted(range(len(shares)), key=left_out.__getitem__)[: num_samples - sum(parts)]
     for number in up:
         parts[number] += 1
-    return parts
+    return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,7 @@ class Slicing:
         """
         start, end = self.share(num_samples)
         largest = self.largest_share(num_samples)
-        of_largest = [
-            min(k * self.micro_batch_size, largest)
-            for k in range(self.num_microbatches(num_samples) + 1)
-        ]
+        of_largest = (*range(0, largest, self.micro_batch_size), largest)
         # Rounded up, so that no micro-batch of a rank is larger than its first.
         cuts = [start - (start - end) * cut // largest for cut in of_largest]
         return list(itertools.pairwise(cuts))

@@ -30,7 +30,11 @@ OWN_LOSS = Objective(inputs, lambda output, batch: LossSum(*entropy_of(output, b
 
 
 def prepare(
-    session: Session, model: torch.nn.Module, micro: int | None = None, **asked: Any
+    session: Session,
+    model: torch.nn.Module,
+    micro: int | None = None,
+    shares: list[float] | None = None,
+    **asked: Any,
 ) -> tuple[Any, Any]:
     """An engine, and the sentences in their order; what is asked for goes before the plain loop's.
 
@@ -38,12 +42,12 @@ def prepare(
         session: of the strategy.
         model: one that computes its own loss.
         micro: samples of a micro-batch.
+        shares: of replicas in a global batch.
         asked: of ``session.prepare``.
     """
     settings = {"optimizer": adamw, "lr_scheduler": schedule, "max_grad_norm": CLIP, **asked}
-    loader = session.loader(
-        Sentences(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
-    )
+    sizes: Any = {"global_batch_size": BATCH, "micro_batch_size": micro, "shares": shares}
+    loader = session.loader(Sentences(), **sizes, shuffle=False)
     return session.prepare(model, **settings), loader
 
 

@@ -40,11 +40,14 @@ def train(
     loss: Any = None,
     steps: int = STEPS,
     activations: str = "off",
+    shares: list[float] | None = None,
 ) -> list[Step]:
     with Session(strategy, device="cpu", placement=placement) as session:
         # Each rank's own weights, of which those of rank 0 must be what is trained.
         model = language_model(seed=placement.rank, **(settings or {}))
-        engine, loader = prepare(session, model, micro, activation_checkpointing=activations)
+        engine, loader = prepare(
+            session, model, micro, shares, activation_checkpointing=activations
+        )
         return take(engine, loader, steps, loss)
 
 
@@ -90,6 +93,13 @@ def test_losses_and_gradient_norms_are_those_of_a_plain_loop(
     world_pool: WorldPools,
 ) -> None:
     assert_same(world_pool(ranks).run(train, strategy, micro, settings), settings)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", [TP, PP])
+def test_replicas_take_unequal_shares(strategy: str, world_pool: WorldPools) -> None:
+    run = functools.partial(train, shares=[3, 1])
+    assert_same(world_pool(4).run(run, strategy, 3))
 
 
 def is_flat(name: str, parameter: torch.Tensor) -> bool:

@@ -46,11 +46,16 @@ def loss_of(model: Any, batch: Any) -> LossSum:
     return LossSum(*entropy(model, batch))
 
 
-def prepare(session: Session, model: Any, micro: int | None = None, **asked: Any) -> Any:
+def prepare(
+    session: Session,
+    model: Any,
+    micro: int | None = None,
+    shares: list[float] | None = None,
+    **asked: Any,
+) -> Any:
     settings = {"optimizer": adamw, "lr_scheduler": schedule, "max_grad_norm": CLIP, **asked}
-    loader = session.loader(
-        Sentences(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
-    )
+    sizes: Any = {"global_batch_size": BATCH, "micro_batch_size": micro, "shares": shares}
+    loader = session.loader(Sentences(), **sizes, shuffle=False)
     return session.prepare(model, **settings), loader
 
 
@@ -69,11 +74,14 @@ def train(
     micro: int | None,
     settings: dict[str, Any],
     activations: str = "off",
+    shares: list[float] | None = None,
 ) -> tuple[list[Step], Exported]:
     with Session(strategy, device="cpu", placement=placement) as session:
         # Each rank's own weights, of which those of rank 0 must be what is trained.
         model = language_model(seed=placement.rank, **settings)
-        engine, loader = prepare(session, model, micro, activation_checkpointing=activations)
+        engine, loader = prepare(
+            session, model, micro, shares, activation_checkpointing=activations
+        )
         return take(engine, loader, STEPS), Exported.of(engine)
 
 
@@ -115,6 +123,16 @@ def test_losses_gradient_norms_and_weights_are_those_of_a_plain_loop(
 ) -> None:
     steps, weights = expected(tuple(settings.items()))
     results = world_pool(ranks).run(train, strategy, micro, settings)
+    for done, _ in results:
+        assert_same(done, steps)
+    assert_equal_weights(assemble_weights([state for _, state in results]), weights, 1e-5)
+
+
+@pytest.mark.thorough
+def test_replicas_of_divided_layers_take_unequal_shares(world_pool: WorldPools) -> None:
+    steps, weights = expected(tuple(QWEN2.items()))
+    run = functools.partial(train, shares=[3, 1])
+    results = world_pool(4).run(run, "zero2:tp=2", 3, QWEN2)
     for done, _ in results:
         assert_same(done, steps)
     assert_equal_weights(assemble_weights([state for _, state in results]), weights, 1e-5)

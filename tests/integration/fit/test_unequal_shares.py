@@ -94,6 +94,14 @@ def test_unequal_shares_train_the_run_of_a_plain_loop(
     assert_equals_the_plain_loop(result, loss)
 
 
+def test_a_micro_batch_that_fits_is_found_for_each_share(
+    tmp_path: Path, world_pool: WorldPools
+) -> None:
+    settings = {"strategy": "fsdp", "shares": [3, 1], "micro_batch_size": "auto"}
+    result = world_pool(2).run(functools.partial(train, **settings), tmp_path, "sum")[0]
+    assert_equals_the_plain_loop(result, "sum")
+
+
 @pytest.mark.parametrize(("before", "after"), [([3, 1], None), (None, [1, 3])])
 def test_a_run_resumes_with_other_shares(
     before: Any, after: Any, tmp_path: Path, world_pool: WorldPools

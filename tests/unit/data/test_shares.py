@@ -131,7 +131,7 @@ def test_ranks_run_equally_many_micro_batches_of_sizes_in_proportion(kind: str, 
     shares=st.lists(st.integers(1, 30), min_size=1, max_size=8),
 )
 def test_a_larger_batch_never_has_a_smaller_largest_part(num_samples: int, shares: list[int]):
-    before, after = (apportioned(n, shares) for n in (num_samples, num_samples + 1))
+    before, after = (apportioned(n, tuple(shares)) for n in (num_samples, num_samples + 1))
     assert max(before) <= max(after)
 
 
