@@ -94,7 +94,7 @@ test: installed
 
 test-all: installed $(LOGGERS)/.ready
 	$(SUITES)
-	$(LOGGERS)/bin/python -m pytest tests/unit/callbacks/test_loggers.py
+	$(LOGGERS)/bin/python -m pytest tests/unit/callbacks/test_loggers.py tests/unit/callbacks/test_prometheus.py
 	$(MAKE) --no-print-directory test-matrix
 	$(MAKE) --no-print-directory test-cluster
 
@@ -193,11 +193,11 @@ $(ALONE)/.backends: $(PINS) backends/colossalai/pyproject.toml backends/colossal
 	@touch $@
 
 $(LOGGERS)/.ready: pyproject.toml | $(BIN)/python
-	@echo "Installing wandb, mlflow and trackio into $(LOGGERS); once, and it takes a few minutes."
+	@echo "Installing wandb, mlflow, trackio and prometheus-client into $(LOGGERS); once, and it takes a few minutes."
 	@$(BIN)/python -m venv $(LOGGERS)
 	@grep '^torch==' constraints.txt > $(LOGGERS)/torch.txt
 	@$(LOGGERS)/bin/python -m pip --disable-pip-version-check --quiet install \
-	  -c $(LOGGERS)/torch.txt -e '.[tensorboard,wandb,mlflow,trackio,test]'
+	  -c $(LOGGERS)/torch.txt -e '.[tensorboard,wandb,mlflow,trackio,prometheus,test]'
 	@touch $@
 
 # The pins but for torch's, and for setuptools', of which some torches want an older one (2.11: <82).

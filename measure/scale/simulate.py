@@ -83,7 +83,7 @@ def meeting(ranks: int) -> dict[str, float]:
     """All ranks come to a store at once, each by a connection of its own."""
     from datetime import timedelta
 
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from unipar.world import meeting
     from unipar.world.placement import Placement

@@ -19,6 +19,7 @@ from unipar import Callback, RunResult, fit
 from unipar.errors import Terminated, WorkerError
 from unipar.testing.pool import WorldPools
 from unipar.train import stragglers
+from unipar.train.events import EventLog
 from unipar.train.watching.runs import read_run
 from unipar.world import Placement
 
@@ -119,6 +120,20 @@ def test_a_full_disk_ends_no_run_that_trains(
     (said,) = [one.getMessage() for one in caplog.records if one.name == "unipar"]
     assert "events.jsonl cannot be written: File too large. The run goes on" in said
     assert read_run(path.parent).state == "unknown"
+
+
+def test_what_is_no_file_ends_no_run(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "run" / "events.jsonl"
+    path.parent.mkdir()
+    os.mkfifo(path)
+    assert len(run().losses) == STEPS
+    assert "events.jsonl cannot be written: it is not a file" in caplog.text
+
+
+def test_an_error_that_another_rank_has_caused_is_said_to_be_one(tmp_path: Path):
+    EventLog(tmp_path).failed(RuntimeError("[a/gloo/b.cc:1] Connection closed by peer"), step=3)
+    (row,) = events(tmp_path)
+    assert row["error"].startswith("another rank failed first, by which: RuntimeError: [a/gloo")
 
 
 def trained_unevenly(placement: Placement, directory: Path, slow_until: int) -> list[str]:

@@ -124,7 +124,7 @@ def test_hostile_files_are_a_line_and_leave_other_runs_listed(
                 "binary": bytes(range(256)) * 400,
                 "deep": b"[" * 5_000 + b"\n",
                 "numbers": odd.encode() + b'{"step": 1e400, "loss": {}, "format": 1}\n',
-                "long": b'{"step": 21, "x": "' + b"x" * 200_000 + b'"}\n',
+                "long": b'{"step": 21, "x": "' + b"x" * 2_000_000 + b'"}\n',
             }[kind]
         )
     found = listed(tmp_path, capsys)
@@ -172,14 +172,18 @@ def test_the_page_of_a_run(
 ):
     again = started(10, 4, launcher="mpi", device="cpu", restart=1)
     slow = {"format": 1, "event": "slow", "time": 1e9, "step": 12, "rank": 3, "host": "b"}
-    make(tmp_path / "one", started(device="cpu", launcher="local"), again, slow, ended("finished"))
+    path = str(tmp_path / "one" / "checkpoints" / "step-00000010")
+    saved = {"format": 1, "event": "saved", "time": 1e9, "step": 10, "path": path}
+    first = started(device="cpu", launcher="local")
+    make(tmp_path / "one", first, saved, again, slow, ended("finished"))
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["runs", "show", "one", "--directory", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
-    assert "at step 0: ddp on 2 x cpu, a, by local" in " ".join(out.split())
-    assert "at step 10: ddp on 4 x cpu, a, by mpi, restart 1" in " ".join(out.split())
+    assert "at step 0: ddp on 2 x cpu on a, launcher local" in " ".join(out.split())
+    assert "at step 10: ddp on 4 x cpu on a, launcher mpi, restart 1" in " ".join(out.split())
     assert "rank 3 on b, since" in out
+    assert " checkpoints/step-00000010" in out
     for name in ("loss", "items/s", "ranks"):
         assert any(line.strip() == name for line in out.splitlines())
     # Resumed at step 10 of 0 to 20: in the middle of the 69 columns.

@@ -57,7 +57,7 @@ def rows(data: bytes) -> Iterator[dict[str, Any] | None]:
         if not line:
             continue
         try:
-            row = json.loads(line) if len(line) < 2**16 else None
+            row = json.loads(line) if len(line) < 2**20 else None
         except (ValueError, RecursionError):
             row = None
         yield row if isinstance(row, dict) else None

@@ -150,8 +150,8 @@ def _starts(run: Run) -> list[tuple[str, str]]:
                 f"{_clock(row)} at step {_or_unknown(whole(row.get('step')))}: "
                 f"{line(row.get('strategy')) or UNKNOWN} on "
                 f"{_or_unknown(whole(row.get('world_size')))} x "
-                f"{line(row.get('device')) or UNKNOWN}, {shown or UNKNOWN}, "
-                f"by {line(row.get('launcher')) or UNKNOWN}{again}",
+                f"{line(row.get('device')) or UNKNOWN} on {shown or UNKNOWN}, "
+                f"launcher {line(row.get('launcher')) or UNKNOWN}{again}",
             )
         )
     return found
@@ -160,7 +160,7 @@ def _starts(run: Run) -> list[tuple[str, str]]:
 def _last_of_kind(run: Run) -> list[tuple[str, str]]:
     found = []
     if saved := _of_kind(run, "saved"):
-        found.append(("checkpoint", f"{_clock(saved[-1])} {line(saved[-1].get('path'), 4096)}"))
+        found.append(("checkpoint", f"{_clock(saved[-1])} {_place(run, saved[-1])}"))
     slow: dict[int, str] = {}
     for row in run.events:
         rank = whole(row.get("rank"))
@@ -169,6 +169,12 @@ def _last_of_kind(run: Run) -> list[tuple[str, str]]:
         elif row.get("event") in ("recovered", "started"):
             slow = {} if rank is None else {one: at for one, at in slow.items() if one != rank}
     return found + [("slow", text) for _, text in sorted(slow.items())]
+
+
+def _place(run: Run, row: dict[str, Any]) -> str:
+    """A checkpoint's path, from the run's directory if it lies there."""
+    path = line(row.get("path"), 4096)
+    return UNKNOWN if path is None else path.removeprefix(f"{run.directory.resolve()}/")
 
 
 def _of_kind(run: Run, event: str) -> list[dict[str, Any]]:
