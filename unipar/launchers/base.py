@@ -88,8 +88,15 @@ class Launcher(ABC):
             num_nodes: number of machines.
 
         Raises:
-            ConfigError: this machine cannot tell, or has not as many; or :meth:`check` says so.
+            ConfigError: the launcher cannot be used from here; this machine cannot tell, or has not
+                as many; or :meth:`check` says so.
         """
+        available = self.availability()
+        if not available.ok:
+            raise ConfigError(
+                f"launcher '{self.name}' cannot be used here: {available.reason}. "
+                f"{available.remedy}"
+            )
         if self.elsewhere:
             given = {"device": device, "devices": devices}
             untold = [name for name, value in given.items() if value == "auto"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unipar.errors import ConfigError
 from unipar.launchers.base import Launcher, LauncherOptions
 from unipar.utils.documents import KeyPath
 from unipar.utils.plugins import Plugins
@@ -41,7 +40,7 @@ def resolve(
     *,
     where: Callable[[KeyPath], str] = lambda key: "",
 ) -> Launcher:
-    """Make the launcher that was asked for by name.
+    """Make the launcher that was asked for by name; whether it can be used here is not looked at.
 
     Args:
         launcher: a name (``"mpi"``), a name with options (``"mpi:hosts=[a,b]"``), a mapping
@@ -49,7 +48,7 @@ def resolve(
         where: tells where an option was set, such as a file and line, or an empty string.
 
     Raises:
-        ConfigError: there is no such launcher or option, or its library is not installed.
+        ConfigError: there is no such launcher or option.
     """
     if isinstance(launcher, LauncherOptions):
         found, options = LAUNCHERS.load(type(launcher).launcher), launcher
@@ -58,10 +57,4 @@ def resolve(
         name = wanted.pop("name")
         found = LAUNCHERS.load(name)
         options = LAUNCHERS.options(name, found.options_type, wanted, where=where)
-    available = found.availability()
-    if not available.ok:
-        raise ConfigError(
-            f"launcher '{found.options_type.launcher}' cannot be used here: {available.reason}. "
-            f"{available.remedy}"
-        )
     return found(options)

@@ -119,3 +119,11 @@ def test_launchers_are_imported_when_they_are_asked_for() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "unipar.launchers.local" in said.stdout
     assert not [name for name in ("mpi", "kube", "slurm", "submitit", "ray") if name in said.stdout]
+
+
+def test_ranks_need_no_library_of_what_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    launcher = resolve({"name": "kubernetes", "claim": "a", "mount": "/b"})
+    assert not launcher.starts_here
+    with pytest.raises(ConfigError, match=r"SDK is not installed. .*pip install \"unipar\[kube"):
+        launcher.resolve_devices("cpu", 1, 1)

@@ -44,7 +44,7 @@ def test_what_is_not_installed_is_named_with_the_command(
 ) -> None:
     installed(monkeypatch, version, *missing)
     with pytest.raises(ConfigError) as error:
-        resolve(RayOptions())
+        resolve(RayOptions()).resolve_devices("cpu", 1, 1)
     assert str(error.value).startswith("launcher 'ray' cannot be used here: ")
     assert message in str(error.value)
 

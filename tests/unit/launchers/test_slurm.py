@@ -169,4 +169,4 @@ def test_sbatch_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_no_submitit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"submitit is not installed. Run: pip install 'unipar"):
-        resolve("slurm")
+        resolve("slurm").resolve_devices("cpu", 1, 1)
