@@ -26,6 +26,7 @@ from unipar.launch.failure import Kind, open_notes, write_failure
 from unipar.launch.rundir import Attempt, RunDir
 from unipar.utils.progress_marks import open_marks
 from unipar.utils.scratch import temporary_files
+from unipar.utils.signals import passed_on
 from unipar.utils.subprocesses import end_with
 from unipar.world import Placement
 
@@ -106,6 +107,7 @@ def _join(run: RunDir, attempt: Attempt, placement: Placement) -> None:
             with contextlib.suppress(FileNotFoundError):
                 number = int(run.request.read_text())
                 run.request.unlink()
+                passed_on.add(number)
                 os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="unipar-requests", daemon=True).start()

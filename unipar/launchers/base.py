@@ -178,12 +178,17 @@ class SubmittingLauncher(Launcher):
 
     def once(self, task: Task) -> Any:
         """Start the processes of a task and follow them; raises what :meth:`run` does."""
-        handle = self.start(task)
+        handle, ended = None, True
         try:
+            handle = self.start(task)
+            # One that is left alone may have processes that are yet to begin.
+            ended = not handle.outlives
             follow(handle, task)
-            result = handle.result()
+            ended = True
+            return handle.result()
         finally:
-            handle.close()
-        # What every process has read; the dataset may be in it.
-        RunDir(task.directory).payload.unlink(missing_ok=True)
-        return result
+            if handle is not None:
+                handle.close()
+            if ended:
+                # What every process has read; the dataset may be in it.
+                RunDir(task.directory).payload.unlink(missing_ok=True)

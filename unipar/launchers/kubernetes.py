@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+import os
 import re
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from unipar.errors import ConfigError, WorkerError
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
+from unipar.launchers.command import held
 from unipar.launchers.handle import Handle, Status
 from unipar.launchers.shared import SharedRun
 from unipar.launchers.task import Task
@@ -311,8 +313,6 @@ class LocalJob(Handle):
     """
 
     def __init__(self, task: Task) -> None:
-        import os
-
         from kubeflow.trainer import (
             CustomTrainer,
             LocalProcessBackendConfig,
@@ -329,13 +329,15 @@ class LocalJob(Handle):
         # Otherwise it leaves a directory in the system's place for temporary files.
         start += ["--log-dir", str(task.directory / "torchrun")]
         command = [sys.executable, *start, f"--nproc-per-node={task.devices}", *self._run.command]
+        # Its standard input ends with this process.
+        parameters = {"command": held(command), "caller": os.getpid()}
         self._client = TrainerClient(LocalProcessBackendConfig())
         # Not torch's: for that one the SDK installs PyTorch into an environment of its own.
         trainer = RuntimeTrainer(TrainerType.CUSTOM_TRAINER, framework="python", image="local")
         runtime = Runtime("torch-distributed", trainer, RuntimeKind.TRAINING_RUNTIME)
         self._job = self._client.train(
             runtime=runtime,
-            trainer=CustomTrainer(_call, {"command": command}, env=dict(os.environ)),
+            trainer=CustomTrainer(_call, parameters, env=dict(os.environ)),
         )
         self.name = f"local TrainJob {self._job}"
 
@@ -361,15 +363,25 @@ class LocalJob(Handle):
             return self._run.result(f"{self.name} was ended.")
         text = "\n".join(self._client.get_job_logs(self._job, follow=False)).strip()
         last = "\n".join(text.splitlines()[-_LAST_LINES:])
-        return self._run.result(f"{self.name} is {self.status().value}.\n{last}")
+        return self._run.result(last)
 
 
-def _call(parameters: dict[str, list[str]]) -> None:
-    # The SDK sends the text of this function, and nothing around it.
+def _call(parameters: dict) -> None:
+    # The SDK sends the text of this function, and nothing around it. It ends nothing of what the
+    # function has started, and removes its environment only where that seems to have succeeded.
+    import os
     import subprocess
-    import sys
+    import time
 
-    sys.exit(subprocess.call(parameters["command"]))
+    process = subprocess.Popen(parameters["command"], stdin=subprocess.PIPE)
+    while process.poll() is None:
+        time.sleep(0.2)
+        try:
+            os.kill(parameters["caller"], 0)
+        except ProcessLookupError:
+            assert process.stdin is not None
+            process.stdin.close()
+    print(f"torchrun exited with status {process.returncode}.")
 
 
 def _status(word: str) -> Status:

@@ -49,7 +49,7 @@ class SharedRun:
         self.command = [python or sys.executable, "-u", str(WORKER), str(task.directory)]
         """What starts one process of the run."""
         self.restarted(task.restart)
-        if task.restart == 0:
+        if not self.files.payload.exists():
             write_payload(task.fn, self.files)
         self._asked_to_end = False
         self.files.request.unlink(missing_ok=True)

@@ -46,6 +46,7 @@ from unipar.train.stragglers import Stragglers
 from unipar.utils import progress_marks
 from unipar.utils.devices import peak_memory
 from unipar.utils.logs import logging_to_terminal
+from unipar.utils.signals import passed_on
 from unipar.world import Flag, Placement
 
 log = logging.getLogger("unipar")
@@ -419,9 +420,12 @@ class TrainingRun:
 
     def _stop(self) -> None:
         self.recorder.settle()
-        numbers = self.world.gather(self.signals.stopped_by)
-        number = max(numbers)
-        asked = [str(rank) for rank, own in enumerate(numbers) if own]
+        own = self.signals.stopped_by
+        told = self.world.gather((own, own in passed_on))
+        number = max(own for own, _ in told)
+        asked = [str(rank) for rank, (own, _) in enumerate(told) if own]
+        if any(to_all for _, to_all in told):
+            asked = [str(rank) for rank in range(self.world.size)]
         what = (
             "interrupted" if number == signal.SIGINT else f"{signal.Signals(number).name}: stopped"
         )

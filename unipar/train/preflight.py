@@ -20,12 +20,14 @@ from unipar.engine.checks import (
     check_initial_weights,
     check_model,
 )
+from unipar.errors import ConfigError
 from unipar.evaluation.evaluate import Predict
 from unipar.launchers import Launcher, Task
 from unipar.loss import LossFn
 from unipar.objective import require_objective
 from unipar.sizing import resolve_for
 from unipar.strategy import EngineSpec, Strategy
+from unipar.strategy.registry import is_auto
 from unipar.train.loaders import training_loader
 from unipar.utils.devices import resolve_device_type
 from unipar.world import Placement
@@ -80,6 +82,11 @@ def plan(config: RunFields, model: Any) -> Plan:
         here = Placement(size=size, local_size=devices, num_nodes=config.num_nodes)
     placement = dataclasses.replace(here, device_type=device_type, timeout=config.timeout)
     check_model(model)
+    if found is None and launcher.elsewhere and is_auto(config.strategy):
+        raise ConfigError(
+            f"strategy='auto' goes by the devices of this machine, and launcher '{launcher.name}' "
+            "runs on others. Name one, such as strategy='fsdp'."
+        )
     strategy = resolve_for(config.strategy, placement, (model,))
     return Plan(placement, found is not None, launcher, strategy)
 

@@ -21,6 +21,10 @@ TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)
 _REPEAT = 2.0
 
 
+passed_on: set[int] = set()
+"""Signals that came to the process that started the run, which could reach this one rank alone."""
+
+
 class Request:
     """The first signal that asked this process to stop, and whether another one insists."""
 

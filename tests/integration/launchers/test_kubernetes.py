@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -177,3 +180,29 @@ def test_a_machine_elsewhere_is_not_told_by_this_one(tmp_path: Path) -> None:
     assert launcher.elsewhere
     with pytest.raises(ConfigError, match=r"'auto' is there: give device and devices"):
         unipar.fit(nn.Linear(1, 1), torch.zeros(4, 1), strategy="ddp", launcher=launcher.options)
+
+
+def test_nothing_goes_on_when_the_process_that_called_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import pathlib, time, unipar
+
+            def work(placement):
+                pathlib.Path({str(tmp_path)!r}, "began").touch()
+                time.sleep(100)
+
+            unipar.spawn(work, launcher="kubernetes:backend=local", devices=1, device="cpu",
+                         output_dir={str(tmp_path / "out")!r})
+            """
+        )
+    )
+    caller = subprocess.Popen([sys.executable, str(script)], cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "began").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    caller.kill()
+    caller.wait()
+    # That no process is left is looked at after each test.

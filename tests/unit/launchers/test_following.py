@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -187,3 +188,17 @@ def test_a_run_that_failed_starts_again_as_often_as_allowed(tmp_path: Path, capl
     launcher = Stubs(Stub(1, error=lost), Stub(1, error=lost))
     with pytest.raises(WorkerError, match="Rank 1 was lost"):
         launcher.run(task(tmp_path, max_restarts=1))
+
+
+def test_what_processes_have_read_is_removed_where_none_is_left(tmp_path: Path) -> None:
+    payload = tmp_path / "payload.pkl"
+    for handle in (Stub(1), Stub(1, error=WorkerError("lost"))):
+        payload.touch()
+        with contextlib.suppress(WorkerError):
+            Stubs(handle).run(task(tmp_path))
+        assert not payload.exists()
+    payload.touch()
+    soon(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        Stubs(Outliving(10**6)).run(task(tmp_path))
+    assert payload.exists()

@@ -127,3 +127,18 @@ def test_ranks_need_no_library_of_what_started_them(monkeypatch: pytest.MonkeyPa
     assert not launcher.starts_here
     with pytest.raises(ConfigError, match=r"SDK is not installed. .*pip install \"unipar\[kube"):
         launcher.resolve_devices("cpu", 1, 1)
+
+
+def test_a_strategy_is_not_chosen_by_this_machine_for_others() -> None:
+    data = torch.zeros(4, 2)
+    with pytest.raises(ConfigError, match=r"strategy='auto' goes by the devices of this machine"):
+        unipar.fit(
+            nn.Linear(2, 1),
+            data,
+            loss=lambda model, batch: model(batch).sum(),
+            launcher="mpi:hosts=[a,b],mpirun=env",
+            num_nodes=2,
+            devices=1,
+            device="cuda",
+            global_batch_size=2,
+        )
