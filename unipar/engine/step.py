@@ -172,6 +172,9 @@ class StepEngine(Engine):
         for index, microbatch in enumerate(batch.microbatches):
             with self.reducer.microbatch(last=index == last):
                 loss = self._accumulate(microbatch, loss_fn, batch, last=index == last)
+            if index < last:
+                # What its graph keeps would be held beside the next one's.
+                loss = None
         return loss
 
     def _accumulate(

@@ -23,7 +23,7 @@ import cloudpickle
 from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
 from unipar.launch.detection import detect
 from unipar.launch.failure import Kind, open_notes, write_failure
-from unipar.launch.rundir import Attempt, RunDir
+from unipar.launch.rundir import Attempt, RunDir, fresh
 from unipar.utils.progress_marks import open_marks
 from unipar.utils.scratch import temporary_files
 from unipar.utils.signals import passed_on
@@ -36,6 +36,10 @@ _REQUEST_POLL = 0.5
 PARENT = "UNIPAR_PARENT"
 """The variable with the number of the process that this one must not outlive; the parent may be
 gone before this one has come to look who it is."""
+
+RUN, RESTART = "UNIPAR_RUN", "UNIPAR_RESTART"
+"""The variables by which a process that was started elsewhere knows its run, and which start of it
+this is: what the start before has left, on another machine maybe, is left by nobody who lives."""
 
 REFUSED = 2
 """The exit code of a process whose error no restart changes."""
@@ -50,6 +54,7 @@ def serve(directory: str, start: dict[str, Any]) -> None:
     if elsewhere:
         # Of a launcher on its node that was killed, the processes would go on.
         end_with(int(os.environ.get(PARENT) or os.getppid()))
+        os.environ[RUN], os.environ[RESTART] = str(run.root), str(placement.restart)
         attempt.directory.mkdir(exist_ok=True)
         _join(run, attempt, placement)
     else:
@@ -94,7 +99,16 @@ def serve(directory: str, start: dict[str, Any]) -> None:
 
 def _join(run: RunDir, attempt: Attempt, placement: Placement) -> None:
     """Take the place of what the launching process does for workers of its own machine."""
-    log = os.open(attempt.log(placement.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    path = attempt.log(placement.rank)
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        print(
+            f"rank {placement.rank} has begun once in this start of the run ({path} is there), and "
+            "what has failed is not started again by itself: max_restarts starts all ranks.",
+            file=sys.stderr,
+        )
+        sys.exit(REFUSED)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -104,9 +118,13 @@ def _join(run: RunDir, attempt: Attempt, placement: Placement) -> None:
     def watch() -> None:
         while True:
             time.sleep(_REQUEST_POLL)
-            with contextlib.suppress(FileNotFoundError):
-                number = int(run.request.read_text())
-                run.request.unlink()
+            # Not where it is written: another request may take its place meanwhile.
+            taken = run.request.with_suffix(".taken")
+            fresh(run.root)
+            # A network file system has errors of its own, which pass.
+            with contextlib.suppress(OSError):
+                run.request.replace(taken)
+                number = int(taken.read_text())
                 passed_on.add(number)
                 os.kill(os.getpid(), number)
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 _ROOM = 1 << 20
 """Bytes; what workers write is less, but for what the run's function returns."""
+
+
+def fresh(directory: Path) -> None:
+    """Have a network file system look anew at what there is in a directory.
+
+    Of a file that was not there NFS remembers that for up to a minute (``acdirmax``, nfs(5)), and
+    asks the server again when the directory is opened.
+    """
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory, os.O_RDONLY))
 
 
 @dataclass(frozen=True)

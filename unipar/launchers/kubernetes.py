@@ -16,7 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from unipar.errors import ConfigError, WorkerError
+import psutil
+
+from unipar.errors import ConfigError, UniparError
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
 from unipar.launchers.command import held
 from unipar.launchers.handle import Handle, Status
@@ -269,7 +271,7 @@ class TrainJob(Handle):
                 self._canceled = True
                 return Status.CANCELED
             if time.monotonic() - self._answered > _PATIENCE:
-                raise WorkerError(
+                raise UniparError(
                     f"The cluster has not answered for {_PATIENCE:.0f} s: {_root(error)}. "
                     f"{self.name} goes on, if the cluster does; resume='auto' continues from its "
                     "newest checkpoint when it has ended."
@@ -354,9 +356,18 @@ class LocalJob(Handle):
 
     def cancel(self) -> None:
         # The SDK ends the shell that it has started, and nothing that this has started.
-        self._run.interrupt(signal.SIGTERM)
+        family = [one for one in psutil.Process().children(recursive=True) if self._owns(one)]
         self._client.delete_job(self._job)
         self._canceled = True
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, _DELETED)
+
+    def _owns(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return str(self._run.task.directory) in process.cmdline()
+        return False
 
     def result(self) -> Any:
         if self._canceled:

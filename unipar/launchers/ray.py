@@ -29,6 +29,7 @@ from unipar import launch
 from unipar.callbacks import Callback, RunInfo, RunResult, StepRecord
 from unipar.callbacks.loggers.callback import step_metrics
 from unipar.errors import ConfigError, WorkerError
+from unipar.launch.rundir import fresh
 from unipar.launchers import ray_node
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
 from unipar.launchers.handle import Handle, Status
@@ -296,6 +297,7 @@ class RayHandle(Handle):
     # -- between what Ray starts -----------------------------------------------------------------
 
     def _begun(self, restart: int) -> bool:
+        fresh(self._task.directory)
         return (self._task.directory / f"begin-{restart}").exists()
 
     def _stop(self) -> None:

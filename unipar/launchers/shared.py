@@ -20,7 +20,7 @@ from unipar.launch.blame import Kind
 from unipar.launch.failure import Failure, cause, read_failure, read_note
 from unipar.launch.local import read_result, write_payload, write_start_elsewhere
 from unipar.launch.rank_names import name_ranks
-from unipar.launch.rundir import Attempt, RunDir
+from unipar.launch.rundir import Attempt, RunDir, fresh
 from unipar.launch.worker import WORKER
 from unipar.launchers.task import Task
 
@@ -70,6 +70,7 @@ class SharedRun:
         """Look from now on at what the processes of this start leave, the first of which is 0."""
         self.restart = restart
         self.attempt: Attempt = self.files.attempt(restart)
+        self.attempt.directory.mkdir(exist_ok=True)
         self.output = Tail(self.attempt.log(0))
         """What rank 0 prints."""
 
@@ -119,7 +120,11 @@ class SharedRun:
 
     def _failures(self) -> list[Failure]:
         found = []
+        fresh(self.attempt.directory)
         for rank in range(self.size):
+            if self.attempt.returned(rank).exists():
+                # What it has noted on its way it has dealt with.
+                continue
             failure = read_failure(self.attempt, rank) or read_note(self.attempt, rank)
             if failure is not None:
                 found.append(failure)
@@ -135,6 +140,7 @@ class Tail:
 
     def read(self) -> str:
         """What was added since the last call."""
+        fresh(self.path.parent)
         try:
             with self.path.open("rb") as file:
                 file.seek(self._place)

@@ -29,6 +29,8 @@ _GONE = "no longer known to Slurm"
 # Seconds between two questions to Slurm, which answers everybody's: more as a state lasts.
 _OFTEN, _SELDOM, _PART = 0.5, 15.0, 10
 _ANSWER = 60.0
+# After scancel: longer than Slurm leaves processes between SIGTERM and SIGKILL.
+_CANCELED = 120.0
 # Seconds in which a file of another machine shows here.
 _APPEARS = 30.0
 _LAST_LINES = 15
@@ -76,7 +78,11 @@ class SlurmHandle(Handle):
     def cancel(self) -> None:
         # It says itself why it cannot.
         subprocess.run(["scancel", self.job_id], check=False)
+        deadline = time.monotonic() + _CANCELED
         while not self.status().ended:
+            if time.monotonic() > deadline:
+                log.warning("%s has not ended within %g s of scancel.", self._state(), _CANCELED)
+                return
             time.sleep(self.poll)
 
     def result(self) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -256,7 +257,7 @@ class _Launch:
             try:
                 return self._start(job, directory, alone=alone, keeps_weights=keeps_weights)
             except CheckpointError as error:
-                if str(directory) not in str(error):
+                if str(directory) not in str(error) or not planned.launcher.starts_here:
                     raise
                 raise CheckpointError(f"{error} {tmpdir_remedy()}") from error
 
@@ -288,6 +289,8 @@ class _Launch:
             assert source is not None
             assert isinstance(model, nn.Module)
             checkpoint.load_model(source, model)
+            if job.weights_dir is not None:
+                shutil.rmtree(job.weights_dir, ignore_errors=True)
         return result
 
     def _check(self, job: Job, planned: preflight.Plan) -> None:

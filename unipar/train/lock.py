@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unipar.errors import ConfigError
+from unipar.launch.entry import RESTART, RUN
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ LEASE = 300.0
 _ATTEMPTS = {
     "TORCHELASTIC_RUN_ID": "TORCHELASTIC_RESTART_COUNT",
     "SLURM_JOB_ID": "SLURM_RESTART_COUNT",
+    RUN: RESTART,
 }
 """Launchers end all processes of an attempt before they start the next, on whatever machine."""
 

@@ -19,6 +19,7 @@ from small_run import build, data, fit_in_world, reference, settings
 from unipar import Callback, RunResult, fit
 from unipar.errors import ConfigError
 from unipar.testing.pool import WorldPools
+from unipar.train import lock
 from unipar.train.lock import NAME
 from unipar.world import Placement
 
@@ -134,3 +135,18 @@ def test_a_directory_that_rank_0_cannot_write_is_told_to_every_rank(
     told = world_pool(2).run(refusal, tmp_path / "file" / "run")
     assert told[0] == told[1]
     assert "the run's directory cannot be written" in told[0]
+
+
+def test_the_next_start_takes_over_what_one_has_left_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("UNIPAR_RUN", "/shared/run/launch/000")
+    monkeypatch.setenv("UNIPAR_RESTART", "0")
+    with lock.held(tmp_path):
+        left = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps({**left, "machine": "another"}))
+    with pytest.raises(ConfigError, match="is in use by"), lock.held(tmp_path):
+        pass
+    monkeypatch.setenv("UNIPAR_RESTART", "1")
+    with lock.held(tmp_path):
+        assert json.loads((tmp_path / NAME).read_text())["machine"] != "another"

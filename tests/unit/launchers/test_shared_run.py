@@ -11,13 +11,14 @@ import cloudpickle
 import pytest
 
 from unipar.errors import ConfigError, DataError, Terminated, WorkerError
+from unipar.launch.entry import REFUSED
 from unipar.launch.failure import write_failure
 from unipar.launchers import Task
 from unipar.launchers.shared import SharedRun, Tail
 
 
 def run_of(directory: Path, fn: Any = None) -> SharedRun:
-    run = SharedRun(
+    return SharedRun(
         Task(
             fn=fn or (lambda placement: placement.rank),
             devices=2,
@@ -30,8 +31,6 @@ def run_of(directory: Path, fn: Any = None) -> SharedRun:
             directory=directory,
         )
     )
-    run.attempt.directory.mkdir()
-    return run
 
 
 def fail(run: SharedRun, rank: int, error: BaseException) -> None:
@@ -103,7 +102,7 @@ def test_nobody_came(tmp_path: Path) -> None:
 def test_a_function_that_cannot_travel(tmp_path: Path) -> None:
     file = (tmp_path / "open").open("w")
     with pytest.raises(ConfigError, match=r"cannot be sent what they need"):
-        run_of(tmp_path / "run", lambda placement: file)
+        run_of(tmp_path, lambda placement: file)
 
 
 def start(run: SharedRun) -> subprocess.CompletedProcess[str]:
@@ -137,3 +136,19 @@ def test_a_text_is_read_as_it_grows(tmp_path: Path) -> None:
         file.write("grö".encode()[-1:] + b"n\n")
     assert tail.read() == "ön\n"
     assert tail.read() == ""
+
+
+def test_what_a_rank_has_noted_and_dealt_with_is_no_failure(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    fail(run, 1, MemoryError("caught, and tried again with less"))
+    run.attempt.record(1).rename(run.attempt.note(1))
+    leave(run, 0, 1, value="done")
+    assert run.result("it ended") == "done"
+
+
+def test_a_rank_begins_once_in_a_start(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    run.attempt.log(0).touch()
+    ended = start(run)
+    assert ended.returncode == REFUSED
+    assert "has begun once in this start of the run" in ended.stderr
