@@ -121,7 +121,7 @@ def weighs_tokens(kit: Kit) -> None:
         kit.check(run, scenario, subject=f"{kit.target.name}, accumulation {scenario.accumulation}")
 
 
-@case_also_at(4)
+@case
 def weighs_unequal_shares(kit: Kit) -> None:
     """One rank has three times the samples of each other, in as many micro-batches."""
     data_size = kit.layout.batch
