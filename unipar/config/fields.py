@@ -16,12 +16,14 @@ from pydantic import (
     BaseModel,
     Discriminator,
     Field,
+    FieldSerializationInfo,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     SerializeAsAny,
     Tag,
     ValidationError,
+    ValidationInfo,
     field_serializer,
     field_validator,
     model_validator,
@@ -95,6 +97,16 @@ def _possible(path: Path) -> Path:
 
 
 RunPath = Annotated[Path, AfterValidator(_possible)]
+
+
+def _written_as(field: str | None, given: Any) -> Any:
+    """A strategy or a launcher as a mapping with ``name``, or its name alone if that is all.
+
+    Raises:
+        ConfigError: it is written in no way that is known.
+    """
+    written = (as_mapping if field == "strategy" else launchers.as_mapping)(given)
+    return written if len(written) > 1 else written["name"]
 
 
 class KeepBest(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -228,37 +240,18 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             return {**given, "epochs": 1}
         return given
 
-    @field_validator("strategy", mode="before")
+    @field_validator("strategy", "launcher", mode="before")
     @classmethod
-    def _one_way_to_write_it(cls, given: Any) -> Any:
+    def _one_way_to_write_it(cls, given: Any, info: ValidationInfo) -> Any:
         try:
-            written = as_mapping(given)
+            written = _written_as(info.field_name, given)
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        if isinstance(given, StrategyOptions):
-            return given
-        return written if len(written) > 1 else written["name"]
+        return given if isinstance(given, (StrategyOptions, LauncherOptions)) else written
 
-    @field_serializer("strategy")
-    def _strategy_as_mapping(self, strategy: Any) -> Any:
-        written = as_mapping(strategy)
-        return written if len(written) > 1 else written["name"]
-
-    @field_validator("launcher", mode="before")
-    @classmethod
-    def _one_way_to_name_it(cls, given: Any) -> Any:
-        try:
-            written = launchers.as_mapping(given)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        if isinstance(given, LauncherOptions):
-            return given
-        return written if len(written) > 1 else written["name"]
-
-    @field_serializer("launcher")
-    def _launcher_as_mapping(self, launcher: Any) -> Any:
-        written = launchers.as_mapping(launcher)
-        return written if len(written) > 1 else written["name"]
+    @field_serializer("strategy", "launcher")
+    def _written(self, given: Any, info: FieldSerializationInfo) -> Any:
+        return _written_as(info.field_name, given)
 
     @field_validator("shares", mode="before")
     @classmethod

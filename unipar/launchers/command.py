@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from unipar.errors import ConfigError
 from unipar.launch.held import HELD
-from unipar.launchers.handle import Handle, Status
-from unipar.launchers.shared import SharedRun
+from unipar.launchers.handle import Status
+from unipar.launchers.shared import LAST_LINES, SharedHandle, SharedRun
 from unipar.utils.subprocesses import end_group
 
-_LAST_LINES = 15
 # It ends what it has started first, maybe on another machine.
 _HELD = 10.0
 
@@ -26,7 +23,7 @@ def held(command: Sequence[str], python: str = sys.executable) -> list[str]:
     return [python, "-u", str(HELD), *command]
 
 
-class CommandHandle(Handle):
+class CommandHandle(SharedHandle):
     """A command, its output in a file of the run's directory, and what its processes leave there.
 
     Args:
@@ -34,7 +31,6 @@ class CommandHandle(Handle):
             standard input does (see :func:`held`).
         run: the run's directory.
         name: what messages call it.
-        environ: variables that it gets besides this process's own.
         output: the name of the file that has what it prints.
 
     Raises:
@@ -47,7 +43,6 @@ class CommandHandle(Handle):
         run: SharedRun,
         *,
         name: str,
-        environ: Mapping[str, str] | None = None,
         output: str | None = None,
     ) -> None:
         self.name, self._run, self._canceled = name, run, False
@@ -62,7 +57,6 @@ class CommandHandle(Handle):
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env={**os.environ, **(environ or {})},
                 )
         except OSError as error:
             raise ConfigError(f"{command[0]} cannot be started: {error}.") from error
@@ -75,12 +69,6 @@ class CommandHandle(Handle):
             return Status.CANCELED
         return Status.FAILED if code else Status.SUCCEEDED
 
-    def output(self) -> str:
-        return self._run.output.read()
-
-    def interrupt(self, number: signal.Signals) -> None:
-        self._run.interrupt(number)
-
     def cancel(self) -> None:
         self._canceled = True
         self.close()
@@ -89,7 +77,7 @@ class CommandHandle(Handle):
         """How it ended, with its last words."""
         code = self._process.wait()
         text = self._output.read_text(errors="replace").strip()
-        last = "\n".join(["", *text.splitlines()[-_LAST_LINES:]]) if text else ""
+        last = "\n".join(["", *text.splitlines()[-LAST_LINES:]]) if text else ""
         return f"{self.name} exited with status {code}.{last}"
 
     def result(self) -> Any:

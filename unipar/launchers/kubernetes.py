@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
 import time
 import uuid
@@ -22,13 +21,12 @@ from unipar.errors import ConfigError, UniparError
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
 from unipar.launchers.command import held
 from unipar.launchers.handle import Handle, Status
-from unipar.launchers.shared import SharedRun
+from unipar.launchers.shared import LAST_LINES, SharedHandle, SharedRun
 from unipar.launchers.task import Task
 from unipar.strategy import Availability
 
 _MODULE = "unipar.launch.worker"
 _VOLUME = "unipar"
-_LAST_LINES = 15
 # What a cluster takes to end pods that were asked to; its own default is thirty seconds.
 _DELETED = 60.0
 # Without an answer of the cluster.
@@ -190,7 +188,7 @@ class KubernetesLauncher(SubmittingLauncher):
                 f"launcher 'kubernetes': output_dir is not below mount='{mount}', so pods could "
                 f"not reach {task.directory}. Set output_dir='{mount}/…'."
             )
-        return TrainJob(task, self.manifest(task), self._client(), self.options)
+        return TrainJob(task, self.manifest(task), self._client())
 
     def _client(self) -> Any:
         """The SDK's client of the cluster.
@@ -223,14 +221,13 @@ class KubernetesLauncher(SubmittingLauncher):
             ) from error
 
 
-class TrainJob(Handle):
+class TrainJob(SharedHandle):
     """A TrainJob of a cluster.
 
     Args:
         task: what it runs.
         manifest: of the TrainJob.
         client: the SDK's.
-        options: of the launcher.
 
     Raises:
         ConfigError: the cluster refuses it.
@@ -239,9 +236,7 @@ class TrainJob(Handle):
     outlives: ClassVar[bool] = True
     poll: ClassVar[float] = 2.0
 
-    def __init__(
-        self, task: Task, manifest: dict[str, Any], client: Any, options: KubernetesOptions
-    ) -> None:
+    def __init__(self, task: Task, manifest: dict[str, Any], client: Any) -> None:
         from kubernetes.client import ApiException
 
         self._run, self._client = SharedRun(task), client
@@ -280,12 +275,6 @@ class TrainJob(Handle):
             self._answered = time.monotonic()
         return self._last
 
-    def output(self) -> str:
-        return self._run.output.read()
-
-    def interrupt(self, number: signal.Signals) -> None:
-        self._run.interrupt(number)
-
     def cancel(self) -> None:
         self._client.delete_job(self._job)
         deadline = time.monotonic() + _DELETED
@@ -300,11 +289,11 @@ class TrainJob(Handle):
         lines: list[str] = []
         with contextlib.suppress(RuntimeError, TimeoutError):
             lines = list(self._client.get_job_logs(self._job, follow=False))
-        last = "\n".join(["", *lines[-_LAST_LINES:]]) if lines else ""
+        last = "\n".join(["", *lines[-LAST_LINES:]]) if lines else ""
         return self._run.result(f"{self.name} {self._last.value}.{last}")
 
 
-class LocalJob(Handle):
+class LocalJob(SharedHandle):
     """A job of the SDK's local processes: one that starts ``torchrun`` with this interpreter.
 
     Args:
@@ -348,12 +337,6 @@ class LocalJob(Handle):
             return Status.CANCELED
         return _status(self._client.get_job(self._job).status)
 
-    def output(self) -> str:
-        return self._run.output.read()
-
-    def interrupt(self, number: signal.Signals) -> None:
-        self._run.interrupt(number)
-
     def cancel(self) -> None:
         # The SDK ends the shell that it has started, and nothing that this has started.
         family = [one for one in psutil.Process().children(recursive=True) if self._owns(one)]
@@ -373,7 +356,7 @@ class LocalJob(Handle):
         if self._canceled:
             return self._run.result(f"{self.name} was ended.")
         text = "\n".join(self._client.get_job_logs(self._job, follow=False)).strip()
-        last = "\n".join(text.splitlines()[-_LAST_LINES:])
+        last = "\n".join(text.splitlines()[-LAST_LINES:])
         return self._run.result(last)
 
 

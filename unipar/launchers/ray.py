@@ -32,8 +32,8 @@ from unipar.errors import ConfigError, WorkerError
 from unipar.launch.rundir import fresh
 from unipar.launchers import ray_node
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
-from unipar.launchers.handle import Handle, Status
-from unipar.launchers.shared import SharedRun
+from unipar.launchers.handle import Status
+from unipar.launchers.shared import SharedHandle, SharedRun
 from unipar.launchers.task import Task
 from unipar.strategy import Availability
 from unipar.utils.environ import environ
@@ -227,7 +227,7 @@ class RayLauncher(SubmittingLauncher):
         )
 
 
-class RayHandle(Handle):
+class RayHandle(SharedHandle):
     """One run of Ray Train, which a thread of this process waits for.
 
     Args:
@@ -264,9 +264,6 @@ class RayHandle(Handle):
         if self._thread.is_alive():
             return Status.RUNNING if self._begun(0) else Status.WAITING
         return Status.SUCCEEDED if self._failure is None else Status.FAILED
-
-    def output(self) -> str:
-        return self._run.output.read()
 
     def interrupt(self, number: signal.Signals) -> None:
         saves = number == self._task.save_signal

@@ -22,7 +22,11 @@ from unipar.launch.local import read_result, write_payload, write_start_elsewher
 from unipar.launch.rank_names import name_ranks
 from unipar.launch.rundir import Attempt, RunDir, fresh
 from unipar.launch.worker import WORKER
+from unipar.launchers.handle import Handle
 from unipar.launchers.task import Task
+
+LAST_LINES = 15
+"""Of what a system or its command has printed, for an error."""
 
 
 class SharedRun:
@@ -51,7 +55,8 @@ class SharedRun:
         self.restarted(task.restart)
         if not self.files.payload.exists():
             write_payload(task.fn, self.files)
-        self._asked_to_end = False
+        self.asked_to_end = False
+        """Whether a signal was passed on that ends the run."""
         self.files.request.unlink(missing_ok=True)
         write_start_elsewhere(
             self.files,
@@ -76,7 +81,7 @@ class SharedRun:
 
     def interrupt(self, number: signal.Signals) -> None:
         """Ask rank 0 to send itself a signal; the ranks agree on it in their next step."""
-        self._asked_to_end |= number != self.task.save_signal
+        self.asked_to_end |= number != self.task.save_signal
         partial = self.files.request.with_suffix(".partial")
         partial.write_text(str(number.value))
         partial.replace(self.files.request)
@@ -101,7 +106,7 @@ class SharedRun:
         silent = [rank for rank in silent if rank in ranks] or silent
         first = cause(failures) if failures else None
         # Systems end what is left by a signal when one process is gone.
-        if silent and not self._asked_to_end and (first is None or first.kind is not Kind.ERROR):
+        if silent and not self.asked_to_end and (first is None or first.kind is not Kind.ERROR):
             lines = [
                 f"{name_ranks(silent).capitalize()} of {self.size} ended without a word: {ending}"
             ]
@@ -129,6 +134,18 @@ class SharedRun:
             if failure is not None:
                 found.append(failure)
         return found
+
+
+class SharedHandle(Handle):
+    """A handle of processes that are told, and tell, by way of a run's directory."""
+
+    _run: SharedRun
+
+    def output(self) -> str:
+        return self._run.output.read()
+
+    def interrupt(self, number: signal.Signals) -> None:
+        self._run.interrupt(number)
 
 
 class Tail:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 from unipar.errors import Terminated, UniparError
-from unipar.launchers.handle import Handle, Status
-from unipar.launchers.shared import SharedRun
+from unipar.launchers.handle import Status
+from unipar.launchers.shared import LAST_LINES, SharedHandle, SharedRun
 
 log = logging.getLogger("unipar.launch")
 
@@ -33,10 +32,9 @@ _ANSWER = 60.0
 _CANCELED = 120.0
 # Seconds in which a file of another machine shows here.
 _APPEARS = 30.0
-_LAST_LINES = 15
 
 
-class SlurmHandle(Handle):
+class SlurmHandle(SharedHandle):
     """A job, which its batch script or Slurm may start several times.
 
     Args:
@@ -71,9 +69,6 @@ class SlurmHandle(Handle):
     def output(self) -> str:
         earlier, self._earlier = self._earlier, ""
         return earlier + self._run.output.read()
-
-    def interrupt(self, number: signal.Signals) -> None:
-        self._run.interrupt(number)
 
     def cancel(self) -> None:
         # It says itself why it cannot.
@@ -190,5 +185,5 @@ class SlurmHandle(Handle):
         for rank in reversed(range(self._run.size)):
             path = self._folder / f"{self.job_id}_{rank}_log.err"
             if path.exists():
-                lines += path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-        return "\n".join([text, *lines[-_LAST_LINES:]])
+                lines += path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return "\n".join([text, *lines[-LAST_LINES:]])

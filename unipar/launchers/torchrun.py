@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -18,9 +17,9 @@ from unipar.errors import ConfigError
 from unipar.launch.node import NODE
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
 from unipar.launchers.command import CommandHandle, held
-from unipar.launchers.handle import Handle, Status
+from unipar.launchers.handle import Status
 from unipar.launchers.hosts import check_hosts
-from unipar.launchers.shared import SharedRun
+from unipar.launchers.shared import SharedHandle, SharedRun
 from unipar.launchers.task import Task
 
 
@@ -92,7 +91,7 @@ class TorchrunLauncher(SubmittingLauncher):
         return NodesHandle(self.commands(task), self.options.hosts or ("this machine",), run)
 
 
-class NodesHandle(Handle):
+class NodesHandle(SharedHandle):
     """One command for each node; where one fails, the others are ended.
 
     Args:
@@ -109,7 +108,7 @@ class NodesHandle(Handle):
         self._run, self._nodes = run, list[CommandHandle]()
         self._failed: list[int] = []
         self._noticed = 0.0
-        self._asked_to_end = self._canceled = False
+        self._canceled = False
         try:
             for node, (command, host) in enumerate(zip(commands, hosts, strict=True)):
                 output = f"output-{run.task.restart}-{node}.log"
@@ -131,17 +130,10 @@ class NodesHandle(Handle):
             return Status.FAILED if self._failed else Status.SUCCEEDED
         # The other ranks find out by themselves, and leave word of it; one that is stuck does not.
         late = time.monotonic() - self._noticed > self._run.task.grace_period
-        if self._failed and late and not self._asked_to_end:
+        if self._failed and late and not self._run.asked_to_end:
             self.close()
             return Status.FAILED
         return Status.RUNNING
-
-    def output(self) -> str:
-        return self._run.output.read()
-
-    def interrupt(self, number: signal.Signals) -> None:
-        self._asked_to_end |= number != self._run.task.save_signal
-        self._run.interrupt(number)
 
     def cancel(self) -> None:
         self._canceled = True
