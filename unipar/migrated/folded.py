@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from unipar import launch
+from unipar.compat.runconfig import file_beside_script, read_settings
 from unipar.config import RunConfig
 from unipar.errors import ConfigError
-from unipar.migrated.runconfig import file_beside_script, read_settings
 
 
 def config() -> RunConfig:

@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate."""
+"""Hugging Face Accelerate: its face is imported in its place, and the script stays as it is."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ from typing import ClassVar
 
 import libcst as cst
 
-from unipar.migrate.dialects.accelerate_files import read_files
-from unipar.migrate.dialects.accelerate_names import rewrite_names
-from unipar.migrate.dialects.accelerate_settings import (
-    ACCELERATOR,
-    rewrite_accelerators,
-)
-from unipar.migrate.dialects.accelerate_uses import (
-    check_backwards,
-    rewrite_uses,
-    warn_of_double_division,
-)
+from unipar.compat.accelerate_names import ACCELERATOR as MEMBERS
+from unipar.compat.accelerate_names import CALLS, TOP, UTILS
+from unipar.migrate.dialects.accelerate_files import ACCELERATOR, read_files
 from unipar.migrate.dialects.base import Dialect, Row
-from unipar.migrate.dialects.torch import LOOP_REFUSED, LOOP_ROWS, check_trains, rewrite_training
-from unipar.migrate.imports import imported
+from unipar.migrate.divisions import warn_of_divisions
+from unipar.migrate.literals import constant
 from unipar.migrate.models import find_optimizers
-from unipar.migrate.plan import Plan, Words
+from unipar.migrate.plan import Plan
 from unipar.migrate.rank_divergence import refuse_lone_saves
+from unipar.migrate.source import Source
+from unipar.migrate.tracing import keywords
 
-_REPLACED = ("model(x)", "loss.backward()", "optimizer.step()", "clip_grad_norm_(",
-             "GradScaler", "torch.autocast(")  # fmt: skip
+FACE = "unipar.compat.accelerate"
+_HERE = ("", "utils", "accelerator", "data_loader", "local_sgd", "logging", "optimizer",
+         "scheduler", "state", "tracking")  # fmt: skip
+"""The modules that the face has."""
 
 
 class Accelerate(Dialect):
@@ -35,96 +31,105 @@ class Accelerate(Dialect):
     title: ClassVar[str] = "Accelerate"
     marks: ClassVar[tuple[str, ...]] = ("accelerate.",)
     rows: ClassVar[tuple[Row, ...]] = (
-        Row("Accelerator(mixed_precision=\"bf16\", gradient_accumulation_steps=4)",
-            "accelerated.Run(gradient_accumulation_steps=4), and precision: bf16 in unipar.yaml"),
-        Row("Accelerator(cpu=True)", "device: cpu in unipar.yaml"),
-        Row("DistributedDataParallelKwargs, DeepSpeedPlugin, FullyShardedDataParallelPlugin",
-            "options of strategy: accelerate in unipar.yaml"),
+        Row("from accelerate import Accelerator", f"from {FACE} import Accelerator"),
+        Row("from accelerate.utils import set_seed", f"from {FACE}.utils import set_seed"),
+        Row("import accelerate", f"import {FACE} as accelerate"),
         Row("the file of accelerate config beside the script",
-            "the same, and device and precision"),
-        Row("ProjectConfiguration, GradientAccumulationPlugin, DataLoaderConfiguration",
-            "arguments of accelerated.Run"),
-        Row("accelerator.prepare(model), accelerator.prepare(optimizer)", "removed"),
-        Row("accelerator.prepare(loader)", "accelerator.deal(loader)"),
-        Row("accelerator.prepare(scheduler)", "accelerator.pace(scheduler)"),
-        Row("model(x)", "accelerated.engine(model)(x)"),
-        Row("accelerator.backward(loss)", "accelerated.backward(loss, optimizer)"),
-        Row("optimizer.step()", "accelerated.step(optimizer)"),
-        Row("accelerator.clip_grad_norm_(model.parameters(), 1.0)",
-            "max_grad_norm=1.0 in script.prepare"),
-        Row("accelerator.unwrap_model(model)", "model: it is not wrapped"),
-        Row("accelerator.accumulate(model), sync_gradients, gather_for_metrics(t), gather(t), "
-            "reduce(t), print(...), is_main_process, wait_for_everyone(), set_trigger(), "
-            "check_trigger(), device", "unchanged"),
-        Row("accelerator.save_state(path), load_state(path), save(...), save_model(...), "
-            "init_trackers(...), log(...), end_training()", "unchanged"),
-        Row("accelerator.distributed_type == DistributedType.XLA", "False"),
-        Row("set_seed(0), get_logger(__name__), skip_first_batches(loader, 3)",
-            "accelerated.set_seed(0), accelerated.get_logger(__name__), "
-            "accelerated.skip_first_batches(loader, 3)"),
-        *(row for row in LOOP_ROWS if not row.before.startswith(_REPLACED)),
+            "strategy, device and precision in unipar.yaml"),
     )  # fmt: skip
-
-    refused: ClassVar[tuple[Row, ...]] = (
-        Row("zero_grad() before accelerator.backward(loss) under accumulate()",
-            "All micro-batches but the last are thrown away. Call it after the step."),
-        Row("clip_grad_norm_ under accumulate() without `if accelerator.sync_gradients:`",
-            "It clips what is there after each micro-batch. Add the condition."),
-        Row("norm = accelerator.clip_grad_norm_(...)",
-            "The strategy clips in the step. StepResult.grad_norm is the norm."),
-        Row("accelerator.prepare(*objects)", "Write out what is prepared."),
-        Row("a model or an optimizer that is not prepared",
-            "Replicas drift apart; steps are taken at every micro-batch. Prepare it."),
-        Row("loss.backward() in an accumulation, or under fp16",
-            "It is neither divided nor scaled. Call accelerator.backward(loss)."),
-        Row("a second Accelerator, but in another branch",
-            "It shares the state of the first. Build one, and hand it on."),
-        Row("accelerator.backward(loss, retain_graph=True)",
-            "An engine's backward takes a loss and nothing else."),
-        Row("accelerator.distributed_type == DistributedType.MULTI_GPU, "
-            "accelerator.state.deepspeed_plugin, trackers, get_tracker, "
-            "split_between_processes, join_uneven_inputs, profile, "
-            "register_save_state_pre_hook",
-            "These are Accelerate's own. Leave them out, or port them by hand."),
-        Row("if accelerator.is_main_process: accelerator.save_state(path)",
-            "All ranks write it together, and would wait for ever. Let all come to it."),
-        Row("PartialState, accelerate.utils.gather", "Use the Accelerator's methods."),
-        Row("notebook_launcher(train, num_processes=2)",
-            "Call train(): a notebook is one process. torchrun starts several of a script."),
-        Row("Accelerator(rng_types=..., dynamo_backend=..., mixed_precision=\"fp8\")",
-            "unipar has no counterpart. Leave it out."),
-        *LOOP_REFUSED,
-    )  # fmt: skip
+    refused: ClassVar[tuple[Row, ...]] = tuple(
+        Row(row.names.replace(" ", "`, `"), row.why)
+        for table in (CALLS, MEMBERS, TOP, UTILS)
+        for row in table.rows
+        if row.fate == "refused"
+    )
 
     def rewrite(self, plan: Plan) -> None:
-        find_optimizers(plan)
         plan.launcher = "torchrun"
-        plan.words = Words("accelerated.backward", ("accelerated.step(", ")"), "accelerated.engine")
-        if not plan.calls(*ACCELERATOR):
-            _refuse_unbuilt(plan)
-            return
-        trains = check_trains(plan)
-        rewrite_accelerators(plan)
-        read_files(plan)
-        rewrite_uses(plan)
+        for source in plan.sources:
+            for node in source.all(cst.ImportFrom):
+                _rewrite_from(plan, source, node)
+            for node in source.all(cst.Import):
+                _rewrite_import(plan, source, node)
+        find_optimizers(plan)
+        built = plan.calls(*ACCELERATOR)
+        if built:
+            read_files(plan, built[0][1])
         refuse_lone_saves(plan, ("save_state", "save_model"), *ACCELERATOR)
-        if trains:
-            check_backwards(plan)
-            warn_of_double_division(plan)
-            device = plan.config.pop("device", None)
-            rewrite_training(plan, wrapped=False)
-            # Accelerate takes the GPU where there is one, whatever tensors the script moves.
-            plan.config.pop("device", None)
-            if device is not None:
-                plan.config["device"] = device
-        rewrite_names(plan)
+        _refuse_members(plan)
+        _warn_of_double_division(plan, [call for _, call in built])
 
 
-def _refuse_unbuilt(plan: Plan) -> None:
-    for source in plan.sources:
-        for node in (*source.all(cst.Import), *source.all(cst.ImportFrom)):
-            if any(one.startswith("accelerate") for one in imported(node)):
-                plan.refuse(
-                    node, "no Accelerator is seen to be built.",
-                    "Give migrate the file that builds it too.",
-                )  # fmt: skip
+def _rewrite_from(plan: Plan, source: Source, node: cst.ImportFrom) -> None:
+    if node.module is None or node.relative:
+        return
+    module = source.code(node.module)
+    if module.partition(".")[0] != "accelerate":
+        return
+    inside = module.partition(".")[2]
+    table = TOP if not inside else UTILS if inside.partition(".")[0] == "utils" else None
+    listed = () if isinstance(node.names, cst.ImportStar) else node.names
+    for alias in listed:
+        name = source.code(alias.name)
+        row = table.find(name) if table is not None else None
+        if row is not None and row.fate == "refused" and not (inside == "" and name in _HERE):
+            plan.refuse(alias, f"the face has no {name}.", row.why)
+    if inside.partition(".")[0] not in _HERE or (not inside and not listed):
+        plan.refuse(
+            node, f"the face has no accelerate{'.' if inside else ''}{inside}.",
+            "Import names from accelerate or accelerate.utils.",
+        )  # fmt: skip
+    # What accelerate.utils is made of is one module here.
+    short = inside.partition(".")[0]
+    plan.replace(node.module, f"{FACE}.{short}" if short else FACE)
+
+
+def _rewrite_import(plan: Plan, source: Source, node: cst.Import) -> None:
+    for alias in node.names:
+        module = source.code(alias.name)
+        if module.partition(".")[0] != "accelerate":
+            continue
+        if alias.asname is not None:
+            plan.replace(alias.name, f"{FACE}{module.removeprefix('accelerate')}")
+        elif module == "accelerate":
+            plan.replace(alias, f"{FACE} as accelerate")
+        else:
+            plan.refuse(
+                node, f"import {module} binds the name accelerate.",
+                f"Write import accelerate, or from {module} import ….",
+            )  # fmt: skip
+
+
+def _refuse_members(plan: Plan) -> None:
+    """Refuse, where it can be seen, what the face refuses when it is called."""
+    names = [
+        name
+        for row in MEMBERS.rows
+        if row.fate == "refused"
+        for name in row.names.split()
+        if "*" not in name
+    ]
+    for _, call, func in plan.methods(*names):
+        if plan.made_by(plan.flow.values(func.value), *ACCELERATOR):
+            row = MEMBERS.find(func.attr.value)
+            assert row is not None
+            plan.refuse(call, f"the face refuses {func.attr.value}.", row.why)
+
+
+def _warn_of_double_division(plan: Plan, built: list[cst.Call]) -> None:
+    """Call out losses that the script divides, and ``accelerator.backward`` divides too."""
+    if all(_accumulates_nothing(plan, call) for call in built):
+        return
+    losses = [
+        (plan.flow.source(call), call, call.args[0].value)
+        for _, call, func in plan.methods("backward")
+        if call.args and plan.made_by(plan.flow.values(func.value), *ACCELERATOR)
+    ]
+    warn_of_divisions(plan, losses, divided_by="accelerator.backward")
+
+
+def _accumulates_nothing(plan: Plan, call: cst.Call) -> bool:
+    given = keywords(plan, call)
+    if given is None or "gradient_accumulation_plugin" in given:
+        return False
+    return all(constant(one) == 1 for one in given.get("gradient_accumulation_steps", ()))

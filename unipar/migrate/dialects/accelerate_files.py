@@ -6,8 +6,10 @@ from typing import Any
 
 import libcst as cst
 
-from unipar.migrate.dialects.accelerate_settings import ACCELERATOR, PRECISIONS
 from unipar.migrate.plan import Plan
+
+ACCELERATOR = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
+_PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
 
 _MACHINE = ("compute_environment", "distributed_type", "main_process_ip", "main_process_port",
             "main_training_function", "machine_rank", "num_machines", "num_processes", "gpu_ids",
@@ -18,12 +20,17 @@ _DISTRIBUTED = {"NO": "ddp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED"
                 "FSDP": "fsdp"}  # fmt: skip
 
 
-def read_files(plan: Plan) -> None:
-    """Turn the file of ``accelerate config`` beside the script into ``plan.config``."""
+def read_files(plan: Plan, call: cst.Call) -> None:
+    """Turn the file of ``accelerate config`` beside the script into ``plan.config``.
+
+    Args:
+        plan: the program.
+        call: builds the ``Accelerator``.
+    """
     for name, text in sorted(plan.settings.items()):
         found = _parsed(text) if name.endswith((".yaml", ".yml")) else None
         if found is not None:
-            _read_file(plan, name, found)
+            _read_file(plan, call, name, found)
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
@@ -37,8 +44,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "compute_environment" in found else None
 
 
-def _read_file(plan: Plan, name: str, found: dict[str, Any]) -> None:
-    call = plan.calls(*ACCELERATOR)[0][1]
+def _read_file(plan: Plan, call: cst.Call, name: str, found: dict[str, Any]) -> None:
     plugin = _DISTRIBUTED.get(str(found.get("distributed_type", "NO")))
     if plugin is None:
         plan.refuse(
@@ -47,13 +53,14 @@ def _read_file(plan: Plan, name: str, found: dict[str, Any]) -> None:
         )  # fmt: skip
         return
     precision = str(found.get("mixed_precision", "no"))
-    if precision not in PRECISIONS:
-        plan.refuse(call, f"{name} asks for precision {precision}.", "Use no, bf16 or fp16.")
-    elif "precision" not in plan.config and precision != "no":
-        plan.config["precision"] = PRECISIONS[precision]
+    if precision not in _PRECISIONS:
+        words = ", ".join(_PRECISIONS)
+        plan.refuse(call, f"{name} asks for precision {precision}.", f"Use one of {words}.")
+    elif precision != "no":
+        plan.config["precision"] = _PRECISIONS[precision]
     if found.get("use_cpu"):
         plan.set(call, "device", "cpu")
-    options: dict[str, Any] = {} if plugin == "ddp" else {"plugin": plugin}
+    options: dict[str, Any] = {}
     for key, value in found.items():
         if key == "deepspeed_config" and plugin == "deepspeed":
             options |= _translated(plan, call, name, value or {}, _DEEPSPEED)
@@ -64,10 +71,14 @@ def _read_file(plan: Plan, name: str, found: dict[str, Any]) -> None:
                 call, f"{name} sets {key}: {value}, which unipar.yaml cannot say.",
                 "Leave it out of the file.",
             )  # fmt: skip
-    old = plan.config["strategy"]
-    if options:
-        before = {} if isinstance(old, str) else {k: v for k, v in old.items() if k != "name"}
-        plan.config["strategy"] = {"name": "accelerate", **options, **before}
+    if plugin == "deepspeed":
+        stage = options.pop("stage", 2)
+        known = {"name": f"zero{stage}"} if stage else {"name": plugin, "stage": 0}
+        plan.config["strategy"] = {**known, **options} if options or not stage else known["name"]
+    elif plugin == "fsdp":
+        reshards = options.pop("reshard_after_forward", True)
+        options |= {} if reshards else {"sharding": "grad_op"}
+        plan.config["strategy"] = {"name": "fsdp", **options} if options else "fsdp"
     plan.tell(
         call,
         f"{name} is in unipar.yaml now: accelerate launch, and this file, are no longer needed.",

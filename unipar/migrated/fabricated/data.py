@@ -16,9 +16,9 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from unipar.compat.loaders import settings_of
 from unipar.data import move_to
 from unipar.errors import ConfigError
-from unipar.migrated.loaders import settings_of
 from unipar.session import Session
 
 

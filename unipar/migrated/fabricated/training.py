@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from unipar.compat.fp32_outputs import Widened
 from unipar.migrated import script
-from unipar.migrated.fp32_outputs import Widened
 
 
 def engine(model: nn.Module) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from torch's generators or seeds them.
 
 from __future__ import annotations
 
-from unipar.migrated.runconfig import ScriptConfig
+from unipar.compat.runconfig import ScriptConfig
 from unipar.migrated.script.data import split
 from unipar.migrated.script.engines import (
     autocast,

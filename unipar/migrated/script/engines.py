@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from unipar.compat.runconfig import FILE
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 from unipar.loss import LossSum
-from unipar.migrated.runconfig import FILE
 from unipar.migrated.script.run import (
     Prepared,
     current,

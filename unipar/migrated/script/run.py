@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unipar.migrated.runconfig import ScriptConfig, file_beside_script, read_config
+from unipar.compat.runconfig import ScriptConfig, file_beside_script, read_config
 from unipar.session import Session, find_placement
 from unipar.strategy import Engine
 from unipar.utils.devices import resolve_device_type

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from unipar.migrated.loaders import settings_of
+from unipar.compat.loaders import settings_of
 from unipar.world import World
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from unipar.compat.gathering import GatheredModel, GatheredOptimizer, Unprepared
 from unipar.errors import ConfigError
 from unipar.migrated.script import exchange
 from unipar.migrated.script.engines import is_prepared
-from unipar.migrated.script.gathering import GatheredModel, GatheredOptimizer, Unprepared
 from unipar.migrated.script.run import current, session, world
 
 

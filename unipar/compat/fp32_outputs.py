@@ -19,16 +19,17 @@ class Widened:
         self._computes = computes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _fp32(self._computes(*args, **kwargs))
+        return fp32(self._computes(*args, **kwargs))
 
 
-def _fp32(value: Any) -> Any:
+def fp32(value: Any) -> Any:
+    """The value with every half-precision tensor in it in fp32; a mutable mapping is changed."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
     if isinstance(value, MutableMapping):  # The outputs of models of transformers, too.
         for key in list(value):
-            value[key] = _fp32(value[key])
+            value[key] = fp32(value[key])
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_fp32, value))
-    return type(value)(map(_fp32, value)) if isinstance(value, (list, tuple)) else value
+        return type(value)(*map(fp32, value))
+    return type(value)(map(fp32, value)) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,159 @@
+"""Data is shared as Accelerate shares it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from unipar.compat.accelerate.data_loader import (
+    DealtLoader,
+    SeedableRandomSampler,
+    skip_first_batches,
+)
+from unipar.compat.accelerate.plugins import GradientAccumulationPlugin
+from unipar.compat.accelerate.scheduler import Paced
+from unipar.compat.accelerate.state import GradientState
+from unipar.compat.accelerate.streams import ShardedStream
+from unipar.errors import ConfigError
+from unipar.world import Placement, World
+
+
+class Rank(World):
+    """One of several ranks, without the others: what is broadcast is what it has."""
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+class Stream(IterableDataset):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self):
+        return iter(range(self.length))
+
+
+def dealt(loader: DataLoader, rank: int, size: int, **how: Any) -> DealtLoader:
+    given: dict[str, Any] = {"split": False, "even": True, "place": True, **how}
+    return DealtLoader(
+        loader, Rank(Placement(rank=rank, size=size)), enter=lambda *_: None, **given
+    )
+
+
+@pytest.mark.parametrize("samples", [1, 3, 7, 12, 16, 17])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("even", [False, True])
+def test_batches_are_dealt_as_accelerate_deals_them(
+    samples: int, size: int, drop_last: bool, split: bool, even: bool
+) -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    batch = 2 * size if split else 3
+    data = TensorDataset(torch.arange(samples))
+    for rank in range(size):
+        loader = DataLoader(data, batch_size=batch, drop_last=drop_last)
+        mine = dealt(loader, rank, size, split=split, even=even)
+        expected = theirs.BatchSamplerShard(
+            BatchSampler(SequentialSampler(data), batch, drop_last),
+            num_processes=size, process_index=rank, split_batches=split, even_batches=even,
+        )  # fmt: skip
+        assert [b[0].tolist() for b in mine] == list(expected)
+        if even or not split:
+            assert len(mine) == len(expected)
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_batches_without_a_size_are_dealt_whole(even: bool) -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    batches = [[0, 1, 2], [3], [4, 5], [6], [7, 8]]
+    for rank in range(2):
+        mine = dealt(DataLoader(range(9), batch_sampler=batches), rank, 2, even=even)  # pyright: ignore[reportArgumentType]
+        expected = theirs.BatchSamplerShard(batches, 2, rank, False, even)
+        assert [b.tolist() for b in mine] == [list(one) for one in expected]
+
+
+@pytest.mark.parametrize("samples", [3, 8, 11])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_streams_are_read_as_accelerate_reads_them(samples: int, drop: bool, split: bool) -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    for rank in range(2):
+        expected = theirs.IterableDatasetShard(
+            Stream(samples), batch_size=4, drop_last=drop, num_processes=2, process_index=rank,
+            split_batches=split,
+        )  # fmt: skip
+        world = Rank(Placement(rank=rank, size=2))
+        assert list(ShardedStream(Stream(samples), 4, world, drop=drop, split=split)) == list(
+            expected
+        )
+
+
+def test_a_seeded_order_is_accelerates() -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    data = TensorDataset(torch.arange(12))
+    loader = dealt(DataLoader(data, batch_size=3, shuffle=True), 0, 2, seed=5)
+    expected = theirs.SeedableRandomSampler(range(12), data_seed=5, generator=torch.Generator())
+    for _ in range(2):
+        order = list(expected)
+        assert [one for batch in loader for one in batch[0].tolist()] == order[:3] + order[6:9]
+    batches: Any = loader.batch_sampler
+    assert isinstance(batches.batches.sampler, SeedableRandomSampler)
+
+
+def test_a_loader_knows_its_end_before_the_batch_is_used() -> None:
+    loader = dealt(DataLoader(TensorDataset(torch.arange(10)), batch_size=3), 0, 2)
+    ends = [loader.end_of_dataloader for _ in loader]
+    assert ends == [False, True]
+    assert loader.remainder == 4
+
+
+def test_skipping_leaves_out_what_was_read() -> None:
+    loader = dealt(DataLoader(TensorDataset(torch.arange(16)), batch_size=2), 0, 2)
+    whole = [batch[0].tolist() for batch in loader]
+    rest = skip_first_batches(loader, 3)
+    assert [batch[0].tolist() for batch in rest] == whole[3:]
+    assert (len(rest), rest.iteration, len(loader)) == (1, 2, 4)
+    plain = skip_first_batches(DataLoader(range(6), batch_size=2), 1)  # pyright: ignore[reportArgumentType]
+    assert [batch.tolist() for batch in plain] == [[2, 3], [4, 5]]
+
+
+def test_what_cannot_be_dealt_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match="split_batches cuts each batch into 2 equal parts"):
+        dealt(DataLoader(TensorDataset(torch.arange(4)), batch_size=3), 0, 2, split=True)
+    with pytest.raises(ConfigError, match="has batch_size=None, so there are no batches"):
+        dealt(DataLoader(TensorDataset(torch.arange(4)), batch_size=None), 0, 2)
+
+
+def test_a_paced_scheduler_steps_once_for_each_rank() -> None:
+    class Skipped:
+        step_was_skipped = False
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    state, followed = GradientState(GradientAccumulationPlugin()), Skipped()
+    given: Any = [followed]
+
+    def paced(*, split: bool = False) -> Paced:
+        return Paced(scheduler, given, state, times=3, with_optimizer=True, split=split)
+
+    optimizer.step()
+    paced().step()
+    assert paced().get_last_lr() == [0.125]
+    state.sync_gradients = False
+    paced().step()
+    state.sync_gradients, followed.step_was_skipped = True, True
+    paced().step()
+    assert paced().get_last_lr() == [0.125]
+    followed.step_was_skipped = False
+    paced(split=True).step()
+    assert paced().get_last_lr() == [0.0625]

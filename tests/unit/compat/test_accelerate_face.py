@@ -1,0 +1,223 @@
+"""What a script meets in one process: values as before, or an error that names call and remedy."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from unipar.compat.accelerate import (
+    Accelerator,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    notebook_launcher,
+)
+from unipar.compat.accelerate.utils import (
+    AutocastKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    is_tensorboard_available,  # pyright: ignore[reportAttributeAccessIssue]
+    set_seed,
+)
+from unipar.compat.run import current
+from unipar.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr("unipar.compat.run.file_beside_script", lambda: tmp_path / "unipar.yaml")
+    monkeypatch.chdir(tmp_path)
+    yield
+    current.close()
+
+
+def parts(accelerator: Accelerator) -> Any:
+    set_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator.prepare(model, optimizer, DataLoader(torch.randn(8, 3), batch_size=2))  # pyright: ignore[reportArgumentType]
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any, x: torch.Tensor) -> float:
+    loss = model(x).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_a_step_is_torchs() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(accelerator)
+    set_seed(0)
+    plain = nn.Linear(3, 1)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x in loader:
+        loss = plain(x).square().mean()
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        assert step(accelerator, model, optimizer, x) == loss.item()
+    assert torch.equal(accelerator.unwrap_model(model).get_parameter("weight"), plain.weight)
+
+
+def test_a_norm_is_known_after_the_step() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(accelerator)
+    accelerator.backward(model(next(iter(loader))).square().mean())
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
+    with pytest.raises(ConfigError, match=r"read before optimizer.step\(\).*Read it after"):
+        norm.item()
+    optimizer.step()
+    assert f"{norm:.4f}" == f"{expected:.4f}"
+    assert isinstance(norm, torch.Tensor)
+    assert float(norm + 1) == pytest.approx(float(expected) + 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda a, m, o, x: a.backward(x, retain_graph=True), "takes a loss and nothing else"),
+        (lambda a, m, o, x: o.step(), r"optimizer.step\(\) came without a gradient"),
+        (lambda a, m, o, x: o.step(lambda: x), "runs the model several times in a step"),
+        (lambda a, m, o, x: a.clip_grad_norm_(m.parameters(), 1.0), "came before accelerator"),
+        (lambda a, m, o, x: a.clip_grad_norm_(m.parameters(), 1.0, 1), "clip to a 2-norm above 0"),
+        (lambda a, m, o, x: a.clip_grad_norm_([m.weight], 1.0), "not those of one prepared model"),
+        (lambda a, m, o, x: a.clip_grad_value_(m.parameters(), 1.0), "Use clip_grad_norm_"),
+        (
+            lambda a, m, o, x: a.register_save_state_pre_hook(print),
+            "Checkpoints are written by all",
+        ),
+        (lambda a, m, o, x: a.register_for_checkpointing(1), "was given a int, which has no"),
+        (lambda a, m, o, x: a.prepare(torch.optim.SGD(m.parameters(), 1)), "two optimizers update"),
+        (lambda a, m, o, x: copy.deepcopy(m), "Copy the model before it is prepared"),
+        (lambda a, m, o, x: o.add_param_group({"params": []}), "Add the group before"),
+        (lambda a, m, o, x: a.save_state(), "nothing says where checkpoints are"),
+        (lambda a, m, o, x: a.init_trackers("p") or a.get_tracker("x").log_images, "log_images"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_where_it_is_called(call: Any, said: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(accelerator)
+    loss = model(next(iter(loader))).square().mean()
+    with pytest.raises((ConfigError, AttributeError), match=said):
+        call(accelerator, model, optimizer, loss)
+
+
+def test_clipping_in_an_accumulation_is_refused() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, _, loader = parts(accelerator)
+    x = next(iter(loader))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum())
+        with pytest.raises(ConfigError, match=r"`if accelerator.sync_gradients:` before it"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mixed_precision": "tf32"}, "Choose of no, fp8, fp16, bf16"),
+        ({"log_with": "comet_ml"}, "there is no tracker 'comet_ml' here"),
+        ({"log_with": "tensorboard"}, r"Accelerator\(project_dir='runs'\)"),
+        ({"megatron_lm_plugin": 1}, "Use strategy: mesh"),
+        ({"kwargs_handlers": [1]}, "holds int, which is no handler"),
+        ({"kwargs_handlers": [AutocastKwargs(enabled=False)]}, "Models compute in the run's prec"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(dim=1)]}, "Leave dim out"),
+        ({"dataloader_config": DataLoaderConfiguration(use_stateful_dataloader=True)},
+         "Leave use_stateful_dataloader out"),
+        ({"project_config": ProjectConfiguration(save_on_each_node=True)}, "save_on_each_node"),
+        ({"dynamo_plugin": TorchDynamoPlugin(use_regional_compilation=True)}, "regional"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={"optimizer": {}})},
+         "Build the optimizer in the script"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config="none.json")}, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_settings_without_counterpart_are_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Accelerator(cpu=True, **given)
+
+
+def test_plugins_become_options() -> None:
+    assert DistributedDataParallelKwargs(
+        find_unused_parameters=True, comm_hook=DDPCommunicationHookType.BF16
+    ).options() == {"find_unused_parameters": True, "compression": "bf16"}
+    assert FullyShardedDataParallelPlugin(
+        sharding_strategy="SHARD_GRAD_OP", cpu_offload=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap="Block,Head",
+    ).options() == {"name": "fsdp", "sharding": "grad_op", "cpu_offload": True,
+                    "wrap": ("Block", "Head")}  # fmt: skip
+    assert DeepSpeedPlugin(
+        zero_stage=3, gradient_clipping=0.5, offload_param_device="nvme",
+        offload_param_nvme_path="/local",
+    ).asked() == {
+        "strategy": {"name": "zero3", "offload_parameters": True, "nvme_path": "/local"},
+        "max_grad_norm": 0.5,
+    }  # fmt: skip
+    config = {"bf16": {"enabled": True}, "train_batch_size": "auto", "zero_optimization": {
+        "stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"}}  # fmt: skip
+    assert DeepSpeedPlugin(hf_ds_config=config).asked() == {
+        "precision": "bf16", "strategy": {"name": "zero2", "overlap_comm": False},
+    }  # fmt: skip
+
+
+def test_settings_from_outside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unipar.yaml").write_text("precision: bf16\n")
+    monkeypatch.setenv("UNIPAR_STRATEGY", "ddp")
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    assert accelerator.mixed_precision == "bf16"
+    assert current.session is not None
+    assert current.session.strategy.name == "ddp"
+    assert Accelerator().mixed_precision == "bf16"
+    with pytest.raises(ConfigError, match="the run is open with"):
+        Accelerator(strategy="fsdp")
+
+
+def test_a_face_says_what_it_has_not() -> None:
+    with pytest.raises(ImportError, match=r"has no init_empty_weights\. It spreads a model"):
+        from unipar.compat.accelerate import init_empty_weights  # noqa: F401  # pyright: ignore
+    with pytest.raises(ImportError, match=r"has no nonsense\. accelerate.utils has no such"):
+        from unipar.compat.accelerate.utils import nonsense  # noqa: F401  # pyright: ignore
+    assert is_tensorboard_available()
+    with pytest.raises(ConfigError, match="A notebook is one process here"):
+        notebook_launcher(print, num_processes=2)
+
+
+def test_an_optimizer_without_its_model_says_so() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(2, 1)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="the model that it updates was not"):
+        optimizer.step()
+    model = accelerator.prepare(model)
+    step(accelerator, model, optimizer, torch.ones(1, 2))
+
+
+def test_gradients_that_another_loss_has_left_are_not_added_in_silence() -> None:
+    accelerator = Accelerator(cpu=True)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    a, b = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second))
+    first, second, a, b = accelerator.prepare(first, second, a, b)
+    x = torch.ones(1, 2)
+    a.zero_grad()
+    accelerator.backward(second(first(x)).sum())
+    with pytest.raises(ConfigError, match=r"put them into one nn\.Module"):
+        b.step()
+    a.step()
+    with pytest.raises(ConfigError, match=re.escape("Call this optimizer's zero_grad() before")):
+        accelerator.backward(second(x).sum())
+    b.zero_grad()
+    accelerator.backward(second(x).sum())
+    b.step()

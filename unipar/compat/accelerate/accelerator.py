@@ -1,0 +1,471 @@
+"""The ``Accelerator``: its settings, what it prepares, and a step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from unipar.compat.accelerate import profiling
+from unipar.compat.accelerate.data_loader import DealtLoader
+from unipar.compat.accelerate.exchange import Exchange
+from unipar.compat.accelerate.keeping import Keeping
+from unipar.compat.accelerate.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    PrecisionType,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    handlers,
+)
+from unipar.compat.accelerate.scheduler import Paced
+from unipar.compat.accelerate.state import AcceleratorState, GradientState
+from unipar.compat.accelerate.tracking import Trackers
+from unipar.compat.accelerate_names import ACCELERATOR, refuse
+from unipar.compat.models import PreparedModel, led_to
+from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.run import current
+from unipar.engine import COMPUTE_DTYPES
+from unipar.errors import ConfigError
+
+_LEFT_OUT: Any = object()
+
+
+class Accelerator(Exchange, Keeping):
+    """Accelerate's, over a run under any strategy that takes a script's own loop. Collective.
+
+    Arguments are Accelerate's. ``unipar.yaml`` and the environment win over ``mixed_precision``,
+    ``cpu``, plugins and handlers, which are settings of the run and options of its strategy.
+
+    Args:
+        strategy: what ``unipar.yaml`` may say instead; left out: a plugin's, or ``ddp`` on several
+            ranks and ``single`` on one.
+
+    Raises:
+        ConfigError: a setting has no counterpart, or the strategy cannot run here.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _LEFT_OUT,
+        mixed_precision: str | PrecisionType | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[Any] | None = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Iterable[KwargsHandler] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        strategy: str | dict[str, Any] | None = None,
+    ) -> None:
+        for name, value in (
+            ("torch_tp_plugin", torch_tp_plugin),
+            ("megatron_lm_plugin", megatron_lm_plugin),
+            ("parallelism_config", parallelism_config),
+        ):
+            if value is not None:
+                refuse(f"Accelerator({name}=…)")
+        held = handlers(kwargs_handlers or ())
+        plugin = deepspeed_plugin or deepspeed_plugins
+        if isinstance(plugin, dict):
+            refuse("Accelerator(deepspeed_plugins={…})")
+        deepspeed: dict[str, Any] = plugin.asked() if plugin is not None else {}
+        steps = {int(gradient_accumulation_steps), deepspeed.get("accumulation", 1)} - {1}
+        if gradient_accumulation_plugin is not None:
+            steps.add(gradient_accumulation_plugin.num_steps or 1)
+        if len(steps) > 1:
+            raise ConfigError(
+                f"gradients are to be accumulated over {' and over '.join(map(str, steps))} "
+                "micro-batches. Say it once: as an argument, or by one plugin."
+            )
+        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin(
+            num_steps=next(iter(steps), 1)
+        )
+        accumulation.check()
+        self.gradient_state = GradientState(accumulation)
+        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        self.project_configuration.check()
+        if project_dir is not None and self.project_configuration.project_dir is None:
+            self.project_configuration.set_directories(project_dir)
+        data = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not _LEFT_OUT:
+            data.split_batches = split_batches
+        data.check()
+        self.dataloader_config = data
+        if dynamo_backend is not None:
+            dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)
+        self._compile = (dynamo_plugin or TorchDynamoPlugin()).compile()
+        self._max_grad_norm: float | None = deepspeed.get("max_grad_norm")
+        recomputes = fsdp_plugin is not None and fsdp_plugin.activation_checkpointing
+        self._recompute = "full" if recomputes else "off"
+        self._autocast: Any = held.get(AutocastKwargs)
+        if self._autocast is not None and not self._autocast.enabled:
+            refuse("kwargs_handlers=[AutocastKwargs(enabled=False)]")
+        self._profile: Any = held.get(ProfileKwargs)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = [str(one) for one in rng_types] if rng_types else ["generator"]
+        logging_dir = self.project_configuration.logging_dir
+        self._trackers = Trackers(log_with, Path(logging_dir) if logging_dir else None)
+        self._models: list[PreparedModel] = []
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[Paced] = []
+        self._dataloaders: list[DealtLoader] = []
+        self._custom_objects: list[Any] = []
+        self.step = 0
+
+        asked: dict[str, Any] = {}
+        if "precision" in deepspeed:
+            asked["precision"] = deepspeed["precision"]
+        if mixed_precision is not None:
+            asked["precision"] = _precision(mixed_precision)
+        if cpu:
+            asked["device"] = "cpu"
+        timeout = getattr(held.get(InitProcessGroupKwargs), "timeout", None)
+        if timeout is not None:
+            asked["timeout"] = timeout.total_seconds()
+        chosen = strategy or deepspeed.get("strategy")
+        if chosen is None and fsdp_plugin is not None:
+            chosen = fsdp_plugin.options()
+        ddp = held.get(DistributedDataParallelKwargs)
+        if chosen is None and isinstance(ddp, DistributedDataParallelKwargs):
+            options = ddp.options()
+            several = current.placement("cpu" if cpu else "auto").size > 1
+            chosen = {"name": "ddp", **options} if options and several else None
+        if chosen is not None:
+            asked["strategy"] = chosen
+        self._session = current.open(asked)
+        self.state = AcceleratorState()
+        assert current.config is not None
+        precision = current.config.precision
+        self._half = None if precision == "fp32" else COMPUTE_DTYPES[precision]
+        self._may_skip = precision == "fp16" or current.config.on_nan == "skip"
+
+    # -- preparing -------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Take over models, optimizers, loaders and schedulers, in any order and number.
+
+        A model is put under the strategy when its optimizer is here as well. Collective.
+
+        Args:
+            args: objects; what is none of these comes back as it is.
+            device_placement: whether each is moved to the device; left out: as the run does.
+
+        Returns:
+            What takes the place of each, in the same order; a single one by itself.
+
+        Raises:
+            ConfigError: the strategy cannot train them so.
+        """
+        placed = device_placement or [None] * len(args)
+        if len(placed) != len(args):
+            raise ConfigError(
+                f"device_placement has {len(placed)} elements for {len(args)} objects. Give one "
+                "for each."
+            )
+        found = [self._taken(one, place) for one, place in zip(args, placed, strict=True)]
+        self._take_up()
+        found = [self._paced(one) for one in found]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _taken(self, one: Any, place: bool | None) -> Any:
+        if isinstance(one, DataLoader):
+            return self.prepare_data_loader(one, place)
+        if isinstance(one, nn.Module):
+            return self._add_model(one, place)
+        return self._add_optimizer(one) if isinstance(one, Optimizer) else one
+
+    def _paced(self, one: Any) -> Any:
+        return self.prepare_scheduler(one) if isinstance(one, LRScheduler) else one
+
+    def prepare_data_loader(
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
+    ) -> Any:
+        """This rank's share of a loader's batches, on the device."""
+        if isinstance(data_loader, DealtLoader):
+            return data_loader
+        if slice_fn_for_dispatch is not None:
+            refuse("prepare_data_loader(slice_fn_for_dispatch=…)")
+        data = self.dataloader_config
+        seed = data.data_seed if data.data_seed is not None else torch.initial_seed()
+        dealt = DealtLoader(
+            data_loader, self._session.world, split=data.split_batches, even=data.even_batches,
+            place=self.device_placement if device_placement is None else device_placement,
+            enter=self.gradient_state.enter, dispatch=data.dispatch_batches,
+            seed=seed if data.use_seedable_sampler else None, synchronized=self.rng_types,
+        )  # fmt: skip
+        self._dataloaders.append(dealt)
+        return dealt
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> PreparedModel:
+        """Take over a model; one that is only evaluated computes by itself."""
+        prepared = self._add_model(model, device_placement)
+        self._take_up()
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Take over an optimizer, and put its model under the strategy if it is here."""
+        prepared = self._add_optimizer(optimizer)
+        self._take_up()
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Paced:
+        """The scheduler, stepped when its optimizer steps."""
+        if isinstance(scheduler, Paced):
+            return scheduler
+        followed = getattr(scheduler, "optimizer", None)
+        own = [one for one in self._optimizers if followed in (one, one.optimizer)]
+        paced = Paced(
+            scheduler, own or self._optimizers, self.gradient_state,
+            times=self._session.world.data_size, split=self.split_batches,
+            with_optimizer=self.step_scheduler_with_optimizer,
+        )  # fmt: skip
+        self._schedulers.append(paced)
+        return paced
+
+    def _add_model(self, model: nn.Module, place: bool | None) -> PreparedModel:
+        if isinstance(model, PreparedModel):
+            return model
+        if hasattr(model, "_orig_mod"):
+            refuse("prepare(torch.compile(model))")
+        moved = self.device_placement if place is None else place
+        device = self._session.world.device if moved else None
+        prepared = PreparedModel(model, self._session, half=self._half, device=device)
+        self._models.append(prepared)
+        if not any(one.requires_grad for one in model.parameters()):
+            prepared.share()
+        return prepared
+
+    def _add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        if isinstance(optimizer, PreparedOptimizer):
+            return optimizer
+        state = self.gradient_state
+        prepared = PreparedOptimizer(
+            optimizer, self._session, accumulating=lambda: not state.sync_gradients,
+            may_skip=self._may_skip,
+        )  # fmt: skip
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _take_up(self) -> None:
+        """Put every model under the strategy whose optimizer is here."""
+        for optimizer in self._optimizers:
+            model = None if optimizer.training else optimizer.model_among(self._models)
+            if model is not None:
+                optimizer.takes_up(
+                    model, name=self._unused_name(), max_grad_norm=self._max_grad_norm,
+                    compile=self._compile, activation_checkpointing=self._recompute,
+                )  # fmt: skip
+
+    def _unused_name(self) -> str:
+        number, name = 1, "model"
+        while name in self._session.engines:
+            number += 1
+            name = f"model{number}"
+        return name
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything that was prepared.
+
+        Returns:
+            ``None`` for each object, to put in its place.
+        """
+        for model in self._models:
+            if model.training_by is not None:
+                self._session.release(model.training_by.engine.spec.name)
+        self._models, self._optimizers = [], []
+        self._schedulers, self._dataloaders, self.step = [], [], 0
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [None] * len(objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """:meth:`free_memory`."""
+        return self.free_memory(*objects)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch; the last of a step, or of the data, sets :attr:`sync_gradients`."""
+        state = self.gradient_state
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step, state.sync_gradients = 0, True
+        else:
+            self.step += 1
+            state.sync_gradients = self.step % state.num_steps == 0
+        yield
+
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Nothing: an engine reduces gradients when its optimizer steps."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Nothing, as for :meth:`no_sync`."""
+        return contextlib.nullcontext()
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Autocast to the run's precision, if that is half."""
+        handler = autocast_handler or self._autocast or AutocastKwargs()
+        return torch.autocast(
+            self.device.type, self._half or torch.bfloat16,
+            enabled=handler.enabled and self._half is not None, cache_enabled=handler.cache_enabled,
+        )  # fmt: skip
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Add the gradient of a micro-batch's loss, divided by their number.
+
+        Raises:
+            ConfigError: it cannot be told which model the loss trains.
+        """
+        if kwargs:
+            refuse("Accelerator.backward(loss, retain_graph=…)")
+        optimizer = self._trained_by(loss)
+        num = self.gradient_accumulation_steps
+        optimizer.backward(loss / num if num != 1 else loss)
+
+    def _trained_by(self, loss: torch.Tensor) -> PreparedOptimizer:
+        trained = [one for one in self._optimizers if one.training is not None]
+        if len(trained) == 1:
+            return trained[0]
+        led = led_to([loss])
+        found = [one for training in led for one in trained if one.training is training]
+        if not found:
+            raise ConfigError(
+                "this loss was computed by no model whose optimizer is prepared. Prepare the model "
+                "and its optimizer, and call the model that prepare gives back."
+            )
+        # A GAN's loss of its generator goes through the critic, which only its own loss is to
+        # train: the script clears the gradients of the one that it trains, or that comes first.
+        cleared = [one for one in found if one.cleared]
+        chosen = cleared[0] if len(cleared) == 1 else found[0]
+        for one in trained:
+            one.cleared = False
+            one.strayed |= one in found and one is not chosen
+        return chosen
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing: engines unscale gradients before they clip them."""
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Have the next step clip a model's gradient.
+
+        Args:
+            parameters: all of a model's that are trained.
+            max_norm: the 2-norm to clip to.
+            norm_type: 2.
+
+        Returns:
+            The norm before, a scalar tensor; it can be read once the optimizer has stepped.
+
+        Raises:
+            ConfigError: the strategy cannot clip so.
+        """
+        if norm_type != 2 or not max_norm > 0:
+            raise ConfigError(
+                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): strategies clip to "
+                "a 2-norm above 0."
+            )
+        if not self.sync_gradients:
+            raise ConfigError(
+                "clip_grad_norm_ came in the midst of an accumulation, where it would clip what "
+                "each micro-batch adds. Write `if accelerator.sync_gradients:` before it."
+            )
+        if not self._session.capabilities.clipping:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' cannot clip gradients. Leave "
+                "clip_grad_norm_ out, or use another strategy."
+            )
+        if self._max_grad_norm not in (None, max_norm):
+            raise ConfigError(
+                f"DeepSpeed's gradient_clipping is {self._max_grad_norm}, and clip_grad_norm_ "
+                f"clips to {max_norm}. Give one of them."
+            )
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return self._optimizer_of(given).clip(max_norm, self.device)
+
+    def _optimizer_of(self, parameters: Sequence[torch.Tensor]) -> PreparedOptimizer:
+        for one in self._optimizers:
+            model = one.model
+            if model is None:
+                continue
+            names = {model.name_of(parameter) for parameter in parameters}
+            named = model.module.named_parameters()
+            wanted = {name for name, parameter in named if parameter.requires_grad}
+            if wanted <= names and None not in names:
+                return one
+        raise ConfigError(
+            f"clip_grad_norm_ was given {len(parameters)} parameters that are not those of one "
+            "prepared model: a strategy clips the gradient of a model as a whole. Give "
+            "model.parameters() of one model."
+        )
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refused."""
+        refuse("Accelerator.clip_grad_value_")
+
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A block under torch's profiler."""
+        return profiling.profile(profile_handler or self._profile or ProfileKwargs(), self)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether layers of a model lie on several devices."""
+        return len({*getattr(model, "hf_device_map", {}).values()}) > 1
+
+    def __getattr__(self, name: str) -> Any:
+        if ACCELERATOR.find(name) is not None:
+            refuse(f"Accelerator.{name}")
+        raise AttributeError(f"'Accelerator' object has no attribute '{name}'")
+
+
+def _precision(asked: Any) -> str:
+    word = str(asked)
+    if word not in PrecisionType.list():
+        raise ConfigError(
+            f"mixed_precision={word!r} is unknown. Choose of {', '.join(PrecisionType.list())}."
+        )
+    return "fp32" if word == "no" else word

@@ -1,0 +1,63 @@
+"""Schedulers that step when the optimizer does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unipar.compat.accelerate.state import GradientState
+from unipar.compat.optimizers import PreparedOptimizer
+
+
+class Paced:
+    """A learning rate scheduler under Accelerate's rules.
+
+    A call steps it as often as there are ranks, or once where batches are split; not at all in the
+    midst of an accumulation, or where the optimizer has skipped its step.
+
+    Args:
+        scheduler: of torch, or like those.
+        optimizers: those that it follows.
+        state: how far a step has come.
+        times: how often a call steps it.
+        with_optimizer: whether it follows the optimizers at all.
+        split: whether batches are cut up among ranks.
+
+    Attributes:
+        scheduler: the script's.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[PreparedOptimizer],
+        state: GradientState,
+        *,
+        times: int,
+        with_optimizer: bool,
+        split: bool,
+    ) -> None:
+        self.scheduler, self.optimizers, self._state = scheduler, optimizers, state
+        self._times, self._with_optimizer, self._split = times, with_optimizer, split
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step it, as often as the rules say."""
+        scheduler = self.scheduler
+        if not self._with_optimizer:
+            scheduler.step(*args, **kwargs)
+        elif not self._state.sync_gradients:
+            if self._state.adjust_scheduler:
+                # As Accelerate 1.15.0 does it (scheduler.py, AcceleratedScheduler.step).
+                scheduler._step_count += 1
+        elif not any(one.step_was_skipped for one in self.optimizers):
+            for _ in range(1 if self._split else self._times):
+                end = getattr(scheduler, "total_steps", None)
+                if self._split or end is None or scheduler._step_count <= end:
+                    scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["scheduler"], name)
+
+
+AcceleratedScheduler = Paced
+"""Accelerate's name of it."""

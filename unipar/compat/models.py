@@ -1,0 +1,225 @@
+"""Models behind a face: they are called as they were, and an engine computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from unipar.compat.fp32_outputs import fp32
+from unipar.compat.run import own_randomness
+from unipar.engine import broadcast_tensors
+from unipar.engine.outputs import tensors_of
+from unipar.errors import ConfigError
+from unipar.session import Session
+from unipar.strategy import Engine
+
+_LEADS_TO = "unipar.compat"
+_OWN = ("module", "shapes", "training", "training_by")
+"""What is set on a prepared model itself, and not on the module."""
+
+
+class Training:
+    """A model whose optimizer is known, and the engine that trains it.
+
+    Args:
+        engine: of the session.
+        drop: drops the gradients that there are.
+
+    Attributes:
+        engine: of the session.
+        drop: drops the gradients that there are.
+        failed: whether a forward or a backward pass of this step has raised an error.
+    """
+
+    def __init__(self, engine: Engine, drop: Callable[[], None]) -> None:
+        self.engine, self.drop, self.failed = engine, drop, False
+
+
+class PreparedModel(nn.Module):
+    """A model that is called as before, in the run's precision and with outputs in fp32.
+
+    Names of parameters are the module's own. What else it has is found on it, too. Until an
+    optimizer comes that trains it, it computes by itself, with rank 0's weights.
+
+    Args:
+        module: the user's.
+        session: the open one.
+        half: the run's precision, if that is half.
+        device: what it is moved to where it computes by itself; ``None``: it stays where it is.
+
+    Attributes:
+        module: the user's, as the strategy has made it.
+        training_by: what trains it, once its optimizer is prepared.
+        shapes: of its parameters and buffers, as a whole.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        session: Session,
+        *,
+        half: torch.dtype | None,
+        device: torch.device | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self.training_by: Training | None = None
+        self._session, self._half, self._device = session, half, device
+        self._shared = False
+        # Scripts may hold parameters from before the strategy puts others in their place.
+        state = module.state_dict()
+        self.shapes = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
+        self._names = {id(one): (weakref.ref(one), name) for name, one in module.named_parameters()}
+
+    def name_of(self, parameter: torch.Tensor) -> str | None:
+        """The name of a parameter, also of one from before the strategy had the model."""
+        known, name = self._names.get(id(parameter), (None, None))
+        return name if known is not None and known() is parameter else None
+
+    def trained_by(self, engine: Engine, drop: Callable[[], None]) -> Training:
+        """Compute by an engine from now on; see :class:`Training`."""
+        self.module = engine.module
+        for name, one in engine.module.named_parameters():
+            self._names[id(one)] = weakref.ref(one), name
+        self.training_by = Training(engine, drop)
+        return self.training_by
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        training = self.training_by
+        if training is None:
+            output = self._by_itself(args, kwargs)
+        else:
+            try:
+                output = training.engine(*args, **kwargs)
+            except BaseException:
+                training.failed = True
+                raise
+        if self._half is not None:
+            output = fp32(output)
+        if training is not None and torch.is_grad_enabled() and len(self._session.engines) > 1:
+            self._note(training, output, (args, kwargs))
+        return output
+
+    def _by_itself(self, args: Any, kwargs: Any) -> Any:
+        self.share()
+        world = self._session.world
+        with torch.autocast(world.device.type, self._half, enabled=self._half is not None):
+            output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled() and world.size > 1:
+            learns = any(one.requires_grad for one in self.module.parameters())
+            for tensor in tensors_of(output) if learns else ():
+                if tensor.requires_grad:
+                    tensor.register_hook(_refuse_untrained)
+        return output
+
+    def share(self) -> None:
+        """Move a model that computes by itself, and give it rank 0's weights, once. Collective."""
+        if self._shared or self.training_by is not None:
+            return
+        self._shared = True
+        world = self._session.world
+        if self._device is not None:
+            self.module.to(self._device)
+        with own_randomness(world.device):
+            broadcast_tensors([*self.module.parameters(), *self.module.buffers()], world)
+
+    def _note(self, training: Training, output: Any, inputs: Any) -> None:
+        """Note on the output which models a loss of it would train."""
+        found = led_to(tensors_of(inputs))
+        if training not in found and any(one.requires_grad for one in self.module.parameters()):
+            found = (*found, training)
+        for tensor in tensors_of(output):
+            node: Any = tensor.grad_fn
+            if node is not None:
+                node.metadata[_LEADS_TO] = found
+
+    # -- the module's own ------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.training_by is None:
+            self.module.zero_grad(set_to_none)
+        else:
+            self.training_by.drop()
+
+    def train(self, mode: bool = True) -> PreparedModel:
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training_by is not None and "parameters" in self._session.capabilities.sharded:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' divides the model among ranks, so its "
+                "state_dict() here is only a part. Call accelerator.get_state_dict(model), or "
+                "accelerator.save_state(directory), on all ranks."
+            )
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training_by is not None and self._session.capabilities.sharded:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' divides the run's state among ranks, so "
+                "weights cannot be put into it here. Load them before accelerator.prepare(model)."
+            )
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ConfigError(
+            "a prepared model is trained by an engine, which cannot be copied. Copy the model "
+            "before it is prepared, or accelerator.unwrap_model(model)."
+        )
+
+
+def _refuse_untrained(gradient: torch.Tensor) -> None:
+    raise ConfigError(
+        "a backward pass came to a model whose optimizer is not prepared: its gradients would not "
+        "be summed over the ranks, and replicas would drift apart. Prepare the optimizer too: "
+        "model, optimizer = accelerator.prepare(model, optimizer)."
+    )
+
+
+def led_to(tensors: Iterable[torch.Tensor]) -> tuple[Training, ...]:
+    """What trains the models that these tensors were computed by.
+
+    It looks back from the tensors, up to the nearest outputs of models.
+
+    Returns:
+        Each once; one whose output went into another before that one.
+    """
+    found: dict[Training, None] = {}
+    seen: set[Any] = set()
+    todo: list[Any] = [one.grad_fn for one in tensors]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        noted = node.metadata.get(_LEADS_TO)
+        if noted is None:
+            todo += [following for following, _ in node.next_functions]
+        else:
+            found |= dict.fromkeys(noted)
+    return tuple(found)

@@ -1,0 +1,53 @@
+"""The norm of a gradient that a strategy clips when the optimizer steps, and not before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from unipar.errors import ConfigError
+from unipar.strategy import StepResult
+
+
+class StepNorm(torch.Tensor):
+    """A scalar that can be read once the optimizer has stepped; until then every use is refused."""
+
+    _result: StepResult | None = None
+
+    @staticmethod
+    def expected(device: torch.device) -> StepNorm:
+        """One of a step that is to come."""
+        return torch.zeros((), device=device).as_subclass(StepNorm)
+
+    def settle(self, result: StepResult) -> None:
+        """Take over the result of the step."""
+        self._result = result
+
+    def value(self, device: torch.device) -> torch.Tensor:
+        """The norm as a plain scalar tensor.
+
+        Raises:
+            ConfigError: the optimizer has not stepped.
+        """
+        if self._result is None:
+            raise ConfigError(
+                "the norm that accelerator.clip_grad_norm_(...) returned was read before "
+                "optimizer.step(), in which strategies reduce and clip gradients. Read it after "
+                "optimizer.step(). To leave out steps whose gradient is not finite, set "
+                "on_nan: skip in unipar.yaml."
+            )
+        return torch.tensor(self._result.grad_norm, device=device)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def read(one: StepNorm) -> torch.Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                device = one.device
+            return one.value(device)
+
+        plain = tree_map_only(cls, read, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])

@@ -1,0 +1,255 @@
+"""Optimizers behind a face: built before the model is divided, and stepped by its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unipar.compat.models import PreparedModel, Training
+from unipar.compat.norms import StepNorm
+from unipar.compat.run import own_randomness
+from unipar.engine import StepEngine
+from unipar.errors import ConfigError
+from unipar.loss import LossSum
+from unipar.session import Session
+from unipar.strategy import StepResult
+
+
+class PreparedOptimizer(Optimizer):
+    """An optimizer that its model's engine steps.
+
+    Args:
+        optimizer: the user's, which goes on to hold groups and state.
+        session: the open one.
+        accumulating: whether the step goes on, so that the script's step and zero_grad wait.
+        may_skip: whether a step may leave the weights as they were.
+
+    Attributes:
+        optimizer: the user's.
+        model: what it updates, once both are prepared.
+        training: its engine, likewise.
+        begun: whether a loss came since the last step.
+        cleared: whether gradients were dropped since the last loss of any model.
+        strayed: whether a loss that trains another model has left gradients in this one's.
+    """
+
+    # Not torch's own constructor: groups and state are the user's optimizer's.
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        session: Session,
+        *,
+        accumulating: Callable[[], bool],
+        may_skip: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self.model: PreparedModel | None = None
+        self.training: Training | None = None
+        self.begun = self.cleared = self.strayed = False
+        self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
+        self._limit: float | None = None
+        self._norm: StepNorm | None = None
+        self._last: StepResult | None = None
+
+    def model_among(self, models: Iterable[PreparedModel]) -> PreparedModel | None:
+        """The model that this optimizer updates; ``None`` if it is not among these.
+
+        Raises:
+            ConfigError: it updates several, or parameters of none beside those of one.
+        """
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        found = [(one, sum(one.name_of(p) is not None for p in held)) for one in models]
+        owners = [(one, count) for one, count in found if count]
+        if not owners:
+            return None
+        if len(owners) > 1 or owners[0][1] < len(held):
+            raise ConfigError(
+                f"the {type(self.optimizer).__name__} has {len(held)} parameters, of which "
+                f"{' and '.join(str(count) for _, count in owners)} belong to prepared models. An "
+                "optimizer here updates one model: put what it updates into one nn.Module, or "
+                "give each model an optimizer of its own."
+            )
+        return owners[0][0]
+
+    def takes_up(self, model: PreparedModel, **asked: Any) -> None:
+        """Put the model under the strategy, with this optimizer. Collective.
+
+        Args:
+            model: what it updates.
+            asked: of :meth:`unipar.Session.prepare`.
+
+        Raises:
+            ConfigError: the strategy cannot do it; or another optimizer trains the model.
+        """
+        session = self._session
+        if model.training_by is not None:
+            raise ConfigError(
+                f"two optimizers update one {type(model.module).__name__}, which an engine steps "
+                "with one. Give one optimizer all of the parameters, in groups."
+            )
+        with own_randomness(session.world.device):
+            engine = session.prepare(model.module, optimizer=self._over(model), **asked)
+        if session.world.size > 1 and isinstance(engine, StepEngine):
+            # What is there before the step is one rank's, where a script expects the mean.
+            engine.reducer.hides_gradients = True
+        self.model, self.training = model, model.trained_by(engine, self.drop)
+
+    def _over(self, model: PreparedModel) -> Any:
+        """Give the user's optimizer the parameters that take the place of those that it has."""
+
+        def build(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+            final = dict(named)
+            for group in self.optimizer.param_groups:
+                for at, parameter in enumerate(group["params"]):
+                    new = final.get(model.name_of(parameter) or "")
+                    if new is None or (new is not parameter and parameter in self.optimizer.state):
+                        raise ConfigError(
+                            f"the {type(self.optimizer).__name__} has state already, or "
+                            "parameters that the model has not, and the strategy puts others in "
+                            "their place. Prepare it before its first step; load_state restores "
+                            "its state."
+                        )
+                    group["params"][at] = new
+            return self.optimizer
+
+        return build
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss: a step is on the mean over ranks of the sum of them."""
+        training = self._known()
+        if self.strayed:
+            raise ConfigError(
+                "a loss of another model has left gradients in this one, which would be added to "
+                "this loss's. Call this optimizer's zero_grad() before accelerator.backward(loss)."
+            )
+        try:
+            training.engine.backward(LossSum(loss, 0.0 if self.begun else 1.0))
+        except BaseException:
+            training.failed = True
+            raise
+        self.begun = True
+
+    def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
+        """Have the next step clip the gradient to a 2-norm.
+
+        Returns:
+            Its norm before, a scalar that can be read after the step.
+        """
+        if not self.begun or self._norm is not None:
+            raise ConfigError(
+                "clip_grad_norm_ came "
+                + ("twice in one step" if self.begun else "before accelerator.backward(loss)")
+                + ". Call it once, between backward and optimizer.step()."
+            )
+        self._limit, self._norm = float(max_norm), StepNorm.expected(device)
+        return self._norm
+
+    def take_step(self) -> None:
+        """Reduce, clip, step and clear."""
+        training = self._known()
+        if not self.begun:
+            raise ConfigError(
+                "optimizer.step() came without a gradient: accelerator.backward(loss) was not "
+                "called since the last step, or for a loss of another model. Where one loss trains "
+                "several models, put them into one nn.Module with one optimizer."
+            )
+        limit, norm = self._limit, self._norm
+        self._forget()
+        try:
+            self._last = training.engine.step(max_grad_norm=limit)
+        except BaseException:
+            training.failed = True
+            raise
+        if norm is not None:
+            norm.settle(self._last)
+
+    def drop(self) -> None:
+        """Drop the gradients that there are."""
+        training = self._known()
+        if self.begun or training.failed:
+            training.engine.zero_grad()
+        training.failed = self.strayed = False
+        self.cleared = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self.begun, self._limit, self._norm = False, None, None
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left the weights as they were."""
+        # To look may wait for the device.
+        return self._may_skip and self._last is not None and self._last.skipped
+
+    def _known(self) -> Training:
+        if self.training is None:
+            raise ConfigError(
+                f"the {type(self.optimizer).__name__} was prepared, and the model that it updates "
+                "was not. Prepare both: model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        return self.training
+
+    # -- the user's ------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if closure is not None:
+            raise ConfigError(
+                "optimizer.step(closure) runs the model several times in a step, and an engine "
+                "does once. Use an optimizer that steps by the gradient alone."
+            )
+        if not self._accumulating():
+            self.take_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not self._accumulating():
+            self.drop()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self.training is not None:
+            raise ConfigError(
+                "add_param_group came after the model and its optimizer were prepared, and the "
+                "strategy knows what it divides since then. Add the group before."
+            )
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._refuse_parts()
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._refuse_parts()
+        self.optimizer.load_state_dict(state_dict)
+
+    def _refuse_parts(self) -> None:
+        if self._session.capabilities.sharded & {"parameters", "optimizer"}:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' divides the optimizer's state among "
+                "ranks, so its state_dict() here is only a part. Call "
+                "accelerator.save_state(directory) on all ranks, and load_state(directory)."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)

@@ -1,0 +1,161 @@
+"""The run of a script behind a face, of which a process has one.
+
+Settings stand in ``unipar.yaml`` beside the script; variables such as ``UNIPAR_STRATEGY`` win over
+it, and both over what the script asks for by its framework's own arguments.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from unipar.compat.runconfig import ScriptConfig, file_beside_script, read_config
+from unipar.errors import ConfigError
+from unipar.session import Session, find_placement
+from unipar.utils.devices import resolve_device_type
+from unipar.world import Placement, World, join
+
+log = logging.getLogger("unipar")
+
+
+class Run:
+    """The state of a run, joined and opened or not.
+
+    Attributes:
+        config: its settings, once a session is open.
+        session: the open one.
+    """
+
+    def __init__(self) -> None:
+        self.config: ScriptConfig | None = None
+        self.session: Session | None = None
+        self._asked: dict[str, Any] = {}
+        self._world: World | None = None
+        self._placement: Placement | None = None
+
+    def placement(self, device: str = "auto") -> Placement:
+        """Where this process stands; known before it joins the others.
+
+        Args:
+            device: what the script asks for.
+        """
+        if self._placement is None:
+            config = _settled({"device": device})
+            self._placement = find_placement(resolve_device_type(config.device), config.timeout)
+        return self._placement
+
+    def device(self) -> torch.device:
+        """This process's device, made the current one if it is a GPU."""
+        place = self.placement()
+        if place.device_type == "cuda":
+            torch.cuda.set_device(place.local_rank)
+        return place.device
+
+    def world(self) -> World:
+        """The joined processes, in a default group of ``torch.distributed``. Collective at first.
+
+        Before a session is open they are replicas, one each.
+        """
+        if self.session is not None:
+            return self.session.world
+        if self._world is None:
+            with own_randomness(self.device()):
+                self._world = join(self.placement())
+            atexit.register(self.close)
+        return self._world
+
+    def open(self, asked: Mapping[str, Any]) -> Session:
+        """Open the session, once. Collective.
+
+        Args:
+            asked: settings that the script asks for; of :class:`ScriptConfig`'s fields.
+
+        Raises:
+            ConfigError: the settings are wrong, or other than those that the session is open with;
+                or the strategy cannot run here.
+        """
+        if self.session is not None:
+            known = {**self.config.model_dump(), **self._asked} if self.config else self._asked
+            other = {key for key, value in asked.items() if known.get(key) != value}
+            if other:
+                raise ConfigError(
+                    f"the run is open with {_listed(self._asked) or 'its defaults'}, and is asked "
+                    f"for {_listed({key: asked[key] for key in other})} now. Ask for the same "
+                    "each time."
+                )
+            return self.session
+        config = _settled(asked)
+        if self._world is None:
+            self._placement = None
+        elif self.placement().device_type != resolve_device_type(config.device):
+            raise ConfigError(
+                f"the processes are joined on {self.placement().device_type} already, and the run "
+                f"is asked for device={config.device!r}. Say so before the first collective, as in "
+                "PartialState(cpu=True), or set device in unipar.yaml."
+            )
+        place = self.placement(config.device)
+        if config.strategy == "auto":
+            config = config.model_copy(update={"strategy": "ddp" if place.size > 1 else "single"})
+        session = Session(
+            config.strategy,
+            precision=config.precision,
+            device=config.device,
+            timeout=config.timeout,
+            on_nan=config.on_nan,
+            self_test=config.self_test,
+            placement=place,
+        )
+        with own_randomness(self.device()):
+            session.__enter__()
+            if self._world is None:
+                self._world = join(session.world.placement)
+                atexit.register(self.close)
+        self.session, self.config, self._asked = session, config, dict(asked)
+        return session
+
+    def close(self) -> None:
+        """End the run, if there is one. Another may follow."""
+        session, world = self.session, self._world
+        self.__init__()
+        if session is not None:
+            session.__exit__(None, None, None)
+        if world is not None:
+            atexit.unregister(self.close)
+            world.leave()
+
+
+current = Run()
+
+
+@contextlib.contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Give torch's generators back as they were, so that the script's numbers stay its own."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+def _settled(asked: Mapping[str, Any]) -> ScriptConfig:
+    """What is set from outside, and the rest as the script asks for it."""
+    config = read_config(file_beside_script())
+    overridden = {
+        key: value
+        for key, value in asked.items()
+        if key in config.model_fields_set and getattr(config, key) != value
+    }
+    if overridden:
+        log.info(
+            "unipar.yaml or the environment decides, not the script: %s instead of %s.",
+            _listed({key: getattr(config, key) for key in overridden}), _listed(overridden),
+        )  # fmt: skip
+    return config.model_copy(
+        update={key: value for key, value in asked.items() if key not in config.model_fields_set}
+    )
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in sorted(settings.items()))
