@@ -23,6 +23,7 @@ from unipar.engine import Undo, refuse_copies
 from unipar.engine.checks import (
     CheckedModel,
     check_capabilities,
+    check_dropout,
     check_gradients,
     check_initial_weights,
     check_model,
@@ -38,6 +39,7 @@ from unipar.optimizers.groups import check_choice, factories
 from unipar.sizing import resolve_for
 from unipar.strategy import (
     Capabilities,
+    DropoutSeed,
     Engine,
     EngineSpec,
     InitialWeights,
@@ -80,6 +82,9 @@ class Session:
             torch is set.
         device: ``"auto"`` takes the GPU where there is one.
         seed: seeds torch's generators and the order of data.
+        dropout_seed: whether dropout draws for each rank, as torch does (``"rank"``), or for each
+            sample, so that masks do not depend on ranks (``"sample"``); then steps are those of
+            ``engine.train_step``.
         timeout: seconds that a collective waits for a rank.
         on_nan: what a step with a non-finite loss does.
         self_test: whether a few steps of a tiny model under the strategy are compared with a plain
@@ -106,6 +111,7 @@ class Session:
         float32_matmul_precision: MatmulPrecision | None = None,
         device: DeviceChoice = "auto",
         seed: int = 0,
+        dropout_seed: DropoutSeed = "rank",
         timeout: float = 1800.0,
         on_nan: OnNaN = "raise",
         self_test: SelfTest = "auto",
@@ -116,6 +122,7 @@ class Session:
             "float32_matmul_precision": float32_matmul_precision,
             "device": device,
             "seed": seed,
+            "dropout_seed": dropout_seed,
             "timeout": timeout,
             "on_nan": on_nan,
             "self_test": self_test,
@@ -133,6 +140,7 @@ class Session:
         self._matmul_precision: MatmulPrecision | None = float32_matmul_precision
         self._on_nan: OnNaN = on_nan
         self._seed = seed
+        self._dropout_seed: DropoutSeed = dropout_seed
         self._self_test: SelfTest = self_test
 
     @property
@@ -227,7 +235,12 @@ class Session:
 
     def _spec(self, model: Any, **asked: Any) -> EngineSpec:
         return EngineSpec(
-            model, precision=self._precision, on_nan=self._on_nan, seed=self._seed, **asked
+            model,
+            precision=self._precision,
+            on_nan=self._on_nan,
+            seed=self._seed,
+            dropout_seed=self._dropout_seed,
+            **asked,
         )
 
     def prepare(
@@ -324,6 +337,7 @@ class Session:
             if build is not None:
                 check_gradients(built, self.strategy, spec)
                 check_choice(build, built)
+                check_dropout(built, spec)
 
         if isinstance(model, nn.Module):
             check(model)
@@ -349,6 +363,17 @@ class Session:
             torch.manual_seed(self._seed + 1_000_003 * stream)
         draw_alike(self.world)
         return engine
+
+    def release(self, name: str) -> None:
+        """Let go of an engine, which cannot be used afterwards; another may take its name.
+
+        Args:
+            name: of an engine of this session.
+        """
+        engine = self.engines.pop(name)
+        for other in engine.sharing:
+            other.sharing = tuple(one for one in other.sharing if one is not engine)
+        engine.close()
 
     def _opened(self, asked: str | Path, name: str) -> InitialWeights:
         if asked in ("model", "by_name"):

@@ -16,11 +16,14 @@ class MicroBatch:
         num_samples: how many of them count. Zero marks padding: ``data`` then holds samples that
             another rank trains on, so that every rank runs the same number of forward passes
             (collectives would hang otherwise), and their loss must be given no weight.
+        first: place of the first of them in the global batch, from 0, the others following it;
+            ``None``: not known.
         copy: of ``data``, on its way to a device (:mod:`unipar.data.feed`), or ``None``.
     """
 
     data: Any
     num_samples: int
+    first: int | None = None
     copy: Any = field(default=None, repr=False, compare=False)
 
 

@@ -266,7 +266,7 @@ class Loader:
         with items_of(self._loader_of(wanted)) as samples:
             for index in range(start, self.num_batches):
                 num_samples, cuts = wanted.cuts(index)
-                parts = tuple(MicroBatch(self._next(samples).data, b - a) for a, b in cuts)
+                parts = tuple(MicroBatch(self._next(samples).data, b - a, a) for a, b in cuts)
                 yield Batch(parts, num_samples, index, epoch), None
 
     def _loader_of(self, wanted: Wanted) -> DataLoader:
@@ -310,7 +310,11 @@ class Loader:
                     parts, num_samples, state = self._next(items)
                 except StopIteration:
                     return
-                batch = tuple(MicroBatch(collated.data, count) for collated, count in parts)
+                cuts = self._slicing.microbatches(num_samples)
+                batch = tuple(
+                    MicroBatch(collated.data, count, first)
+                    for (collated, count), (first, _) in zip(parts, cuts, strict=True)
+                )
                 yield Batch(batch, num_samples, index, epoch), state
 
     def _seed_workers(self, loader: DataLoader) -> None:

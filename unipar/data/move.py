@@ -32,7 +32,7 @@ def move_to(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
             # Before tuples and mappings: a PackedSequence and a tokenizer's batch know how to move.
             chosen = {"non_blocking": non_blocking} if _chooses_blocking(type(part)) else {}
             return part.to(device, **chosen)
-        return _changed(part, move)
+        return with_items(part, move)
 
     return move(data)
 
@@ -52,7 +52,7 @@ def pinned(data: Any) -> Any:
         if isinstance(part, Mapping) and hasattr(part, "to"):
             # That of transformers' BatchEncoding changes the object itself, as of 5.23.
             part = copy.copy(part)
-        return _changed(part, pin)
+        return with_items(part, pin)
 
     return pin(data)
 
@@ -111,8 +111,8 @@ def _parts(data: Any) -> Iterator[Any]:
         yield data
 
 
-def _changed(data: Any, change: Callable[[Any], Any]) -> Any:
-    """A container with its items changed; itself, if none is another object by that."""
+def with_items(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container with its items changed; itself, if none is another object by that."""
     if isinstance(data, (list, tuple)):
         items = [change(item) for item in data]
         if all(new is old for new, old in zip(items, data, strict=True)):

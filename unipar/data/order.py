@@ -25,7 +25,7 @@ class Position:
     index: int
 
 
-def mixed_seed(*parts: int) -> int:
+def mixed_seed(*parts: int | str) -> int:
     """A seed that each combination of ``parts`` has for itself, the same on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 2**63

@@ -48,6 +48,7 @@ class AbsentGradient(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         raise ConfigError(
             "parameter.grad was used between engine.backward(loss) and engine.step(), and under "
-            "this strategy gradients are not there: each rank keeps a share of them elsewhere. "
-            "Clip with prepare(…, max_grad_norm=…), and scale the loss instead of its gradient."
+            "this strategy gradients are not there: each rank keeps a share of them elsewhere, or "
+            "the ranks have not summed them yet. Clip with prepare(…, max_grad_norm=…), or by "
+            "accelerator.clip_grad_norm_, and scale the loss instead of its gradient."
         )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from unipar.engine import check_float8, float8_layers, sparse_parameters
+from unipar.engine.sample_dropout import refuse_recurrent
 from unipar.errors import ConfigError, first_few
 from unipar.strategy import (
     Capabilities,
@@ -63,6 +64,13 @@ def check_capabilities(strategy: Strategy, spec: EngineSpec, placement: Placemen
         _needs(able.compile, spec.compile is not False, "compile", "False"),
         _needs(able.parallelize, spec.parallelize is not None, "parallelize", "None"),
         _compiles(spec.compile),
+        _needs(
+            able.sample_dropout,
+            spec.dropout_seed == "sample",
+            "dropout_seed='sample'",
+            "'rank'",
+        ),
+        _compiles_dropout(spec),
         _needs(able.skip_nan, spec.on_nan == "skip", "on_nan='skip'", "'raise'"),
         _needs(
             able.accumulation,
@@ -110,6 +118,12 @@ def check_initial_weights(model: Any, asked: object) -> None:
             f"lambda: {type(model).__name__}(…), or leave initial_weights out and load the weights "
             f"before: unipar.load_model({path}, model)."
         )
+
+
+def check_dropout(model: nn.Module, spec: EngineSpec) -> None:
+    """Raise :class:`ConfigError` where dropout cannot draw as it is asked to."""
+    if spec.dropout_seed == "sample":
+        refuse_recurrent(model)
 
 
 def check_shapes(model: nn.Module) -> None:
@@ -250,6 +264,17 @@ def _offloads(spec: EngineSpec) -> str:
             "kept inputs are moved, or 'off'."
         )
     return ""
+
+
+def _compiles_dropout(spec: EngineSpec) -> str:
+    """Why what is asked for would compile masks of one step into all."""
+    if spec.dropout_seed == "rank" or spec.compile is False:
+        return ""
+    return (
+        "dropout_seed='sample' puts functions of its own in the place of torch's dropout, which "
+        f"torch.compile (compile={spec.compile!r}) would take for constants of each step. Use one "
+        "of the two."
+    )
 
 
 def _compiles(setting: bool | dict[str, Any]) -> str:

@@ -26,6 +26,8 @@ from unipar.engine.own_loop import OwnLoop, parts_of
 from unipar.engine.pipeline import Pipeline
 from unipar.engine.precision import PrecisionPolicy
 from unipar.engine.reducer import Reducer
+from unipar.engine.sample_checks import check_rows
+from unipar.engine.sample_dropout import OPTION, SampleDropout
 from unipar.engine.schedule import Schedule
 from unipar.engine.state import ModelState, ModuleState, export_scheduler, import_scheduler
 from unipar.engine.stepper import OptimizerStepper, Stepper
@@ -119,6 +121,10 @@ class StepEngine(Engine):
         self._divider = divider
         self._loss = functools.partial(compute_loss, world=world, precision=precision)
         self._check_loss = check_loss
+        self._dropout: SampleDropout | None = None
+        if spec.dropout_seed == "sample":
+            self._dropout = SampleDropout(spec.seed, spec.name, module, world.device)
+        self._looked_at = 0
         self._undo = [self.reducer.close, *undo]
         if optimizer is not None:
             clearing = self.reducer.hides_gradients
@@ -149,6 +155,7 @@ class StepEngine(Engine):
         try:
             if self._given_up:
                 self._drop_given_up()
+            self._check_dropout(batch, loss_fn)
             self.reducer.begin(whole_step=True)
             self._begin()
             if self._pipeline is not None:
@@ -181,10 +188,36 @@ class StepEngine(Engine):
         self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
     ) -> Loss:
         mark(self.num_steps + 1, "forward")
+        if self._dropout is not None:
+            with self._dropout.drawing(self.num_steps, microbatch):
+                return self._pass(microbatch, loss_fn, batch, None, last=last)
         if self._divider is None:
             return self._pass(microbatch, loss_fn, batch, None, last=last)
         with self._divider.dividing(self.model, microbatch, loss_fn) as part_of:
             return self._pass(microbatch, loss_fn, batch, part_of, last=last)
+
+    def _drawing(self, microbatch: MicroBatch) -> AbstractContextManager[None]:
+        if self._dropout is None:
+            return contextlib.nullcontext()
+        return self._dropout.drawing(self.num_steps, microbatch)
+
+    def _check_dropout(self, batch: Batch, loss_fn: LossFn) -> None:
+        """Look at a batch that may have more samples on each rank than those before it."""
+        if self._dropout is None or batch.global_num_samples <= self._looked_at:
+            return
+        compute = functools.partial(
+            self._loss, self.eval_model, loss_fn=loss_fn, part_of=None, training=False
+        )
+        check_rows(
+            self._dropout,
+            self.module,
+            batch.microbatches[0],
+            self.num_steps,
+            compute,
+            self.world,
+            exact=self.precision.dtype is torch.float32,
+        )
+        self._looked_at = batch.global_num_samples
 
     def _dividing(
         self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn
@@ -205,6 +238,8 @@ class StepEngine(Engine):
         marks = self._guard.mark(begun=self.average.begun)
         loss = self._loss(self.model, microbatch, loss_fn, part_of, training=True)
         self._guard.compare(marks)
+        if self._dropout is not None:
+            self._dropout.end_forward()
         if not self.average.begun:
             averaged = not isinstance(loss, LossSum)
             expected = batch.global_num_samples
@@ -258,7 +293,7 @@ class StepEngine(Engine):
                     "next, or prepare one module that holds both."
                 )
 
-    def _update(self) -> StepResult:
+    def _update(self, max_grad_norm: float | None = None) -> StepResult:
         loss, count, divisor = self.average.finish()
         self.reducer.finish()
         self._clear()
@@ -271,7 +306,8 @@ class StepEngine(Engine):
             return self._not_finite("loss", loss, count)
         assert self.stepper is not None
         careful = self.spec.on_nan != "ignore"
-        norm, stepped, finite = self.stepper.step(divisor, self.spec.max_grad_norm, careful=careful)
+        limit = self.spec.max_grad_norm if max_grad_norm is None else max_grad_norm
+        norm, stepped, finite = self.stepper.step(divisor, limit, careful=careful)
         self.reducer.clear()
         if finite is None and self.spec.on_nan == "skip":
             assert isinstance(norm, HostCopy)
@@ -349,6 +385,12 @@ class StepEngine(Engine):
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
             self._enter_training()
+            if self._dropout is not None and not self._loop.whole_step:
+                raise ConfigError(
+                    f"{OPTION} knows by the batch which samples are computed, and a loop of your "
+                    "own gives the engine tensors. Call engine.train_step(batch, loss_fn), or set "
+                    "dropout_seed='rank'."
+                )
             self._loop.refuse_broken()
             with self._abandoning():
                 # A gradient that the loss takes of its model may need those that were hidden.
@@ -402,7 +444,7 @@ class StepEngine(Engine):
             self._add(total, weight, count, last=self._loop.last)
         self._guard.hide()
 
-    def step(self) -> StepResult:
+    def step(self, *, max_grad_norm: float | None = None) -> StepResult:
         if self._whole_steps:
             return super().step()
         self._loop.refuse_broken()
@@ -413,7 +455,7 @@ class StepEngine(Engine):
             if not self.average.reducing:
                 self._loop.check_step()
                 self.average.start()
-            return self._update()
+            return self._update(max_grad_norm)
 
     @contextlib.contextmanager
     def _abandoning(self) -> Iterator[None]:
@@ -458,10 +500,13 @@ class StepEngine(Engine):
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             self.reducer.probing(),
+            self._drawing(microbatch),
             self._dividing(self.model, microbatch, loss_fn) as part_of,
         ):
             try:
                 loss = self._loss(self.model, microbatch, loss_fn, part_of, training=True)
+                if self._dropout is not None:
+                    self._dropout.end_forward()
                 total = loss.total if isinstance(loss, LossSum) else loss
                 with backward_pass():
                     self.reducer.backward(total, last=False)
@@ -491,6 +536,13 @@ class StepEngine(Engine):
         # Where parameters are gathered for a pass, one that failed may have left them so.
         self._drop_given_up()
         self.reducer.share_buffers()
+        return self.own_state()
+
+    def own_state(self) -> EngineState:
+        """Describe this engine's state, buffers as this rank has them.
+
+        No collective where each rank holds all of it, so a rank can be asked that is alone.
+        """
         state = self.state.export_state()
         export_scheduler(self.lr_scheduler, state)
         state.extra.update(self.precision.export_state())

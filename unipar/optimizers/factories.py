@@ -140,7 +140,8 @@ def _no_parameter(named: list[tuple[str, nn.Parameter]]) -> str:
 
 def _needs_closure(optimizer: Optimizer) -> bool:
     try:
-        inspect.signature(optimizer.step).bind()
+        # The class's: a scheduler puts one of its own on the optimizer, without a signature.
+        inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         return True
     except ValueError:  # It has no signature to be read.

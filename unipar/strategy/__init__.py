@@ -12,6 +12,7 @@ from unipar.strategy.base import (
 )
 from unipar.strategy.engine import (
     ActivationCheckpointing,
+    DropoutSeed,
     Engine,
     EngineSpec,
     OnNaN,
@@ -33,6 +34,7 @@ __all__ = [
     "ActivationCheckpointing",
     "Availability",
     "Capabilities",
+    "DropoutSeed",
     "Engine",
     "EngineSpec",
     "InitialValues",

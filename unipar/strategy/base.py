@@ -49,6 +49,9 @@ class Capabilities:
             refuses one that would update parts otherwise than the whole, and two engines of a
             session may have no parameter in common.
         sparse_gradients: whether gradients may be sparse (``nn.Embedding(…, sparse=True)``).
+        sample_dropout: whether each rank computes whole samples, by PyTorch's own dropout and
+            nothing that draws random numbers beside it, so that dropout may draw for each sample
+            (``dropout_seed="sample"``).
     """
 
     precisions: frozenset[Precision]
@@ -69,6 +72,7 @@ class Capabilities:
     half_weights: bool = False
     splits_tensors: bool = False
     sparse_gradients: bool = True
+    sample_dropout: bool = False
 
 
 class StrategyOptions(BaseModel):

@@ -26,6 +26,7 @@ from unipar.world import World
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 OnNaN = Literal["raise", "skip", "ignore"]
+DropoutSeed = Literal["rank", "sample"]
 ActivationCheckpointing = Literal["off", "full", "selective"] | tuple[str, ...]
 Parallelize = Callable[[nn.Module, World], None]
 
@@ -51,6 +52,7 @@ class EngineSpec:
             the world before the strategy divides the rest.
         on_nan: what to do when the loss of a step is not finite.
         seed: the seed that a model function runs under.
+        dropout_seed: whether dropout draws for each rank, or for each sample.
         initial_weights: those that a model function gives the model; or that each tensor is given
             by itself, by its name, or from what is stored.
         global_batch_size: samples of a full step over all ranks, if known.
@@ -71,6 +73,7 @@ class EngineSpec:
     parallelize: Parallelize | None = None
     on_nan: OnNaN = "raise"
     seed: int = 0
+    dropout_seed: DropoutSeed = "rank"
     initial_weights: InitialWeights = "model"
     global_batch_size: int | None = None
     micro_batch_size: int | None = None
@@ -227,8 +230,13 @@ class Engine(ABC):
             f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
         )
 
-    def step(self) -> StepResult:
-        """Reduce, clip, update and clear what :meth:`backward` has added since the last step."""
+    def step(self, *, max_grad_norm: float | None = None) -> StepResult:
+        """Reduce, clip, update and clear what :meth:`backward` has added since the last step.
+
+        Args:
+            max_grad_norm: the 2-norm that gradients of this step are clipped to (only with
+                ``capabilities.clipping``); left out: what :attr:`spec` says.
+        """
         raise ConfigError(
             f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
         )

@@ -292,6 +292,7 @@ def denials(capabilities: Capabilities, spec: EngineSpec, placement: Placement) 
         "activation offload": spec.activation_offload and "activations" not in capabilities.offload,
         "compile": bool(spec.compile) and not capabilities.compile,
         "parallelize": spec.parallelize is not None and not capabilities.parallelize,
+        "dropout by sample": spec.dropout_seed == "sample" and not capabilities.sample_dropout,
         "skipping": spec.on_nan == "skip" and not capabilities.skip_nan,
     }
     return [what for what, denied in asked.items() if denied]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from unipar.testing import masks
+
 FEATURES, CLASSES, VOCABULARY, LENGTH = 6, 3, 11, 7
 EVEN_LENGTH, LONG_LENGTH = 8, 10
 
@@ -120,6 +122,53 @@ class Network(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.outward(x)
+
+
+class DroppingBlock(Block):
+    """Drops hidden units, and some of what it adds."""
+
+    drop: Callable[[torch.Tensor, float], torch.Tensor]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(torch.tanh(self.up(self.norm(x))), 0.3)
+        return x + self.drop(self.down(hidden), 0.1)
+
+
+class Dropping(Network):
+    """Blocks with dropout, and one before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.outward.in_features
+        self.blocks = nn.ModuleList(DroppingBlock(width) for _ in range(2))
+        for block in self.blocks:
+            assert isinstance(block, DroppingBlock)
+            block.drop = self.drop
+
+    def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        return nn.functional.dropout(x, p, self.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.inward(x), 0.5)
+        for block in self.blocks:
+            x = block(x)
+        return self.outward(x)
+
+
+class DroppingByHand(Dropping):
+    """The same on whole global batches, one a step, with masks by hand."""
+
+    step, call = -1, 0
+
+    def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        shape = len(x), 1, *x.shape[1:]
+        gone = masks.dropped(0, "model", self.step, self.call, shape, p).view_as(x)
+        self.call += 1
+        return torch.where(gone, 0.0, x / (1 - p))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step, self.call = self.step + 1, 0
+        return super().forward(x)
 
 
 class Clamped(Network):

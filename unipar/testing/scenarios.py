@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from unipar.data import Loader, slicing_of
 from unipar.loss import Loss, LossFn, LossSum
 from unipar.objective import Objective
-from unipar.strategy import ActivationCheckpointing, EngineSpec, OnNaN, Precision
+from unipar.strategy import ActivationCheckpointing, DropoutSeed, EngineSpec, OnNaN, Precision
 from unipar.testing import models, reference
 from unipar.testing.models import Samples
 from unipar.testing.reference import MakeSeveral, Terms, Trace
@@ -221,6 +221,7 @@ class Scenario:
     factory: bool = False
     experts: bool = False
     by_hand: MakeSeveral | None = None
+    dropout_seed: DropoutSeed = "rank"
     seed: int = 0
     leave_out: frozenset[int] = field(default=frozenset())
 
@@ -246,6 +247,7 @@ class Scenario:
             compile={"backend": self.compile_backend} if self.compile_backend else False,
             on_nan=self.on_nan,
             seed=self.seed,
+            dropout_seed=self.dropout_seed,
             global_batch_size=self.global_batch_size,
             micro_batch_size=self.micro_batch_size(data_size),
             accumulation=self.accumulation,
@@ -322,6 +324,7 @@ def reference_trace(scenario: Scenario, *, parts: int = 1, half_weights: bool = 
             factory=False,
             activation_checkpointing="off",
             activation_offload=False,
+            dropout_seed="rank",
             compile_backend=None,
             on_nan="raise",
         ),

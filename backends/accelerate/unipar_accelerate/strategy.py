@@ -61,6 +61,7 @@ class AccelerateStrategy(Strategy):
                 frozenset({"cpu", "cuda"}),
                 offload=frozenset({"activations"}),
                 selective_checkpointing=True,
+                sample_dropout=True,
             )
         return Capabilities(
             precisions,

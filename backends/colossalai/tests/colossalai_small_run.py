@@ -51,7 +51,9 @@ def main(plugin: str, log_level: str, directory: str = "", restarts: str = "0") 
         device="cpu",
         global_batch_size=8,
         steps=6,
-        checkpoint={"directory": directory, "every_steps": 2} if directory else False,
+        checkpoint={"directory": directory, "every_steps": 2, "async": False}
+        if directory
+        else False,
         progress=False,
         callbacks=[Kill(Path(directory, "killed"))] if directory else [],
         max_restarts=int(restarts),

@@ -330,7 +330,8 @@ def test_a_run_goes_on_from_its_checkpoint_after_a_rank_was_killed(
     tmp_path: Path, strategy: str
 ) -> None:
     callbacks = [KillOnce(tmp_path / "killed")]
-    again = {"max_restarts": 1, "checkpoint": {"every_steps": 2}, "callbacks": callbacks}
+    saves = {"every_steps": 2, "async": False}
+    again = {"max_restarts": 1, "checkpoint": saves, "callbacks": callbacks}
     result = fit(build(), DATA, strategy=strategy, **settings(tmp_path / "run", **again))
     assert (tmp_path / "killed").exists()
     assert [record.step for record in result.history] == [3, 4]

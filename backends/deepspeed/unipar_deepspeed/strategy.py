@@ -106,6 +106,7 @@ class DeepSpeedStrategy(Strategy):
             compile=stage < 3,
             splits_tensors=stage > 0,
             sparse_gradients=False,
+            sample_dropout=True,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

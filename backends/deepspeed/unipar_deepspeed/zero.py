@@ -171,7 +171,7 @@ class ZeROStepper:
 
     It divides by its loss scale. That is 1 while gradients are made; for the step it carries the
     fp16 loss scale, the division that is known only when all items of the batch have been counted,
-    and what takes back an average over ranks. The norm to clip to is in its configuration.
+    and what takes back an average over ranks. It clips to a norm that each step may change.
 
     Args:
         deepspeed: what steps.
@@ -187,6 +187,8 @@ class ZeROStepper:
             _take_over_weights(zero)
         scale = 1.0 if scaler is None else scaler.get_scale()
         zero.loss_scale = scale * divisor / self._deepspeed.averaged_over
+        # DeepSpeed 0.19.8 has it from its configuration, and looks at it here in each step.
+        zero.clip_grad = 0.0 if max_norm is None or math.isinf(max_norm) else max_norm
         try:
             self._deepspeed.engine.step()
         finally:

@@ -59,7 +59,7 @@ result = unipar.fit(
     steps=8,
     progress=False,
     output_dir=output,
-    checkpoint={"every_steps": 2} if what == "restarted" else False,
+    checkpoint={"every_steps": 2, "async": False} if what == "restarted" else False,
     max_restarts=1 if what == "restarted" else 0,
     timeout=10 if what == "stuck" else 60,
     **({"devices": int(os.environ["DEVICES"])} if "DEVICES" in os.environ else {}),

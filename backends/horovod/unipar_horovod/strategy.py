@@ -155,6 +155,7 @@ class HorovodStrategy(Strategy):
             frozenset({"cpu"}),
             offload=frozenset({"activations"}),
             selective_checkpointing=True,
+            sample_dropout=True,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

@@ -53,6 +53,7 @@ class TemplateStrategy(Strategy):
             offload=frozenset({"activations"}),
             selective_checkpointing=True,
             sparse_gradients=False,
+            sample_dropout=True,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

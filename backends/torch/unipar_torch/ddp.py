@@ -101,6 +101,7 @@ class DDPStrategy(Strategy):
             sharded=sharded,
             offload=frozenset({"activations"}),
             selective_checkpointing=True,
+            sample_dropout=True,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

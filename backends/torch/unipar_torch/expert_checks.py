@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from unipar.engine.trials import trial
 from unipar.errors import ConfigError
 from unipar.world import World
 from unipar_torch.expert_plan import ExpertPlan
 from unipar_torch.layer_checks import TOLERANCE, _apart, _difference, _factors, _settings, visible
-from unipar_torch.trials import trial
 
 Dispatched = Callable[..., torch.Tensor]
 

@@ -128,6 +128,7 @@ class FSDPStrategy(Strategy):
             parallelize=True,
             splits_tensors=True,
             sparse_gradients=False,
+            sample_dropout=True,
         )
 
     def layout(self, placement: Placement) -> Layout:

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unipar.engine.trials import Draws, digest, host_generators, trial
 from unipar.errors import ConfigError, first_few
 from unipar.world import World
 from unipar_torch.layer_cuts import Activations, is_gathered
 from unipar_torch.sequences import hidden_of, mapped, with_hidden
 from unipar_torch.tensor_plan import STYLES, TensorPlan
-from unipar_torch.trials import Draws, digest, host_generators, trial
 
 Undo = Callable[[], None]
 TOLERANCE = 1e-3

@@ -53,6 +53,7 @@ class MeshStrategy(Strategy):
             pipeline=staged,
             splits_tensors=True,
             sparse_gradients=False,
+            sample_dropout=options.pp == options.cp == options.tp == options.ep == 1,
         )
 
     def layout(self, placement: Placement) -> Layout:

@@ -20,9 +20,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from unipar.engine.trials import trial
 from unipar.errors import ConfigError, first_few
 from unipar_torch.tensor_plan import TensorPlan, blocks_by_name, check_sizes, head_counts
-from unipar_torch.trials import trial
 
 TOLERANCE = 1e-4
 """The largest difference that is rounding in fp32, relative to the largest element."""

@@ -29,6 +29,7 @@ from unipar.data import move_to
 from unipar.data.randomness import OwnRandomness
 from unipar.engine import PrecisionPolicy, repeated_blocks
 from unipar.engine.losses import check_loss_of_rank
+from unipar.engine.trials import ATTENTION, trial
 from unipar.errors import ConfigError
 from unipar.loss import IGNORE_INDEX, LossFn, LossSum
 from unipar.objective import Objective
@@ -44,7 +45,6 @@ from unipar_torch.sequence_parts import (
     map_named,
     named_tensors,
 )
-from unipar_torch.trials import ATTENTION, trial
 
 _SAMPLES, _POSITIONS = 2, 8
 """How many samples are compared, and positions for each rank."""

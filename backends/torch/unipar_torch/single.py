@@ -53,6 +53,7 @@ class SingleStrategy(Strategy):
             max_devices=1,
             offload=frozenset({"activations"}),
             selective_checkpointing=True,
+            sample_dropout=True,
         )
 
     def check(self, spec: EngineSpec, placement: Placement) -> None:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from torch import nn
 
 from unipar.engine import repeated_blocks
+from unipar.engine.trials import own_attributes
 from unipar.errors import ConfigError, did_you_mean, first_few
-from unipar_torch.trials import own_attributes
 
 
 class Style(NamedTuple):

@@ -48,6 +48,7 @@ def refuses_what_it_denies(kit: Kit) -> None:
         replace(spec, compile=True),
         replace(spec, parallelize=lambda module, world: None),
         replace(spec, on_nan="skip"),
+        replace(spec, dropout_seed="sample"),
     ]
     for one in asked:
         kit.refuses_spec(one)

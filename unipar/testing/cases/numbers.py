@@ -8,7 +8,7 @@ from functools import partial
 from unipar.objective import Objective
 from unipar.testing import models
 from unipar.testing.cases.case import case, case_also_at
-from unipar.testing.compare import difference
+from unipar.testing.compare import assert_equal_runs, difference
 from unipar.testing.kit import TOLERANCE, Kit
 from unipar.testing.scenarios import (
     AN_EPOCH_AND_MORE,
@@ -81,6 +81,27 @@ def accumulates(kit: Kit) -> None:
         return
     (run,) = kit.train(scenario)
     kit.check(run, scenario)
+
+
+@case
+def drops_by_sample(kit: Kit) -> None:
+    """Dropout that draws for each sample draws what the hand-written loop draws for all of them."""
+    scenario = replace(
+        PLAIN,
+        model=models.Dropping,
+        dropout_seed="sample",
+        num_steps=AN_EPOCH_AND_MORE,
+    )
+    if kit.refuses(scenario):
+        return
+    able = kit.capabilities
+    if able.activation_checkpointing:
+        scenario = replace(scenario, activation_checkpointing="full")
+    if able.accumulation:
+        scenario = replace(scenario, accumulation=2)
+    (run,) = kit.train(scenario)
+    expected = reference_trace(replace(scenario, model=models.DroppingByHand))
+    assert_equal_runs(run.trace, expected, TOLERANCE, subject=kit.target.name)
 
 
 @case

@@ -76,6 +76,7 @@ class Plugin(ABC):
             sharded=frozenset(SHARDED[: self.stage]),
             splits_tensors=self.stage > 0,
             sparse_gradients=self.stage == 0,
+            sample_dropout=True,
         )
 
     def check_native(self) -> None:

@@ -1,7 +1,7 @@
 """Runs of a model, or of a part of it, that are held against one another and leave nothing behind.
 
 They are in the mode in which the model is to run, for it may do otherwise in training; but without
-dropout, whose masks would differ.
+dropout, where its masks would differ.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Draws:
 
 
 @contextlib.contextmanager
-def trial(model: nn.Module, device: torch.device) -> Iterator[Draws]:
-    """Run within ``with`` without dropout, and leave everything as it was.
+def trial(model: nn.Module, device: torch.device, *, dropout: bool = False) -> Iterator[Draws]:
+    """Run within ``with``, and leave everything as it was.
 
     Random numbers are those that come next in the process; buffers of the model are copies, which
     are let go with what the run has changed in them; attributes of its modules, and lists, sets and
@@ -64,6 +64,7 @@ def trial(model: nn.Module, device: torch.device) -> Iterator[Draws]:
     Args:
         model: whose state is kept: the whole model, for hooks may reach what is outside of a part.
         device: whose generator is kept beside the host's.
+        dropout: whether to leave dropout in.
 
     Yields:
         What the run draws, filled in at its end.
@@ -74,7 +75,7 @@ def trial(model: nn.Module, device: torch.device) -> Iterator[Draws]:
         torch.random.fork_rng([device] if cuda else []),
         _own_buffers(model),
         own_attributes(model),
-        _NoDropout(),
+        contextlib.nullcontext() if dropout else _NoDropout(),
     ):
         try:
             yield draws
