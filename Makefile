@@ -16,6 +16,8 @@ PACKAGES := . $(TOGETHER:%=backends/%) backends/colossalai
 WITH_deepspeed := $(if $(wildcard /usr/include/libaio.h),--with nvme)
 # Where metrics can go besides: with the pins of these they leave the frameworks no room.
 LOGGERS := .venv-loggers
+# Where checkpoints can go besides: likewise.
+STORES := .venv-stores
 # Any torch that pyproject.toml admits: make test-torch TORCH=2.8.0 PYTHON=python3.10
 TORCH ?= 2.8.0
 OTHER ?= .venv-torch-$(TORCH)
@@ -60,7 +62,7 @@ help:
 	@echo "make test-matrix  resume every strategy's checkpoint under every other, for the docs"
 	@echo "make tables  measure every framework's strategies, for the docs"
 	@echo "make compare  run unipar bench with every framework on two examples, for the docs"
-	@echo "make reliability  let ranks hang and kill runs, for the docs; an hour, and best as root"
+	@echo "make reliability  let ranks and hosts fail and kill runs, for the docs; an hour, and best as root"
 	@echo "make lint    check style and types"
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make dist    build the packages, unipar and every backend, as wheels and sources into dist/"
@@ -92,9 +94,10 @@ test: installed
 	$(SUITES)
 	@echo "Left to make test-all: the tests marked thorough, and every pair of strategies."
 
-test-all: installed $(LOGGERS)/.ready
+test-all: installed $(LOGGERS)/.ready $(STORES)/.ready
 	$(SUITES)
 	$(LOGGERS)/bin/python -m pytest tests/unit/callbacks/test_loggers.py tests/unit/callbacks/test_prometheus.py
+	$(STORES)/bin/python -m pytest tests/integration/fit/test_s3.py
 	$(MAKE) --no-print-directory test-matrix
 	$(MAKE) --no-print-directory test-cluster
 
@@ -127,7 +130,9 @@ compare: $(VENV)/.backends $(ALONE)/.backends
 
 reliability: $(VENV)/.backends
 	$(BIN)/python measure/reliability/hangs.py
+	$(BIN)/python measure/reliability/faults.py
 	$(BIN)/python measure/reliability/kills.py
+	$(BIN)/python measure/reliability/elastic.py
 	$(BIN)/python measure/pages/generate.py
 
 lint: $(VENV)/.dev
@@ -200,6 +205,18 @@ $(LOGGERS)/.ready: pyproject.toml | $(BIN)/python
 	  -c $(LOGGERS)/torch.txt -e '.[tensorboard,wandb,mlflow,trackio,prometheus,test]'
 	@touch $@
 
+# s3fs first: it takes few versions of what both rest on, and pip would try all of moto's others.
+$(STORES)/.ready: pyproject.toml | $(BIN)/python
+	@echo "Installing s3fs and moto into $(STORES); once, and it takes a few minutes."
+	@$(BIN)/python -m venv $(STORES)
+	@grep -E '^(torch|fsspec)==' constraints.txt > $(STORES)/pins.txt
+	@$(STORES)/bin/python -m pip --disable-pip-version-check --quiet install \
+	  -c $(STORES)/pins.txt -e '.[s3,test]'
+	@$(STORES)/bin/python -m pip freeze --exclude-editable > $(STORES)/installed.txt
+	@$(STORES)/bin/python -m pip --disable-pip-version-check --quiet install \
+	  -c $(STORES)/installed.txt 'moto[server]>=5'
+	@touch $@
+
 # The pins but for torch's, and for setuptools', of which some torches want an older one (2.11: <82).
 # transformers imports torchao where it is installed, and torchao 0.18 cannot be with torch 2.8.
 $(OTHER)/.ready: $(PINS)
@@ -236,4 +253,4 @@ constraints: | $(BIN)/python
 	mv $(VENV)/constraints.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) $(ALONE) $(LOGGERS) .venv-torch-* $(GPU_ENV) wheels-gpu docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ALONE) $(LOGGERS) $(STORES) .venv-torch-* $(GPU_ENV) wheels-gpu docs/_build build dist .pytest_cache .ruff_cache .hypothesis

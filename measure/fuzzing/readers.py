@@ -22,6 +22,7 @@ from torch import nn
 
 import unipar
 from measure.fuzzing.edits import HOSTILE, edit
+from measure.fuzzing.versions import as_version_1, seal, unsealed
 from unipar import Session, checkpoint
 from unipar.checkpoint import CheckpointImporter, rng
 from unipar.checkpoint.boxes import whole
@@ -144,6 +145,7 @@ class Run(Reader):
         )
         world = World(Placement())
         self.path = save_states(manifest, {"model": state}, world, rng.capture())
+        self.write_as()
         self._files = {
             str(file.relative_to(self.path)): file.read_bytes()
             for file in self.path.rglob("*")
@@ -156,17 +158,16 @@ class Run(Reader):
     def close(self) -> None:
         self._session.__exit__(None, None, None)
 
+    def write_as(self) -> None:
+        """Make another version of the format of what was saved."""
+
     def body(self) -> dict[str, Any]:
         """The valid manifest, to be edited."""
-        body = json.loads(self._files["manifest.json"])
-        del body["checksum"]
-        return body
+        return unsealed(self._files["manifest.json"])
 
     def put(self, body: dict[str, Any], changed: Mapping[str, bytes] | None = None) -> None:
         """Write the valid files but for ``changed``, and the manifest with its checksum."""
-        rest = json.dumps(body, separators=(",", ":"))[1:].encode() + b"\n"
-        sealed = f'{{"checksum":"{digest(rest)}",\n'.encode() + rest
-        files = {**(changed or {}), "manifest.json": sealed}
+        files = {**(changed or {}), "manifest.json": seal(body)}
         for name in self._changed - files.keys():
             (self.path / name).write_bytes(self._files[name])
         for name, data in files.items():
@@ -218,7 +219,7 @@ class Run(Reader):
 
     def _sayings(self, manifest: Manifest) -> str:
         """All that a manifest says, in an order of its own."""
-        told = {**manifest.__dict__, "_by_file": None}
+        told = {**manifest.__dict__, "_tensors": None, "_files": None}
         engine = manifest.engines["model"].__dict__
         return repr([sorted(told.items(), key=str), sorted(engine.items(), key=str)])
 
@@ -263,12 +264,28 @@ class HeaderReader(Run):
         file["size"] = len(changed)
         for engine in body["engines"].values():
             for tensor in (*engine["weights"].values(), *engine["optimizer"].values()):
-                for chunk in tensor["chunks"]:
+                for chunk in tensor.get("chunks", ()):
                     chunk["start"] += (file["header_bytes"] - before) * (chunk["file"] == number)
         if random.random() < 0.3:
             done += edit(body, random, self.hostile)
         self.put(body, {name: changed})
         return done
+
+
+class OlderManifestReader(ManifestReader):
+    name = "manifest-1"
+    what = "`manifest.json` of version 1, which has every position and checksum"
+
+    def write_as(self) -> None:
+        as_version_1(self.path)
+
+
+class OlderHeaderReader(HeaderReader):
+    name = "header-1"
+    what = "headers of files beside a manifest of version 1"
+
+    def write_as(self) -> None:
+        as_version_1(self.path)
 
 
 class GeneratorsReader(Run):
@@ -579,7 +596,9 @@ class DeepSpeedReader(Reader):
 
 KINDS = (
     ManifestReader,
+    OlderManifestReader,
     HeaderReader,
+    OlderHeaderReader,
     GeneratorsReader,
     SafetensorsReader,
     IndexReader,

@@ -10,6 +10,7 @@ simulated are threads with a connection of their own (the meeting), or what they
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pickle
@@ -81,8 +82,22 @@ def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
 
 def meeting(ranks: int) -> dict[str, float]:
     """All ranks come to a store at once, each by a connection of its own."""
+    to_connect, to_meet = meet(ranks, ranks, 600.0)
+    return {"time to connect": to_connect, "time to meet": to_meet}
+
+
+def absence(ranks: int) -> dict[str, float]:
+    """The last rank never comes, and all the others have waited for it equally long."""
+    timeout = 20.0
+    _, until_all_know = meet(ranks, ranks - 1, timeout)
+    return {"time beyond the timeout": until_all_know - timeout}
+
+
+def meet(ranks: int, coming: int, timeout: float) -> tuple[float, float]:
+    """Seconds until ranks have connected, and from there until their meeting has ended."""
     from datetime import timedelta
 
+    import torch.distributed as dist
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     from unipar.world import meeting
@@ -93,20 +108,36 @@ def meeting(ranks: int) -> dict[str, float]:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     patience = timedelta(seconds=600)
     threading.stack_size(256 << 10)
-    ready = threading.Barrier(ranks + 1)
+    ready = threading.Barrier(coming + 1)
 
     def come(rank: int) -> None:
-        placement = Placement(rank=rank, size=ranks, timeout=600.0)
+        placement = Placement(rank=rank, size=ranks, timeout=timeout)
         ready.wait()
         store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience)
         ready.wait()
-        meeting.come(store, placement, 1)
+        with contextlib.suppress(dist.DistStoreError):
+            meeting.come(store, placement, 1)
         ready.wait()
 
-    for rank in range(ranks):
+    for rank in range(coming):
         threading.Thread(target=come, args=(rank,), daemon=True).start()
     ready.wait()
-    return {"time to connect": timed(ready.wait)[0], "time to meet": timed(ready.wait)[0]}
+    return timed(ready.wait)[0], timed(ready.wait)[0]
+
+
+def stragglers(ranks: int) -> dict[str, float]:
+    """The times of all ranks' last steps, which come to rank 0 every ten seconds."""
+    import torch
+
+    from unipar.train import stragglers
+    from unipar.world import Placement, World
+
+    world = World(Placement(size=ranks))
+    found = stragglers.Stragglers(world, ["a"] * ranks, lambda *told: None)
+    times = 0.1 + torch.rand(ranks, stragglers.STEPS, 2) / 100
+    found.compare(times)
+    seconds, _ = timed(lambda: found.compare(times))
+    return {"time to compare": seconds, "bytes received": times.nbytes}
 
 
 def agreement(ranks: int) -> dict[str, float]:
@@ -135,7 +166,7 @@ def save(ranks: int) -> dict[str, float]:
     """A save of a model that is sharded over all ranks, but for what is written."""
     import torch
 
-    from unipar.checkpoint import commit, manifest, plan
+    from unipar.checkpoint import commit, decode, manifest, plan
     from unipar.state import Box, LocalState
 
     def states(rank: int) -> list[LocalState]:
@@ -150,6 +181,7 @@ def save(ranks: int) -> dict[str, float]:
         return found
 
     received = 0
+    made_up = 0.0
 
     class Others:
         """A world whose other ranks have described their shards."""
@@ -157,65 +189,98 @@ def save(ranks: int) -> dict[str, float]:
         rank, size = 0, ranks
 
         def gather(self, value: Any) -> list[Any]:
-            nonlocal received
-            signature, described = value
-            if isinstance(described, str):
+            nonlocal received, made_up
+            began = time.perf_counter()
+            if isinstance(value, plan.Described):
+                sent = [pickle.dumps(plan.describe(states(rank))) for rank in range(ranks)]
+            else:
                 # Whether they hold what they held before; the others are taken to say the same.
-                return [pickle.loads(pickle.dumps(value)) for _ in range(ranks)]
-            sent = [
-                pickle.dumps(
-                    (signature, [[tuple(box) for box in one.boxes] for one in states(rank)])
-                )
-                for rank in range(ranks)
-            ]
+                sent = [pickle.dumps(value)] * ranks
+            made_up += time.perf_counter() - began
             received += sum(map(len, sent))
             return [pickle.loads(one) for one in sent]
 
     others: Any = Others()
-    seconds, part = timed(lambda: plan.plan_part("model/weights", states(0), others))
-    again, _ = timed(lambda: plan.plan_part("model/weights", states(0), others))
-    empty = plan.PartPlan("model/optimizer", (), tuple(plan.RankPlan() for _ in range(ranks)))
+    own = states(0)
+    seconds, part = timed(lambda: plan.plan_part("model/weights", own, others))
+    seconds -= made_up
+    told = received
+    again, _ = timed(lambda: plan.plan_part("model/weights", own, others))
+    empty = plan.PartPlan("model/optimizer", (), (), ())
     engines = {"model": commit.EnginePlan(part, empty, (), {}, {})}
     header = manifest.Manifest(
         path=Path("/nowhere"), step=1, strategy="fsdp", world_size=ranks, engines={}, files={},
         progress={}, metrics={}, unipar_version="", torch_version="",
     )  # fmt: skip
     whole = commit.Plan(Path("/nowhere"), header, engines, 0, None)
-    outcomes = [commit.Outcome([[["0" * 16] for _ in own.items], []]) for own in part.ranks]
+    outcomes = written(part)
     sealing, text = timed(lambda: manifest.encode(commit.assemble(whole, outcomes)))
+    reading, found = timed(lambda: decode.decode(Path("/nowhere"), text))
+    own_file, _ = timed(lambda: found.chunks_of(part.path(0, 0)))
     return {
         "time to plan the first": seconds,
         "time to plan the next": again,
-        "bytes received": received,
+        "bytes received": told,
         "time to make the manifest": sealing,
         "bytes of the manifest": len(text),
+        "time to read the manifest": reading,
+        "time to look one file up": own_file,
     }
+
+
+def written(part: Any) -> list[Any]:
+    """What each rank says of the files that it has written, with headers of 100 kB."""
+    import numpy as np
+
+    from unipar.checkpoint.commit import Outcome
+    from unipar.checkpoint.manifest import FileInfo
+    from unipar.checkpoint.runs import values
+
+    sizes = np.full(len(part.files), 100_000)
+    for signature, own in zip(part.tensors, part.written, strict=True):
+        elements = np.prod([values(runs) for runs in own.sizes], axis=0)
+        sizes[values(own.files)] += elements * signature.dtype.itemsize
+    return [
+        Outcome({path: FileInfo(size, 100_000, "0" * 16)})
+        for path, size in zip(part.paths, sizes.tolist(), strict=True)
+    ]
 
 
 def tensors() -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a decoder's weights and of AdamW's moments."""
-    layer = {
-        "input_layernorm": (WIDTH,),
-        "self_attn.q_proj": (WIDTH, WIDTH),
-        "self_attn.k_proj": (WIDTH, WIDTH),
-        "self_attn.v_proj": (WIDTH, WIDTH),
-        "self_attn.o_proj": (WIDTH, WIDTH),
-        "post_attention_layernorm": (WIDTH,),
-        "mlp.gate_proj": (11008, WIDTH),
-        "mlp.up_proj": (11008, WIDTH),
-        "mlp.down_proj": (WIDTH, 11008),
-    }
-    weights = {"embed_tokens": (32000, WIDTH), "norm": (WIDTH,), "lm_head": (32000, WIDTH)}
-    for number in range(LAYERS):
-        weights |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
     return [
         (f"{kind}.{name}", shape)
         for kind in ("weight", "exp_avg", "exp_avg_sq")
-        for name, shape in weights.items()
+        for name, shape in decoder(LAYERS, WIDTH, 11008)
     ]
 
 
-PARTS = {"meeting": meeting, "agreement": agreement, "save": save}
+def decoder(layers: int, width: int, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a decoder's weights."""
+    layer = {
+        "input_layernorm": (width,),
+        "self_attn.q_proj": (width, width),
+        "self_attn.k_proj": (width, width),
+        "self_attn.v_proj": (width, width),
+        "self_attn.o_proj": (width, width),
+        "post_attention_layernorm": (width,),
+        "mlp.gate_proj": (hidden, width),
+        "mlp.up_proj": (hidden, width),
+        "mlp.down_proj": (width, hidden),
+    }
+    weights = {"embed_tokens": (32000, width), "norm": (width,), "lm_head": (32000, width)}
+    for number in range(layers):
+        weights |= {f"layers.{number}.{name}": shape for name, shape in layer.items()}
+    return list(weights.items())
+
+
+PARTS = {
+    "meeting": meeting,
+    "meeting that a rank misses": absence,
+    "agreement": agreement,
+    "stragglers": stragglers,
+    "save": save,
+}
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Time and memory of saving and loading, beside a bare ``torch.distributed.checkpoint``."""
+"""Saving and loading beside a bare ``torch.distributed.checkpoint``; what saves cost training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import unipar
 from examples.gpt import GPT, loss
-from measure.report import Row, mebibytes, whole_seconds
+from measure.report import Row, mebibytes, milliseconds, whole_seconds
 from measure.speed.timing import BASELINE, in_turns
 from unipar import checkpoint, launch
+from unipar.config import CheckpointConfig
+from unipar.train.checkpointing import Saver
 
 OURS = "ours"
 LENGTH = 16
+STEPS = 50
+"""Steps from one save to the next, where their price is measured."""
 Figures = dict[str, dict[str, list[float]]]
 
 
@@ -48,7 +52,76 @@ def measure(*, quick: bool) -> list[Row]:
                     1.1,
                 )
             )
+    return [*rows, *prices(quick=quick)]
+
+
+def prices(*, quick: bool) -> list[Row]:
+    """A step of a run that saves each 50 steps, beside the same steps without: one rank."""
+    sizes = {"layers": 1, "width": 128} if quick else {"layers": 8, "width": 512}
+    rows = []
+    for mode, how in (("auto", "in the background"), (False, "while training waits")):
+
+        def work(placement: unipar.Placement, mode: Any = mode) -> tuple[int, Any]:
+            return price(placement, mode, sizes, 2 if quick else 4)
+
+        size, values = launch.run(work, devices=1, timeout=1800)
+        rows.append(
+            Row.timed(
+                f"a step with a save each {STEPS}, {how}, {mebibytes(size)}, `single` on 1, "
+                "beside the same steps without",
+                values[OURS],
+                values[BASELINE],
+                milliseconds,
+                1.02 if mode else None,
+            )
+        )
     return rows
+
+
+def price(
+    placement: unipar.Placement, mode: Any, sizes: dict[str, int], turns: int
+) -> tuple[int, dict[str, list[float]]]:
+    """Bytes that are stored; and seconds of a step by contender and turn, a turn of 50 steps."""
+    torch.set_num_threads(1)
+    length = 8 * LENGTH
+    scratch = tempfile.TemporaryDirectory(prefix="unipar-bench-")
+    with scratch, unipar.Session(strategy="single", placement=placement) as session:
+        engine = session.prepare(
+            GPT(length=length, **sizes),
+            optimizer=lambda named: torch.optim.AdamW([p for _, p in named]),
+        )
+        text = torch.zeros(2, length, dtype=torch.long)
+        batch = unipar.Batch((unipar.MicroBatch((text, text), 2),), 2)
+        settings = CheckpointConfig.model_validate({"every_steps": STEPS, "async": mode})
+        saver = Saver(Path(scratch.name), settings, session)
+        saves = 0
+
+        def saving() -> float:
+            nonlocal saves
+            saves += STEPS
+            began = time.perf_counter()
+            engine.train_step(batch, loss)
+            saver.save(saves, {}, {})
+            for _ in range(STEPS - 1):
+                engine.train_step(batch, loss)
+                saver.collect()
+            seconds = time.perf_counter() - began
+            saver.wait()
+            return seconds / STEPS
+
+        def bare() -> float:
+            began = time.perf_counter()
+            for _ in range(STEPS):
+                engine.train_step(batch, loss)
+            return (time.perf_counter() - began) / STEPS
+
+        contenders = {OURS: saving, BASELINE: bare}
+        # The first save also takes the memory that the later ones use again.
+        engine.train_step(batch, loss)
+        saver.save(1, {}, {})
+        saver.wait()
+        size = 12 * sum(p.numel() for p in engine.module.parameters())
+        return size, in_turns(contenders, turns)
 
 
 def measure_rank(

@@ -8,7 +8,9 @@ import math
 import secrets
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from unipar.errors import CheckpointError
 from unipar.state import Box
@@ -52,13 +54,8 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """
     if len(boxes) == 1 and boxes[0] == whole(shape):
         return
-    shown = f"Tensor '{name}' of shape {tuple(shape)}"
-    for box in boxes:
-        if not len(box.offsets) == len(box.sizes) == len(shape) or any(
-            start < 0 or size < 0 or start + size > full
-            for start, size, full in zip(*box, shape, strict=True)
-        ):
-            raise CheckpointError(f"{shown} has no part {box}.")
+    check_inside(name, shape, boxes)
+    shown = _shown(name, shape)
     held, full = sum(map(volume, boxes)), math.prod(shape)
     if held < full:
         raise CheckpointError(f"{shown}: the ranks hold {held} of its {full} elements.")
@@ -70,6 +67,53 @@ def check_cover(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     seen = sum(_fingerprint(*box) for box in boxes) % _PRIME
     if held > full or seen != _fingerprint((0,) * len(shape), shape) % _PRIME:
         raise CheckpointError(f"{shown}: {_overlapping(boxes)} overlap.")
+
+
+def check_inside(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Hold that ``boxes`` lie in a tensor.
+
+    Raises:
+        CheckpointError: one does not.
+    """
+    for box in boxes:
+        if not len(box.offsets) == len(box.sizes) == len(shape) or any(
+            start < 0 or size < 0 or start + size > full
+            for start, size, full in zip(*box, shape, strict=True)
+        ):
+            raise CheckpointError(f"{_shown(name, shape)} has no part {box}.")
+
+
+def _shown(name: str, shape: Sequence[int]) -> str:
+    return f"Tensor '{name}' of shape {tuple(shape)}"
+
+
+def check_division(
+    name: str, shape: Sequence[int], offsets: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> None:
+    """As :func:`check_cover`, of many boxes in columns: ``(boxes, dims)``, none below 0.
+
+    A grid is seen to be one without regarding each box by itself.
+    """
+    if offsets.shape[1] != len(shape) or not _is_grid(shape, offsets, sizes):
+        pairs = zip(offsets.tolist(), sizes.tolist(), strict=True)
+        check_cover(name, shape, [Box(tuple(start), tuple(size)) for start, size in pairs])
+
+
+def _is_grid(shape: Sequence[int], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> bool:
+    """Whether each dim is cut into intervals, and the boxes are all combinations of these."""
+    num = len(offsets)
+    cell, cells = np.zeros(num, np.int64), 1
+    for dim, full in enumerate(shape):
+        starts, index = np.unique(offsets[:, dim], return_inverse=True)
+        bounds = np.append(starts, full)
+        # Each begins where another one ends, so that it is told by its start.
+        if starts[0] != 0 or (sizes[:, dim] != np.diff(bounds)[index]).any():
+            return False
+        cells *= len(starts)
+        if cells > num:
+            return False
+        cell = cell * len(starts) + index
+    return cells == num and len(np.unique(cell)) == num
 
 
 def _fingerprint(offsets: Sequence[int], sizes: Sequence[int]) -> int:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from unipar.checkpoint.directory import clean, newest, publish
+from unipar.checkpoint.division import Division
 from unipar.checkpoint.files import FileWriter, as_bytes, digest, on_host, sync_directory
 from unipar.checkpoint.manifest import (
     MANIFEST,
-    Chunk,
     EngineIndex,
     FileInfo,
     Manifest,
@@ -26,7 +26,7 @@ from unipar.checkpoint.manifest import (
 )
 from unipar.checkpoint.names import GENERATORS, TEMPORARY, rng_path, step_name
 from unipar.checkpoint.plan import Item, PartPlan
-from unipar.checkpoint.safetensors import Layout
+from unipar.checkpoint.runs import moved
 from unipar.errors import CheckpointError
 from unipar.state import GroupState, TensorState
 
@@ -55,6 +55,7 @@ class Plan:
         engines: by name.
         rank: this rank.
         rng: the state of this rank's random number generators; ``None`` leaves it out.
+        disks: for each rank, the lowest rank that sees the same directory; empty where all do.
     """
 
     directory: Path
@@ -62,6 +63,16 @@ class Plan:
     engines: Mapping[str, EnginePlan]
     rank: int
     rng: Mapping[str, Any] | None
+    disks: tuple[int, ...] = ()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes and names directories, for all that see the same."""
+        return self.rank == (self.disks[self.rank] if self.disks else 0)
+
+    def is_here(self, rank: int) -> bool:
+        """Return whether what ``rank`` writes is seen by this rank."""
+        return not self.disks or self.disks[rank] == self.disks[self.rank]
 
     @property
     def final(self) -> Path:
@@ -83,24 +94,22 @@ class Outcome:
     """The outcome of one rank's writing.
 
     Attributes:
-        digests: for each part, for each item, of its pieces.
-        rng: size and digest of the file of random number generators.
+        files: what was written, by path; of all that is in them, only the digests of headers.
         error: what went wrong first.
     """
 
-    digests: list[list[list[str]]] = field(default_factory=list)
-    rng: FileInfo | None = None
+    files: dict[str, FileInfo] = field(default_factory=dict)
     error: str | None = None
 
 
 def begin(plan: Plan, gather: Gather) -> None:
-    """Make the temporary directory. Collective.
+    """Make the temporary directory, on each disk. Collective.
 
     Raises:
-        CheckpointError: rank 0 cannot; raised on every rank.
+        CheckpointError: a rank cannot that is to; raised on every rank.
     """
     error = None
-    if plan.rank == 0:
+    if plan.leads:
         try:
             plan.directory.mkdir(parents=True, exist_ok=True)
             clean(plan.directory)
@@ -118,7 +127,7 @@ def stream(part: PartPlan, states: Sequence[TensorState], rank: int, failures: l
     Every rank reads every tensor, since reading may be collective. A read that fails is put into
     ``failures`` and the rest are read all the same, so that no rank is left waiting in one.
     """
-    items = iter(part.ranks[rank].items)
+    items = iter(part.of(rank).items)
     item = next(items, None)
     for number, state in enumerate(states):
         tensors: Sequence[torch.Tensor] = ()
@@ -140,7 +149,7 @@ def write(plan: Plan, parts: Iterable[Boxes], failures: list[str]) -> Outcome:
     for part, boxes in zip(plan.parts, parts, strict=True):
         if outcome.error is None:
             try:
-                outcome.digests.append(_write_part(plan, part, boxes))
+                outcome.files.update(_write_part(plan, part, boxes))
             except (OSError, CheckpointError) as error:
                 outcome.error = _describe(error, plan.temporary)
         for _ in boxes:
@@ -152,21 +161,22 @@ def write(plan: Plan, parts: Iterable[Boxes], failures: list[str]) -> Outcome:
         data = json.dumps(plan.rng).encode()
         try:
             with FileWriter(path, data):
-                outcome.rng = FileInfo(len(data), len(data), digest(data))
+                outcome.files[rng_path(plan.rank)] = FileInfo(len(data), len(data), digest(data))
         except OSError as error:
             outcome.error = _describe(error, path)
     return outcome
 
 
-def _write_part(plan: Plan, part: PartPlan, boxes: Boxes) -> list[list[str]]:
-    own = part.ranks[plan.rank]
+def _write_part(plan: Plan, part: PartPlan, boxes: Boxes) -> dict[str, FileInfo]:
+    own = part.of(plan.rank)
     layouts = [own.layout(file) for file in range(len(own.files))]
-    digests = []
+    digests: list[list[list[str]]] = [[] for _ in layouts]
+    files: dict[str, FileInfo] = {}
     with contextlib.ExitStack() as stack:
         writers = []
-        for file, layout in enumerate(layouts):
+        for file in range(len(layouts)):
             path = plan.temporary / part.path(plan.rank, file)
-            writers.append(stack.enter_context(FileWriter(path, layout.header)))
+            writers.append(stack.enter_context(FileWriter(path)))
         for item, tensor in boxes:
             signature = part.tensors[item.tensor]
             if tuple(tensor.shape) != item.box.sizes or tensor.dtype != signature.dtype:
@@ -175,9 +185,14 @@ def _write_part(plan: Plan, part: PartPlan, boxes: Boxes) -> list[list[str]]:
                     f"{signature.dtype} and read as {list(tensor.shape)} {tensor.dtype}"
                 )
             start = layouts[item.file].starts[item.entry]
-            digests.append(writers[item.file].write(as_bytes(on_host(tensor)), start))
+            digests[item.file].append(writers[item.file].write(as_bytes(on_host(tensor)), start))
             del tensor
-    return digests
+        for file, writer in enumerate(writers):
+            header = own.layout(file, digests[file]).header
+            writer.begin_with(header)
+            info = FileInfo(layouts[file].size, len(header), digest(header))
+            files[part.path(plan.rank, file)] = info
+    return files
 
 
 def finish(plan: Plan, gather: Gather, outcome: Outcome) -> Path:
@@ -190,7 +205,7 @@ def finish(plan: Plan, gather: Gather, outcome: Outcome) -> Path:
     outcomes = gather(outcome)
     _raise_first(plan, gather, [own.error for own in outcomes])
     error = None
-    if plan.rank == 0:
+    if plan.leads:
         try:
             _seal(plan, outcomes)
         except (OSError, CheckpointError) as failure:
@@ -201,7 +216,7 @@ def finish(plan: Plan, gather: Gather, outcome: Outcome) -> Path:
 
 def _seal(plan: Plan, outcomes: Sequence[Outcome]) -> None:
     manifest = assemble(plan, outcomes)
-    for name, info in manifest.files.items():
+    for name, info in _here(plan, manifest).items():
         path = plan.temporary / name
         if path.stat().st_size != info.size:
             raise CheckpointError(f"{path} should have {info.size} bytes")
@@ -212,50 +227,52 @@ def _seal(plan: Plan, outcomes: Sequence[Outcome]) -> None:
     publish(plan.temporary, plan.final)
 
 
+def _here(plan: Plan, manifest: Manifest) -> dict[str, FileInfo]:
+    """Those files of the checkpoint that this rank sees."""
+    away = {
+        part.path(rank, file)
+        for part in plan.parts
+        for rank, file in part.files
+        if not plan.is_here(rank)
+    } | {rng_path(rank) for rank in range(manifest.world_size) if not plan.is_here(rank)}
+    return {name: info for name, info in manifest.files.items() if name not in away}
+
+
 def assemble(plan: Plan, outcomes: Sequence[Outcome]) -> Manifest:
     """The manifest of what all ranks have written."""
+    written = {path: info for outcome in outcomes for path, info in outcome.files.items()}
     files: dict[str, FileInfo] = {}
+    for path in (path for part in plan.parts for path in part.paths):
+        files[path] = written.pop(path)
+    paths = list(files)
     indexes: list[dict[str, TensorIndex]] = []
-    for number, part in enumerate(plan.parts):
-        chunks: list[list[Chunk]] = [[] for _ in part.tensors]
-        for rank, own in enumerate(part.ranks):
-            layouts: list[Layout] = []
-            for file in range(len(own.files)):
-                layout = own.layout(file)
-                layouts.append(layout)
-                files[part.path(rank, file)] = FileInfo(
-                    layout.size, len(layout.header), digest(layout.header)
-                )
-            for item, digests in zip(own.items, outcomes[rank].digests[number], strict=True):
-                start = layouts[item.file].starts[item.entry]
-                path = part.path(rank, item.file)
-                chunks[item.tensor].append(Chunk(item.box, path, start, tuple(digests)))
-        indexes.append(
-            {
-                tensor.name: TensorIndex(tensor.shape, tensor.dtype, tuple(own))
-                for tensor, own in zip(part.tensors, chunks, strict=True)
-            }
-        )
+    first = 0
+    for part in plan.parts:
+        tensors: dict[str, TensorIndex] = {}
+        for (name, shape, dtype), own in zip(part.tensors, part.written, strict=True):
+            division = Division(name, moved(own.files, first), own.offsets, own.sizes, paths)
+            tensors[name] = TensorIndex(shape, dtype, division)
+        indexes.append(tensors)
+        first += len(part.files)
     engines = {
         name: EngineIndex(
             indexes[2 * i], indexes[2 * i + 1], engine.groups, engine.extra, engine.aliases
         )
         for i, (name, engine) in enumerate(plan.engines.items())
     }
-    for rank, outcome in enumerate(outcomes):
-        if outcome.rng:
-            files[rng_path(rank)] = outcome.rng
-    return dataclasses.replace(plan.manifest, engines=engines, files=files)
+    # What is left are random generators.
+    return dataclasses.replace(plan.manifest, engines=engines, files={**files, **written})
 
 
 def _raise_first(plan: Plan, gather: Gather, errors: Sequence[str | None]) -> None:
-    """Raise on every rank if any rank has an error, once rank 0 has cleared away the remains."""
+    """Raise on every rank if any rank has an error, once the remains are cleared away."""
     failed = [rank for rank, text in enumerate(errors) if text]
     if not failed:
         return
     message = None
-    if plan.rank == 0:
+    if plan.leads:
         shutil.rmtree(plan.temporary, ignore_errors=True)
+    if plan.rank == 0:
         others = f" (ranks {', '.join(map(str, failed[1:]))} failed too)" if failed[1:] else ""
         kept = newest(plan.directory)
         message = (
@@ -263,7 +280,9 @@ def _raise_first(plan: Plan, gather: Gather, errors: Sequence[str | None]) -> No
             f"{errors[failed[0]]}. The training state is as it was; "
             + (f"the newest good checkpoint is {kept}." if kept else "there is no checkpoint yet.")
         )
-    raise CheckpointError(gather(message)[0])
+    error = CheckpointError(gather(message)[0])
+    error.agreed = True
+    raise error
 
 
 def _describe(error: Exception, path: Path) -> str:

@@ -6,22 +6,26 @@ from a manifest (what is allocated, opened and read) is checked before it is use
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from unipar.checkpoint.boxes import check_cover, volume
-from unipar.checkpoint.files import PIECE_BYTES, digest
+from unipar.checkpoint.boxes import check_cover, check_division, volume
+from unipar.checkpoint.division import Chunk, Division, Place
+from unipar.checkpoint.files import digest, num_pieces
 from unipar.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     VERSION,
-    Chunk,
     EngineIndex,
     FileInfo,
     Manifest,
@@ -29,6 +33,7 @@ from unipar.checkpoint.manifest import (
 )
 from unipar.checkpoint.names import GENERATORS, REPLACED, named_step, rng_path
 from unipar.checkpoint.paths import inside, is_plain, read_bytes, size_of
+from unipar.checkpoint.runs import fault, length
 from unipar.checkpoint.safetensors import DTYPES, MAX_HEADER_BYTES, check_size
 from unipar.errors import CheckpointError
 from unipar.state import Box, GroupState
@@ -38,6 +43,8 @@ _STRICT = ConfigDict(strict=True, extra="forbid")
 _MAX_COUNT = 2**53
 """The largest step, epoch or index: what JSON readers agree on."""
 _MAX_RANKS = 2**24
+_MIN_ENTRY_BYTES = 16
+"""Less than a tensor takes in a header: there are no more parts than headers can name."""
 _BEGIN = b'{"checksum":"'
 
 
@@ -54,6 +61,7 @@ _Path = Annotated[str, AfterValidator(_plain)]
 # One fault is enough: with each a million long, listing all takes far more room than the file.
 _Sizes = Annotated[tuple[_Size, ...], FailFast()]
 _Digests = Annotated[tuple[_Digest, ...], FailFast()]
+_Runs = Annotated[tuple[Annotated[int, Field(gt=-(2**63), lt=2**63)], ...], FailFast()]
 
 
 class _File(BaseModel):
@@ -77,7 +85,18 @@ class _Tensor(BaseModel):
     model_config = _STRICT
     shape: _Sizes
     dtype: Literal[tuple(DTYPES)]  # pyright: ignore[reportInvalidTypeForm]
+
+
+class _Listed(_Tensor):
+    """Of version 1."""
+
     chunks: Annotated[list[_Chunk], FailFast()]
+
+
+class _Divided(_Tensor):
+    files: _Runs
+    offsets: Annotated[tuple[_Runs, ...], FailFast()]
+    sizes: Annotated[tuple[_Runs, ...], FailFast()]
 
 
 class _Group(BaseModel):
@@ -102,8 +121,16 @@ class _Engine(BaseModel):
     groups: Annotated[list[_Group], FailFast()]
     extra: _Extra
     aliases: dict[str, str]
-    weights: dict[str, _Tensor]
-    optimizer: dict[str, _Tensor]
+
+
+class _EngineListed(_Engine):
+    weights: dict[str, _Listed]
+    optimizer: dict[str, _Listed]
+
+
+class _EngineDivided(_Engine):
+    weights: dict[str, _Divided]
+    optimizer: dict[str, _Divided]
 
 
 class _Position(BaseModel):
@@ -134,7 +161,7 @@ class _Body(BaseModel):
     model_config = _STRICT
     checksum: _Digest
     format: Literal["unipar-checkpoint"]
-    version: Literal[1]
+    version: Literal[1, 2]
     unipar: str
     torch: str
     strategy: str
@@ -144,7 +171,14 @@ class _Body(BaseModel):
     progress: _Progress
     metrics: dict[str, float]
     files: Annotated[list[_File], FailFast()]
-    engines: dict[str, _Engine]
+
+
+class _BodyListed(_Body):
+    engines: dict[str, _EngineListed]
+
+
+class _BodyDivided(_Body):
+    engines: dict[str, _EngineDivided]
 
 
 class _Head(BaseModel):
@@ -182,15 +216,20 @@ def read_manifest(path: Path) -> Manifest:
     if not first.startswith(_BEGIN) or first[13:29].decode("ascii", "replace") != digest(rest):
         raise CheckpointError(f"{file} is damaged: its checksum differs.")
     with no_collection():
-        return _decode(path, data)
+        return decode(path, data)
 
 
-def _decode(path: Path, data: bytes) -> Manifest:
+def decode(path: Path, data: bytes) -> Manifest:
+    """The manifest of the checkpoint at ``path``, whose checksum is right.
+
+    Raises:
+        CheckpointError: it contradicts itself, or a newer unipar wrote it.
+    """
     file = path / MANIFEST
+    kind = _BodyListed if _version(data, file) == 1 else _BodyDivided
     try:
-        body = _Body.model_validate_json(data)
+        body = kind.model_validate_json(data)
     except ValidationError as error:
-        _check_version(data, file)
         raise _refused(error, file) from error
     try:
         return _manifest(path, body)
@@ -198,8 +237,8 @@ def _decode(path: Path, data: bytes) -> Manifest:
         raise CheckpointError(f"{file} is damaged or was edited: {error}") from error
 
 
-def _check_version(data: bytes, file: Path) -> None:
-    """Tell what is of another kind, or a newer one, from what is wrong."""
+def _version(data: bytes, file: Path) -> int:
+    """The version of the format: what is of another kind, or a newer one, is no damage."""
     try:
         head = _Head.model_validate_json(data)
     except ValidationError as error:
@@ -211,6 +250,7 @@ def _check_version(data: bytes, file: Path) -> None:
             f"{file} has format version {head.version}, written by unipar {head.unipar}; "
             f"this unipar reads versions up to {VERSION}. Upgrade unipar to read it."
         )
+    return head.version
 
 
 def check_files(manifest: Manifest) -> None:
@@ -219,7 +259,10 @@ def check_files(manifest: Manifest) -> None:
     Raises:
         CheckpointError: one is not; it is named.
     """
+    folders: dict[str, bool] = {}
     for name, info in manifest.files.items():
+        if _is_plainly_there(manifest.path, name, info.size, folders):
+            continue
         try:
             path = inside(manifest.path, name)
             size = size_of(path)
@@ -234,6 +277,23 @@ def check_files(manifest: Manifest) -> None:
             raise CheckpointError(f"Cannot read tensor '{tensor}': {error}") from error
 
 
+def _is_plainly_there(root: Path, name: str, size: int, folders: dict[str, bool]) -> bool:
+    """Whether a file is no link, nor behind one, and has its size: mostly all there is to know.
+
+    Of each folder it is asked once; to follow every file takes ten times as long.
+    """
+    folder = name.rpartition("/")[0]
+    try:
+        if folder not in folders:
+            folders[folder] = os.path.realpath(root / folder) == os.path.join(
+                os.path.realpath(root), folder
+            ).rstrip("/")
+        found = os.lstat(f"{root}/{name}")
+    except (OSError, ValueError):
+        return False
+    return folders[folder] and stat.S_ISREG(found.st_mode) and found.st_size == size
+
+
 def _refused(error: ValidationError, file: Path) -> CheckpointError:
     first = error.errors(include_url=False)[0]
     field = ".".join(map(str, first["loc"])) or "it"
@@ -241,17 +301,18 @@ def _refused(error: ValidationError, file: Path) -> CheckpointError:
     return CheckpointError(f"{file} is damaged or was edited: {field}:{given} {first['msg']}.")
 
 
-def _manifest(path: Path, body: _Body) -> Manifest:
+def _manifest(path: Path, body: _BodyListed | _BodyDivided) -> Manifest:
     names = [entry.path for entry in body.files]
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise CheckpointError(f"files lists {twice} twice.")
+    divisions = _Divisions(body.files)
     manifest = Manifest(
         path=path,
         step=body.step,
         strategy=body.strategy,
         world_size=body.world_size,
-        engines={name: _engine(name, engine, names) for name, engine in body.engines.items()},
+        engines={name: _engine(name, engine, divisions) for name, engine in body.engines.items()},
         files={
             entry.path: FileInfo(entry.size, entry.header_bytes, entry.header_digest)
             for entry in body.files
@@ -263,15 +324,27 @@ def _manifest(path: Path, body: _Body) -> Manifest:
         torch_version=body.torch,
     )
     _check_step(manifest)
-    _check_spans(manifest)
+    if isinstance(body, _BodyListed):
+        _check_spans(manifest)
+    else:
+        divisions.check_ends()
     _check_training_state(manifest)
     return manifest
 
 
-def _engine(name: str, engine: _Engine, files: Sequence[str]) -> EngineIndex:
+def _engine(
+    name: str, engine: _EngineListed | _EngineDivided, divisions: _Divisions
+) -> EngineIndex:
+    weights, optimizer = (
+        {
+            key: divisions.read(f"engines.{name}.{kind}.{key}", key, tensor)
+            for key, tensor in tensors.items()
+        }
+        for kind, tensors in (("weights", engine.weights), ("optimizer", engine.optimizer))
+    )
     found = EngineIndex(
-        weights=dict(_tensors(f"engines.{name}.weights", engine.weights, files)),
-        optimizer=dict(_tensors(f"engines.{name}.optimizer", engine.optimizer, files)),
+        weights=weights,
+        optimizer=optimizer,
         groups=tuple(GroupState(each.params, each.hyperparameters) for each in engine.groups),
         extra=engine.extra.model_dump(exclude_unset=True),
         aliases=engine.aliases,
@@ -290,32 +363,97 @@ def _engine(name: str, engine: _Engine, files: Sequence[str]) -> EngineIndex:
     return found
 
 
-def _tensors(
-    where: str, tensors: Mapping[str, _Tensor], files: Sequence[str]
-) -> Iterator[tuple[str, TensorIndex]]:
-    for name, tensor in tensors.items():
-        shape, dtype = tensor.shape, DTYPES[tensor.dtype]
-        check_size(f"{where}.{name}", shape, dtype)
+class _Divisions:
+    """The parts of all tensors, as they are read: in each file no more than it holds.
+
+    Args:
+        files: of the checkpoint.
+    """
+
+    def __init__(self, files: Sequence[_File]) -> None:
+        self._paths = [entry.path for entry in files]
+        # Unsigned: two sizes of 63 bits are added before the sum is refused.
+        self._sizes = np.array([entry.size for entry in files], np.uint64)
+        self._ends = np.array([entry.header_bytes for entry in files], np.uint64)
+        self._left = sum(entry.header_bytes for entry in files) // _MIN_ENTRY_BYTES
+
+    def read(self, where: str, name: str, tensor: _Listed | _Divided) -> TensorIndex:
+        dtype = DTYPES[tensor.dtype]
+        check_size(where, tensor.shape, dtype)
+        if isinstance(tensor, _Listed):
+            chunks: Sequence[Chunk] = self._listed(where, name, tensor, dtype)
+        else:
+            chunks = self._divided(where, name, tensor, dtype)
+        return TensorIndex(tensor.shape, dtype, chunks)
+
+    def _listed(
+        self, where: str, name: str, tensor: _Listed, dtype: torch.dtype
+    ) -> tuple[Chunk, ...]:
         boxes = [Box(chunk.offsets, chunk.sizes) for chunk in tensor.chunks]
-        check_cover(name, shape, boxes)
+        check_cover(name, tensor.shape, boxes)
         if len(boxes) != 1 and not (boxes and all(map(volume, boxes))):
-            raise CheckpointError(f"{where}.{name}.chunks has none, or one of no elements.")
-        chunks = tuple(
-            _chunk(f"{where}.{name}.chunks.{number}", chunk, box, dtype, files)
+            raise CheckpointError(f"{where}.chunks has none, or one of no elements.")
+        return tuple(
+            self._chunk(f"{where}.chunks.{number}", name, chunk, box, dtype)
             for number, (chunk, box) in enumerate(zip(tensor.chunks, boxes, strict=True))
         )
-        yield name, TensorIndex(shape, dtype, chunks)
 
+    def _chunk(self, where: str, name: str, chunk: _Chunk, box: Box, dtype: torch.dtype) -> Chunk:
+        if chunk.file >= len(self._paths):
+            raise CheckpointError(
+                f"{where}.file is {chunk.file}, and there are {len(self._paths)} files."
+            )
+        pieces = num_pieces(volume(box) * dtype.itemsize)
+        if len(chunk.xxh3) != pieces:
+            raise CheckpointError(
+                f"{where}.xxh3 has {len(chunk.xxh3)} checksums, and its bytes have {pieces} pieces."
+            )
+        return Chunk(box, self._paths[chunk.file], name, Place(chunk.start, chunk.xxh3))
 
-def _chunk(where: str, chunk: _Chunk, box: Box, dtype: torch.dtype, files: Sequence[str]) -> Chunk:
-    if chunk.file >= len(files):
-        raise CheckpointError(f"{where}.file is {chunk.file}, and there are {len(files)} files.")
-    pieces = -(-volume(box) * dtype.itemsize // PIECE_BYTES)
-    if len(chunk.xxh3) != pieces:
-        raise CheckpointError(
-            f"{where}.xxh3 has {len(chunk.xxh3)} checksums, and its bytes have {pieces} pieces."
-        )
-    return Chunk(box, files[chunk.file], chunk.start, chunk.xxh3)
+    def _divided(self, where: str, name: str, tensor: _Divided, dtype: torch.dtype) -> Division:
+        num = length(tensor.files)
+        if not 1 <= num <= self._left:
+            raise CheckpointError(
+                f"{where}.files has {num} parts, and the headers of all files have room for "
+                f"{self._left} more."
+            )
+        self._left -= num
+        columns = [("files", tensor.files)]
+        for side, runs in (("offsets", tensor.offsets), ("sizes", tensor.sizes)):
+            if len(runs) != len(tensor.shape):
+                raise CheckpointError(
+                    f"{where}.{side} has {len(runs)} columns, and the tensor "
+                    f"{len(tensor.shape)} dims."
+                )
+            columns += [(f"{side}.{dim}", column) for dim, column in enumerate(runs)]
+        for column, runs in columns:
+            if told := fault(runs, num):
+                raise CheckpointError(f"{where}.{column}: {told}.")
+        division = Division(name, tensor.files, tensor.offsets, tensor.sizes, self._paths)
+        files, offsets, sizes = division.parts()
+        if int(files.max()) >= len(self._paths):
+            raise CheckpointError(
+                f"{where}.files has {files.max()}, and there are {len(self._paths)} files."
+            )
+        if len(np.unique(files)) != num:
+            raise CheckpointError(f"{where}.files has a file more than once.")
+        check_division(name, tensor.shape, offsets, sizes)
+        if num > 1 and not sizes.all():
+            raise CheckpointError(f"{where}.sizes has a part of no elements.")
+        self._ends[files] += (sizes.prod(axis=1) * dtype.itemsize).astype(np.uint64)
+        self._refuse(self._ends > self._sizes)
+        return division
+
+    def check_ends(self) -> None:
+        """Hold that the tensors of each file take all of it, with its header."""
+        self._refuse(self._ends != self._sizes)
+
+    def _refuse(self, wrong: NDArray[np.bool_]) -> None:
+        for number in np.flatnonzero(wrong)[:1].tolist():
+            raise CheckpointError(
+                f"files gives {self._paths[number]} {self._sizes[number]} bytes, and its tensors "
+                f"end at {self._ends[number]}."
+            )
 
 
 def _check_step(manifest: Manifest) -> None:
@@ -328,11 +466,12 @@ def _check_step(manifest: Manifest) -> None:
 
 
 def _check_spans(manifest: Manifest) -> None:
-    """Hold that the tensors of each file lie end to end, from its header to its end."""
+    """Hold that the tensors of each file lie end to end, from its header to its end (version 1)."""
     for name, info in manifest.files.items():
         spans = sorted(
-            (chunk.start, chunk.start + volume(chunk.box) * index.dtype.itemsize, tensor)
-            for tensor, index, chunk in manifest.chunks_of(name)
+            (place.start, place.start + volume(box) * index.dtype.itemsize, tensor)
+            for tensor, index, (box, _, _, place) in manifest.chunks_of(name)
+            if place
         )
         at, before = info.header_bytes, "the header"
         for start, end, tensor in spans:

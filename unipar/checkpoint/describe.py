@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, and whether it is whole."""
+"""The contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unipar.checkpoint.decode import open_checkpoint
-from unipar.checkpoint.directory import find
 from unipar.checkpoint.initial import read_any
-from unipar.checkpoint.load import read_generators
-from unipar.checkpoint.manifest import EngineIndex, Manifest, TensorIndex
-from unipar.checkpoint.names import rng_path
-from unipar.checkpoint.read import ChunkReader
-from unipar.errors import CheckpointError
+from unipar.checkpoint.manifest import EngineIndex, TensorIndex
 from unipar.state import TensorInfo
 
 
@@ -113,29 +107,3 @@ def _infos(tensors: Mapping[str, TensorIndex]) -> dict[str, TensorInfo]:
 
 def _nbytes(tensor: TensorIndex) -> int:
     return math.prod(tensor.shape) * tensor.dtype.itemsize
-
-
-def verify(path: str | Path) -> Manifest:
-    """Read every byte of a checkpoint and hold it against the checksums.
-
-    Raises:
-        CheckpointError: something is missing or damaged; lists what.
-    """
-    manifest = open_checkpoint(find(path))
-    problems: list[str] = []
-    for rank in range(manifest.world_size if rng_path(0) in manifest.files else 0):
-        try:
-            read_generators(manifest, rank)
-        except CheckpointError as error:
-            problems.append(str(error))
-    with ChunkReader(manifest) as reader:
-        for engine in manifest.engines.values():
-            for name, index in (*engine.weights.items(), *engine.optimizer.items()):
-                try:
-                    reader.verify(name, index)
-                except CheckpointError as error:
-                    problems.append(str(error))
-    if problems:
-        more = [f"… and {len(problems) - 10} more"] if len(problems) > 10 else []
-        raise CheckpointError("\n".join(problems[:10] + more))
-    return manifest

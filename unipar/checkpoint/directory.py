@@ -89,7 +89,8 @@ def clean(directory: Path) -> None:
         else:
             path.rename(original)
     for path in directory.glob(f"{TEMPORARY}step-*"):
-        shutil.rmtree(path)
+        # A thread may be removing it; what is left of a save's is found when it is made anew.
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def publish(temporary: Path, final: Path) -> None:
@@ -110,4 +111,8 @@ def remove(path: Path) -> None:
     if doomed.exists():
         shutil.rmtree(doomed)
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    try:
+        shutil.rmtree(doomed)
+    except FileNotFoundError:
+        # A save that began meanwhile clears away what it finds.
+        shutil.rmtree(doomed, ignore_errors=True)

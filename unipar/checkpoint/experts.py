@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from unipar.checkpoint.boxes import whole
-from unipar.checkpoint.manifest import Chunk, TensorIndex
+from unipar.checkpoint.division import Chunk
+from unipar.checkpoint.manifest import TensorIndex
 from unipar.errors import CheckpointError, first_few
 from unipar.state import Box
 
@@ -161,5 +162,5 @@ def _stacked(name: str, parts: list[dict[int, TensorIndex]]) -> TensorIndex:
             for chunk in part[expert].chunks:
                 (first, left), sizes = chunk.box
                 box = Box((expert, at * rows + first, left), (1, *sizes))
-                chunks.append(Chunk(box, chunk.file, chunk.start, chunk.digests))
+                chunks.append(Chunk(box, chunk.file, chunk.key, chunk.place))
     return TensorIndex((number, len(parts) * rows, columns), dtype, tuple(chunks))

@@ -24,6 +24,11 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
+def num_pieces(nbytes: int) -> int:
+    """How many pieces with a digest each a run of bytes has."""
+    return -(-nbytes // PIECE_BYTES)
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor; nothing is copied."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
@@ -55,6 +60,10 @@ class FileWriter:
             digests.append(digest(piece))
             self._put(piece, start + at)
         return digests
+
+    def begin_with(self, header: bytes) -> None:
+        """Write the first bytes of the file, which need not come first."""
+        self._put(memoryview(header), 0)
 
     def _put(self, data: memoryview, start: int) -> None:
         with self._named():

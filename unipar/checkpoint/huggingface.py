@@ -9,7 +9,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from unipar.checkpoint.boxes import whole
-from unipar.checkpoint.manifest import MANIFEST, Chunk, EngineIndex, FileInfo, Manifest, TensorIndex
+from unipar.checkpoint.division import Chunk, Place
+from unipar.checkpoint.manifest import MANIFEST, EngineIndex, FileInfo, Manifest, TensorIndex
 from unipar.checkpoint.paths import is_plain, read_bytes, size_of
 from unipar.checkpoint.safetensors import MAX_HEADER_BYTES, read_header
 from unipar.errors import CheckpointError
@@ -59,7 +60,7 @@ def read_directory(path: Path) -> Manifest:
             if stored.name in weights:
                 other = weights[stored.name].chunks[0].file
                 raise CheckpointError(f"Tensor '{stored.name}' is in {root / other} and {file}.")
-            chunk = Chunk(whole(stored.shape), file, stored.start, None)
+            chunk = Chunk(whole(stored.shape), file, stored.name, Place(stored.start, None))
             weights[stored.name] = TensorIndex(stored.shape, stored.dtype, (chunk,))
         infos[file] = FileInfo(size_of(root / file), 0, "")
     for name, file in weight_map.items():

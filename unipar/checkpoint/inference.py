@@ -7,10 +7,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from unipar.checkpoint.decode import read_manifest
 from unipar.checkpoint.initial import StoredWeights, pick_engine, read_any
+from unipar.checkpoint.manifest import Manifest
+from unipar.checkpoint.remote import fetched
 from unipar.state import LocalState, named_weights
 from unipar.strategy import ModelFactory, build_model
 from unipar.utils.torch_versions import meta_device
+from unipar.utils.urls import is_url
 from unipar.world import Placement, World
 
 
@@ -20,9 +24,9 @@ def load_model(
     """Load a checkpoint's weights into a model, for inference.
 
     Args:
-        path: a checkpoint, a directory of them (the newest is taken), or a file or directory of
-            safetensors in the Hugging Face layout. Experts that have tensors of their own there,
-            by the hub's names, fill a model that holds all of a layer in one.
+        path: a checkpoint, a directory of them (the newest is taken), the URL of either, or a file
+            or directory of safetensors in the Hugging Face layout. Experts that have tensors of
+            their own there, by the hub's names, fill a model that holds all of a layer in one.
         model: a module, or a function that builds one. A function is called under ``meta`` if all
             that the model holds is stored, so that its initialization costs nothing.
         engine: which engine's weights; needed only where several were saved.
@@ -33,7 +37,19 @@ def load_model(
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model (differences are listed).
     """
-    manifest = read_any(path)
+    if is_url(path):
+        with fetched(str(path), _weight_files) as copy:
+            return _load(read_manifest(copy), model, engine)
+    return _load(read_any(path), model, engine)
+
+
+def _weight_files(manifest: Manifest) -> set[str]:
+    engines = manifest.engines.values()
+    tensors = (tensor for engine in engines for tensor in engine.weights.values())
+    return {chunk.file for tensor in tensors for chunk in tensor.chunks}
+
+
+def _load(manifest: Manifest, model: nn.Module | ModelFactory, engine: str | None) -> nn.Module:
     index = pick_engine(manifest, engine)
     module = model if isinstance(model, nn.Module) else _build(model)
     weights, aliases = named_weights(module)

@@ -1,30 +1,37 @@
-"""The manifest: what a checkpoint holds, where it lies, and the checksums of all of it.
+"""The manifest: what a checkpoint holds, and in which files.
 
 A checkpoint is a directory. ``manifest.json`` is written last, so a directory with a valid manifest
 is complete. All state is in safetensors files and JSON; nothing is ever unpickled.
+
+The checksums of the data stand in the header of each file, and those of the headers here. So what
+rank 0 gathers and writes grows with the number of files, and not with that of their tensors.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from unipar.checkpoint.division import Chunk, Division
 from unipar.checkpoint.files import digest
+from unipar.checkpoint.runs import values
 from unipar.checkpoint.safetensors import NAMES
 from unipar.errors import CheckpointError
-from unipar.state import Box, GroupState
+from unipar.state import GroupState
+from unipar.utils.listing import MANIFEST as MANIFEST
+from unipar.utils.listing import MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES
 
 FORMAT = "unipar-checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
-MAX_MANIFEST_BYTES = 1 << 30
-"""The longest manifest: a checkpoint of 10 TB takes a fifth of it for checksums."""
+VERSION = 2
+"""Of version 1, which is read too, the manifest has every checksum and position."""
 
 
 class FileInfo(NamedTuple):
@@ -35,29 +42,13 @@ class FileInfo(NamedTuple):
     header_digest: str
 
 
-class Chunk(NamedTuple):
-    """A stored part of a tensor.
-
-    Attributes:
-        box: which part.
-        file: the file's path, relative to the checkpoint.
-        start: where its bytes begin in the file; they are contiguous, in row-major order.
-        digests: the xxh3 of each piece of them.
-    """
-
-    box: Box
-    file: str
-    start: int
-    digests: tuple[str, ...] | None
-
-
 @dataclass(frozen=True)
 class TensorIndex:
     """A stored tensor: its full shape, its dtype and its parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+    chunks: Sequence[Chunk]
 
 
 @dataclass(frozen=True)
@@ -106,18 +97,62 @@ class Manifest:
         """Bytes on disk, apart from the manifest."""
         return sum(file.size for file in self.files.values())
 
-    def chunks_of(self, file: str) -> Sequence[tuple[str, TensorIndex, Chunk]]:
+    @property
+    def tensors(self) -> Iterator[tuple[str, TensorIndex]]:
+        """All tensors, of all engines, in the order in which they stand here."""
+        for engine in self.engines.values():
+            yield from engine.weights.items()
+            yield from engine.optimizer.items()
+
+    def chunks_of(self, file: str) -> list[tuple[str, TensorIndex, Chunk]]:
         """Return the parts stored in a file, each with its tensor and that tensor's name."""
-        return self._by_file.get(file, ())
+        files = self._files
+        if file not in files.numbers:
+            return []
+        number = files.numbers[file]
+        found = slice(*np.searchsorted(files.of, (number, number + 1)).tolist())
+        return [
+            (*self._tensors[tensor], self._tensors[tensor][1].chunks[place])
+            for tensor, place in zip(
+                files.tensors[found].tolist(), files.places[found].tolist(), strict=True
+            )
+        ]
 
     @functools.cached_property
-    def _by_file(self) -> Mapping[str, list[tuple[str, TensorIndex, Chunk]]]:
-        found: dict[str, list[tuple[str, TensorIndex, Chunk]]] = {}
-        for engine in self.engines.values():
-            for name, index in (*engine.weights.items(), *engine.optimizer.items()):
-                for chunk in index.chunks:
-                    found.setdefault(chunk.file, []).append((name, index, chunk))
-        return found
+    def _tensors(self) -> list[tuple[str, TensorIndex]]:
+        return list(self.tensors)
+
+    @functools.cached_property
+    def _files(self) -> _Files:
+        """The parts by file."""
+        numbers = {name: number for number, name in enumerate(self.files)}
+        of: list[Any] = [np.empty(0, np.int32)]
+        for _, index in self._tensors:
+            own = (
+                values(index.chunks.files)
+                if isinstance(index.chunks, Division)
+                else [numbers[chunk.file] for chunk in index.chunks]
+            )
+            of.append(np.array(own, np.int32))
+        lengths = [len(own) for own in of[1:]]
+        tensors = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        places = np.concatenate([np.empty(0, np.int32), *map(_counted, lengths)])
+        found = np.concatenate(of)
+        order = np.argsort(found, kind="stable")
+        return _Files(numbers, found[order], tensors[order], places[order])
+
+
+class _Files(NamedTuple):
+    """All parts in the order of their files, in columns."""
+
+    numbers: Mapping[str, int]
+    of: NDArray[np.int32]
+    tensors: NDArray[np.int32]
+    places: NDArray[np.int32]
+
+
+def _counted(num: int) -> NDArray[np.int32]:
+    return np.arange(num, dtype=np.int32)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -126,8 +161,6 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         CheckpointError: a value in it is no JSON value.
     """
-    names = list(manifest.files)
-    numbers = {name: number for number, name in enumerate(names)}
     body = {
         "format": FORMAT,
         "version": VERSION,
@@ -139,7 +172,7 @@ def encode(manifest: Manifest) -> bytes:
         "weights_only": manifest.weights_only,
         "progress": dict(manifest.progress),
         "metrics": dict(manifest.metrics),
-        "files": [{"path": name, **manifest.files[name]._asdict()} for name in names],
+        "files": [{"path": name, **info._asdict()} for name, info in manifest.files.items()],
         "engines": {
             name: {
                 "groups": [
@@ -148,8 +181,8 @@ def encode(manifest: Manifest) -> bytes:
                 ],
                 "extra": dict(engine.extra),
                 "aliases": dict(engine.aliases),
-                "weights": _encode_tensors(engine.weights, numbers),
-                "optimizer": _encode_tensors(engine.optimizer, numbers),
+                "weights": _encode_tensors(engine.weights),
+                "optimizer": _encode_tensors(engine.optimizer),
             }
             for name, engine in manifest.engines.items()
         },
@@ -183,23 +216,17 @@ def _loose_values(body: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return values
 
 
-def _encode_tensors(
-    tensors: Mapping[str, TensorIndex], numbers: Mapping[str, int]
-) -> dict[str, Any]:
-    return {
-        name: {
+def _encode_tensors(tensors: Mapping[str, TensorIndex]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        parts = tensor.chunks
+        # What another format describes is written again, tensor by tensor, and never so.
+        assert isinstance(parts, Division), name
+        found[name] = {
             "shape": tensor.shape,
             "dtype": NAMES[tensor.dtype],
-            "chunks": [
-                {
-                    "file": numbers[chunk.file],
-                    "start": chunk.start,
-                    "offsets": chunk.box.offsets,
-                    "sizes": chunk.box.sizes,
-                    "xxh3": chunk.digests,
-                }
-                for chunk in tensor.chunks
-            ],
+            "files": parts.files,
+            "offsets": parts.offsets,
+            "sizes": parts.sizes,
         }
-        for name, tensor in tensors.items()
-    }
+    return found

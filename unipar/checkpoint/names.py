@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-TEMPORARY = ".tmp-"
-REPLACED = ".old-"
+from unipar.utils.listing import REPLACED as REPLACED
+from unipar.utils.listing import TEMPORARY as TEMPORARY
+from unipar.utils.listing import named_step as named_step
+
 GENERATORS = "rng"
 """The folder of the random generators, in a checkpoint."""
-_NAME = re.compile(r"step-(\d{8,})", re.ASCII)
 
 
 def step_name(step: int) -> str:
@@ -22,12 +22,6 @@ def step_of(path: Path) -> int:
     step = named_step(path.name)
     assert step is not None, path
     return step
-
-
-def named_step(name: str) -> int | None:
-    """The step that a directory is named after; ``None`` where it is no checkpoint's name."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def rng_path(rank: int) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from unipar.checkpoint.boxes import intersect, is_run, part, volume
-from unipar.checkpoint.files import PIECE_BYTES, FileReader, as_bytes
+from unipar.checkpoint.division import Chunk, Place, meeting
+from unipar.checkpoint.files import FileReader, as_bytes
 from unipar.checkpoint.header import check_header
-from unipar.checkpoint.manifest import Chunk, Manifest, TensorIndex
+from unipar.checkpoint.manifest import Manifest, TensorIndex
 from unipar.checkpoint.paths import inside
 from unipar.errors import CheckpointError
 from unipar.state import Box
@@ -25,7 +27,7 @@ class ChunkReader:
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._files: dict[str, FileReader] = {}
-        self._checked: set[str] = set()
+        self._places: dict[str, Mapping[str, Place]] = {}
 
     def __enter__(self) -> ChunkReader:
         return self
@@ -44,21 +46,11 @@ class ChunkReader:
         Raises:
             CheckpointError: a file is missing, short or corrupt; names the file and the tensor.
         """
-        for chunk in index.chunks:
+        for chunk in meeting(index.chunks, box):
             shared = intersect(chunk.box, box)
             if shared is not None:
                 view = part(target.detach(), box.offsets, shared)
                 self._fill(name, index, chunk, shared, view)
-
-    def verify(self, name: str, index: TensorIndex) -> None:
-        """Read all of a tensor, one piece at a time, and hold its checksums."""
-        scratch = bytearray(PIECE_BYTES)
-        for chunk in index.chunks:
-            length = volume(chunk.box) * index.dtype.itemsize
-            self._open(name, chunk.file)
-            for begin in range(0, length, PIECE_BYTES):
-                piece = memoryview(scratch)[: min(PIECE_BYTES, length - begin)]
-                self._read_bytes(name, chunk, begin, length, piece)
 
     def _fill(
         self, name: str, index: TensorIndex, chunk: Chunk, shared: Box, view: torch.Tensor
@@ -98,9 +90,9 @@ class ChunkReader:
     def _read_bytes(
         self, name: str, chunk: Chunk, begin: int, length: int, out: memoryview
     ) -> None:
-        self._open(name, chunk.file).read(
-            out, chunk.start, begin, length, chunk.digests, lambda: f"tensor '{name}'"
-        )
+        reader = self._open(name, chunk.file)
+        start, digests = chunk.place or self._places[chunk.file][chunk.key]
+        reader.read(out, start, begin, length, digests, lambda: f"tensor '{name}'")
 
     def _open(self, name: str, file: str) -> FileReader:
         if file not in self._files:
@@ -117,12 +109,21 @@ class ChunkReader:
         if not info.header_digest:
             # Bare safetensors: in Hugging Face's cache every file is a link to one beside it.
             return FileReader(root / file, info.size)
-        reader = FileReader(inside(root, file), info.size)
-        if file not in self._checked:
-            try:
-                check_header(reader, self._manifest, file)
-            except CheckpointError:
-                reader.close()
-                raise
-            self._checked.add(file)
+        if file in self._places:
+            return FileReader(inside(root, file), info.size)
+        reader, self._places[file] = opened(self._manifest, file)
         return reader
+
+
+def opened(manifest: Manifest, file: str) -> tuple[FileReader, Mapping[str, Place]]:
+    """A file of a checkpoint, and where the tensors stand in it, as its header and manifest say.
+
+    Raises:
+        CheckpointError: it is missing, short or corrupt, or its header says otherwise.
+    """
+    reader = FileReader(inside(manifest.path, file), manifest.files[file].size)
+    try:
+        return reader, check_header(reader, manifest, file)
+    except CheckpointError:
+        reader.close()
+        raise

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from unipar.checkpoint.checking import verify
 from unipar.checkpoint.decode import open_checkpoint
-from unipar.checkpoint.describe import verify
 from unipar.checkpoint.directory import candidates, is_checkpoint
 from unipar.checkpoint.load import agree, load_one
 from unipar.checkpoint.manifest import Manifest

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
-from unipar.checkpoint.directory import complete, remove
-from unipar.checkpoint.manifest import Manifest
+from unipar.checkpoint.directory import candidates, complete, remove
 from unipar.errors import ConfigError
+from unipar.utils.listing import Scored, kept
 
 logger = logging.getLogger(__name__)
 
 Best = tuple[str, Literal["min", "max"]]
+
+
+_Saved = TypeVar("_Saved", bound=Scored)
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,17 @@ class Retention:
             return [(str(metric), str(mode))]
         return [(str(metric), str(mode)) for metric, mode in self.keep_best]
 
+    def surplus(self, found: Sequence[_Saved]) -> list[_Saved]:
+        """Those checkpoints that need not be kept.
+
+        Args:
+            found: all that there are, the newest first.
+        """
+        if self.keep_last is None:
+            return []
+        keep = kept(found, self.keep_last, self._bests())
+        return [saved for saved in found if saved.path not in keep]
+
     def apply(self, directory: str | Path) -> list[Path]:
         """Remove the others; call it on one rank, when no save is under way.
 
@@ -65,11 +78,9 @@ class Retention:
         """
         if self.keep_last is None:
             return []
-        found = list(complete(directory))
-        keep = {manifest.path for manifest in found[: self.keep_last]}
-        keep.update(path for metric, mode in self._bests() if (path := _best(found, metric, mode)))
+        surplus = self.surplus(list(complete(directory)))
         removed = []
-        for path in (manifest.path for manifest in found if manifest.path not in keep):
+        for path in (manifest.path for manifest in surplus):
             try:
                 remove(path)
             except OSError as error:
@@ -79,12 +90,15 @@ class Retention:
         return removed
 
 
-def _best(found: Sequence[Manifest], metric: str, mode: str) -> Path | None:
-    """The checkpoint with the best value of a metric: of equals the newest."""
-    sign = 1 if mode == "max" else -1
-    scored = [
-        (sign * value, manifest.step, manifest.path)
-        for manifest in found
-        if math.isfinite(value := manifest.metrics.get(metric, math.nan))
-    ]
-    return max(scored)[2] if scored else None
+def keep_newest(directory: Path, number: int, needed: Collection[Path]) -> None:
+    """Remove all checkpoints of a directory but the newest, and those that are still needed.
+
+    A checkpoint counts by its name: of one that is divided among disks, no disk has all.
+    """
+    for path in candidates(directory)[number:]:
+        if path in needed:
+            continue
+        try:
+            remove(path)
+        except OSError as error:
+            logger.error("Cannot remove the old checkpoint %s: %s", path, error)

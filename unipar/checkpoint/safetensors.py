@@ -24,6 +24,10 @@ from unipar.errors import CheckpointError
 METADATA = "__metadata__"
 SHARDING = "DCP_SHARDING_INFO"
 """What the metadata calls the offsets of boxes, for PyTorch's distributed checkpoint."""
+CHECKSUMS = "UNIPAR_XXH3"
+"""What the metadata calls the digests of all pieces of the data, in their order in the file."""
+NO_DIGEST = "0" * 16
+"""The room of a digest that is not yet known."""
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -92,9 +96,14 @@ class Layout:
     size: int
 
 
+def in_file(dtypes: Sequence[torch.dtype]) -> list[int]:
+    """The order of tensors' data in a file: wide dtypes come first, so that all are aligned."""
+    return sorted(range(len(dtypes)), key=lambda i: -dtypes[i].itemsize)
+
+
 def lay_out(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Layout:
-    """Lay ``entries`` out in one file. Wide dtypes come first, so that all data are aligned."""
-    order = sorted(range(len(entries)), key=lambda i: -entries[i].dtype.itemsize)
+    """Lay ``entries`` out in one file, in the order of :func:`in_file`."""
+    order = in_file([entry.dtype for entry in entries])
     table: dict[str, Any] = {METADATA: dict(metadata)}
     starts, at = [0] * len(entries), 0
     for i in order:

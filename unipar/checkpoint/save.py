@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from unipar.checkpoint import rng
 from unipar.checkpoint.commit import (
-    Boxes,
     EnginePlan,
     Gather,
     Plan,
@@ -23,12 +22,14 @@ from unipar.checkpoint.commit import (
     stream,
     write,
 )
+from unipar.checkpoint.copies import HostCopies, lacking_room
 from unipar.checkpoint.manifest import Manifest
 from unipar.checkpoint.plan import Item, plan_part
 from unipar.checkpoint.training import class_names
 from unipar.errors import CheckpointError, ConfigError
 from unipar.state import EngineState, TensorState
 from unipar.strategy import Engine
+from unipar.utils.urls import is_url
 from unipar.utils.version import __version__
 from unipar.world import World
 
@@ -44,6 +45,7 @@ def save(
     progress: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     strategy: str = "",
+    disks: Sequence[int] = (),
 ) -> Path:
     """Write ``directory/step-…``. Collective.
 
@@ -52,7 +54,8 @@ def save(
     replaced.
 
     Args:
-        directory: the directory of checkpoints, on a filesystem that all ranks share.
+        directory: the directory of checkpoints, on a filesystem that all ranks share unless
+            ``disks`` says otherwise.
         engines: by name; the same names in the same order on every rank.
         world: the run's processes.
         step: training steps taken.
@@ -60,6 +63,8 @@ def save(
             their number changes.
         metrics: metrics at this step.
         strategy: the name of the strategy, for the record.
+        disks: for each rank, the lowest rank that sees the same directory. On each disk there is
+            then a part of the checkpoint: the manifest, and the files of the ranks that see it.
 
     Returns:
         the checkpoint's path.
@@ -71,7 +76,8 @@ def save(
     wait_for_pending()
     states = _export(engines)
     manifest = _manifest(directory, world, step, progress, metrics, strategy)
-    return save_states(manifest, states, world, rng.capture())
+    plan, tensors = _plan(manifest, states, world, rng.capture(), disks)
+    return _now(plan, tensors, world)
 
 
 def save_weights(directory: str | Path, engine: Engine, world: World) -> Path:
@@ -92,29 +98,98 @@ def save_async(
     progress: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     strategy: str = "",
+    disks: Sequence[int] = (),
+    copies: HostCopies | None = None,
+    then: Callable[[Path], object] | None = None,
 ) -> PendingSave:
     """As :func:`save`, but training may go on while the files are written. Collective.
 
     What this rank will write is first copied to host memory, so a rank needs room for its share of
     the state once more. A save that is still under way is waited for.
 
+    Args:
+        copies: memory for the copies, kept by the caller from save to save; left out: new memory
+            for this save.
+        then: called with the checkpoint's path once it is complete, in the thread that wrote it;
+            the next save waits for it.
+
     Raises:
         CheckpointError: the directory cannot be made, or ranks disagree on the tensors. What goes
             wrong later is raised by :meth:`PendingSave.wait`.
     """
-    global _pending
     wait_for_pending()
-    gather = _own_gather(world)
+    states = _export(engines)
     manifest = _manifest(directory, world, step, progress, metrics, strategy)
-    plan, states = _plan(manifest, _export(engines), world, rng.capture())
+    plan, tensors = _plan(manifest, states, world, rng.capture(), disks)
+    return _in_background(plan, tensors, world, copies or HostCopies(), then)
+
+
+def save_where_room(
+    directory: str | Path,
+    engines: Mapping[str, Engine],
+    world: World,
+    *,
+    step: int,
+    progress: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    strategy: str = "",
+    disks: Sequence[int] = (),
+    copies: HostCopies,
+    then: Callable[[Path], object] | None = None,
+) -> tuple[PendingSave | Path, str | None]:
+    """As :func:`save_async` where every host has room, else as :func:`save`. Collective.
+
+    Returns:
+        the save that is under way, or the path of the checkpoint that was written because there is
+        no room; and then why.
+
+    Raises:
+        CheckpointError: as either.
+    """
+    wait_for_pending()
+    states = _export(engines)
+    manifest = _manifest(directory, world, step, progress, metrics, strategy)
+    plan, tensors = _plan(manifest, states, world, rng.capture(), disks)
+    own = [part.of(world.rank) for part in plan.parts]
+    short = lacking_room(copies.lacking(own, pinned=world.device.type == "cuda"), world)
+    if short is None:
+        return _in_background(plan, tensors, world, copies, then), None
+    path = _now(plan, tensors, world)
+    if then is not None:
+        then(path)
+    return path, short
+
+
+def _in_background(
+    plan: Plan,
+    tensors: list[list[TensorState]],
+    world: World,
+    copies: HostCopies,
+    then: Callable[[Path], object] | None,
+) -> PendingSave:
+    global _pending
+    gather = _own_gather(world)
     begin(plan, world.gather)
     failures: list[str] = []
-    snapshot = [
-        [(item, _copy(tensor)) for item, tensor in stream(part, own, world.rank, failures)]
-        for part, own in zip(plan.parts, states, strict=True)
-    ]
-    _pending = PendingSave(plan, snapshot, failures, gather)
+    snapshot = copies.take(
+        [
+            stream(part, own, world.rank, failures)
+            for part, own in zip(plan.parts, tensors, strict=True)
+        ],
+        failures,
+    )
+    _pending = PendingSave(plan, snapshot, copies, failures, gather, then)
     return _pending
+
+
+def _now(plan: Plan, tensors: list[list[TensorState]], world: World) -> Path:
+    begin(plan, world.gather)
+    failures: list[str] = []
+    boxes = (
+        stream(part, own, world.rank, failures)
+        for part, own in zip(plan.parts, tensors, strict=True)
+    )
+    return finish(plan, world.gather, write(plan, boxes, failures))
 
 
 class PendingSave:
@@ -124,16 +199,19 @@ class PendingSave:
         self,
         plan: Plan,
         snapshot: list[list[tuple[Item, torch.Tensor]]],
+        copies: HostCopies,
         failures: list[str],
         gather: Gather,
+        then: Callable[[Path], object] | None,
     ) -> None:
         self.step = plan.manifest.step
-        self._plan = plan
+        self._plan, self._then = plan, then
         self._error: Exception | None = None
+        self._ended = threading.Event()
         # Not a daemon: the interpreter waits for it before it exits.
         self._thread = threading.Thread(
             target=self._run,
-            args=(snapshot, failures, gather),
+            args=(snapshot, copies, failures, gather),
             name=f"unipar-save-{self.step}",
             daemon=False,
         )
@@ -142,19 +220,24 @@ class PendingSave:
     def _run(
         self,
         snapshot: list[list[tuple[Item, torch.Tensor]]],
+        copies: HostCopies,
         failures: list[str],
         gather: Gather,
     ) -> None:
         try:
-            outcome = write(self._plan, _drain(snapshot), failures)
+            copies.wait()
+            outcome = write(self._plan, map(iter, snapshot), failures)
             finish(self._plan, gather, outcome)
         except Exception as error:
             self._error = error
             logger.error("The checkpoint of step %d failed: %s", self.step, error)
+        self._ended.set()
+        if self._then is not None and self._error is None:
+            self._then(self._plan.final)
 
     def done(self) -> bool:
         """Return whether it has ended on this rank, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self) -> Path:
         """Wait until it has ended, and return the checkpoint's path.
@@ -162,7 +245,7 @@ class PendingSave:
         Raises:
             CheckpointError: it could not be written; see :func:`save`.
         """
-        self._thread.join()
+        self._ended.wait()
         if isinstance(self._error, CheckpointError):
             raise self._error
         if self._error:
@@ -190,13 +273,7 @@ def save_states(
 ) -> Path:
     """Write described states to ``manifest.path/step-…``. Collective; see :func:`save`."""
     plan, tensors = _plan(manifest, states, world, generators)
-    begin(plan, world.gather)
-    failures: list[str] = []
-    boxes = (
-        stream(part, own, world.rank, failures)
-        for part, own in zip(plan.parts, tensors, strict=True)
-    )
-    return finish(plan, world.gather, write(plan, boxes, failures))
+    return _now(plan, tensors, world)
 
 
 def _export(engines: Mapping[str, Engine]) -> dict[str, EngineState]:
@@ -216,6 +293,11 @@ def _manifest(
     *,
     weights_only: bool = False,
 ) -> Manifest:
+    if is_url(directory):
+        raise ConfigError(
+            f"a checkpoint is written to a local directory, and {directory} is a URL. fit copies "
+            "checkpoints to URLs (checkpoint='s3://…'); in a loop of your own copy them yourself."
+        )
     return Manifest(
         path=Path(directory).absolute(),
         step=step,
@@ -242,6 +324,7 @@ def _plan(
     states: Mapping[str, EngineState],
     world: World,
     generators: Mapping[str, Any] | None,
+    disks: Sequence[int] = (),
 ) -> tuple[Plan, list[list[TensorState]]]:
     plans: dict[str, EnginePlan] = {}
     tensors: list[list[TensorState]] = []
@@ -257,22 +340,8 @@ def _plan(
             state.extra,
             state.aliases,
         )
-    return Plan(manifest.path, manifest, plans, world.rank, generators), tensors
-
-
-def _drain(snapshot: list[list[tuple[Item, torch.Tensor]]]) -> Iterator[Boxes]:
-    """The parts of a snapshot; each copy is let go as soon as it is written."""
-
-    def boxes(part: list[tuple[Item, torch.Tensor]]) -> Boxes:
-        part.reverse()
-        while part:
-            yield part.pop()
-
-    return map(boxes, snapshot)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    plan = Plan(manifest.path, manifest, plans, world.rank, generators, tuple(disks))
+    return plan, tensors
 
 
 def _own_gather(world: World) -> Gather:

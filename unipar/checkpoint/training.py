@@ -91,7 +91,7 @@ def training_values(engines: Mapping[str, Engine]) -> dict[str, Any]:
         several = {} if optimizer is None else optimizers_in(optimizer)
         for number, group in enumerate(groups):
             own = several.get(group.get(GROUP, ""), optimizer)
-            known = _arguments(_innermost(own)) | {"initial_lr"}
+            known = _arguments(_innermost(own)) - {"params"} | {"initial_lr"}
             suffix = "" if len(groups) == 1 else f" of group {number}"
             moved: set[str] = set()
             if "initial_lr" in group:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import yaml
 
-from unipar.errors import ConfigError
+from unipar import checkpoint
+from unipar.errors import CheckpointError, ConfigError
 from unipar.train import lock
 from unipar.train.job import Job
 
@@ -29,11 +30,16 @@ def check(job: Job) -> None:
     """
     with _explained():
         lock.refuse_if_held(*_made(job))
+    _check_remote(job, restarted=False)
 
 
 @contextlib.contextmanager
-def claimed(job: Job) -> Iterator[None]:
+def claimed(job: Job, *, restarted: bool) -> Iterator[None]:
     """Hold a run's directories for the length of the block, and write its config.
+
+    Args:
+        job: whose directories.
+        restarted: whether the run has begun before, in processes that failed.
 
     Raises:
         ConfigError: they cannot be written, or another run is using them.
@@ -43,7 +49,24 @@ def claimed(job: Job) -> Iterator[None]:
             held.enter_context(lock.held(*_made(job)))
             values = job.config.model_dump(mode="json", by_alias=True)
             (job.output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        _check_remote(job, restarted=restarted)
         yield
+
+
+def _check_remote(job: Job, *, restarted: bool) -> None:
+    if job.remote is None:
+        return
+    try:
+        remote = checkpoint.RemoteDirectory(job.remote)
+        remote.check()
+        steps = remote.steps()
+    except CheckpointError as error:
+        raise ConfigError(f"{error} Nothing was trained.") from error
+    if steps and job.config.resume is None and not restarted:
+        raise ConfigError(
+            f"{job.remote} holds checkpoints of an earlier run (the newest is step {steps[0]}). "
+            "Pass resume='auto' to go on from there, or choose another URL."
+        )
 
 
 def _made(job: Job) -> list[Path]:

@@ -16,12 +16,14 @@ from unipar.config import RunFields
 from unipar.data import Loader
 from unipar.engine.checks import (
     check_capabilities,
+    check_dropout,
     check_gradients,
     check_initial_weights,
     check_model,
 )
 from unipar.errors import ConfigError
 from unipar.evaluation.evaluate import Predict
+from unipar.launch.elastic import Elastic
 from unipar.launchers import Launcher, Task
 from unipar.loss import LossFn
 from unipar.objective import require_objective
@@ -29,7 +31,7 @@ from unipar.sizing import resolve_for
 from unipar.strategy import EngineSpec, Strategy
 from unipar.strategy.registry import is_auto
 from unipar.train.loaders import training_loader
-from unipar.utils.devices import resolve_device_type
+from unipar.utils.devices import DeviceRange, device_range, resolve_device_type
 from unipar.world import Placement
 
 log = logging.getLogger("unipar")
@@ -44,12 +46,14 @@ class Plan:
         joined: whether a launcher has started the processes already.
         launcher: what starts them otherwise.
         strategy: with its options.
+        sizes: the numbers of ranks that it can be on, where their number may change.
     """
 
     placement: Placement
     joined: bool
     launcher: Launcher
     strategy: Strategy
+    sizes: tuple[int, ...] = ()
 
 
 def plan(config: RunFields, model: Any) -> Plan:
@@ -64,6 +68,7 @@ def plan(config: RunFields, model: Any) -> Plan:
     """
     launcher = launchers.resolve(config.launcher)
     found = launch.detect()
+    wanted = device_range(config.devices)
     if found is not None:
         device_type = resolve_device_type(config.device)
         here = found
@@ -75,9 +80,13 @@ def plan(config: RunFields, model: Any) -> Plan:
                 found.size,
             )
     else:
-        device_type, devices = launcher.resolve_devices(
-            config.device, config.devices, config.num_nodes
-        )
+        if wanted is None:
+            assert not isinstance(config.devices, str) or config.devices == "auto"
+            device_type, devices = launcher.resolve_devices(
+                config.device, config.devices, config.num_nodes
+            )
+        else:
+            device_type, devices = launcher.resolve_range(config.device, wanted, config.num_nodes)
         size = devices * config.num_nodes
         here = Placement(size=size, local_size=devices, num_nodes=config.num_nodes)
     placement = dataclasses.replace(here, device_type=device_type, timeout=config.timeout)
@@ -88,11 +97,84 @@ def plan(config: RunFields, model: Any) -> Plan:
             "runs on others. Name one, such as strategy='fsdp'."
         )
     strategy = resolve_for(config.strategy, placement, (model,))
-    return Plan(placement, found is not None, launcher, strategy)
+    if wanted is None:
+        return Plan(placement, found is not None, launcher, strategy)
+    sizes = elastic_sizes(config, wanted, strategy, placement, joined=found is not None)
+    if found is None:
+        placement = _of_size(placement, sizes[-1])
+    return Plan(placement, found is not None, launcher, strategy, sizes)
+
+
+def elastic_sizes(
+    config: RunFields,
+    wanted: DeviceRange,
+    strategy: Strategy,
+    placement: Placement,
+    *,
+    joined: bool,
+) -> tuple[int, ...]:
+    """The numbers of ranks that a run can be on, ascending; only data-parallel axes differ.
+
+    Args:
+        config: of the run.
+        wanted: what was asked for.
+        strategy: with its options.
+        placement: of as many ranks as there are, or as there can be here.
+        joined: whether there are as many.
+
+    Raises:
+        ConfigError: the strategy can be on no other number than one of them, or not on as many as
+            there are.
+    """
+    if config.shares is not None:
+        raise ConfigError(
+            f"devices='{wanted}' is a range, and shares has {len(config.shares)} numbers, one for "
+            "each data-parallel rank. Leave shares out, or give devices a number."
+        )
+    most = wanted.most or placement.size
+    found: dict[int, tuple[int, ...]] = {}
+    refusal: ConfigError | None = None
+    for size in range(wanted.least, most + 1):
+        try:
+            layout = strategy.layout(_of_size(placement, size))
+            check_capabilities(strategy, EngineSpec(nn.Identity()), _of_size(placement, size))
+        except ConfigError as error:
+            refusal = error
+        else:
+            found[size] = (layout.tp, layout.pp, layout.cp, layout.ep)
+    alike = [size for size, axes in found.items() if axes == found[max(found)]]
+    why = f"\n{refusal}" if refusal is not None else ""
+    if not alike or (len(alike) == 1 and most > wanted.least):
+        only = f"can be on {alike[0]} of them alone" if alike else "cannot be on any of them"
+        raise ConfigError(
+            f"devices='{wanted}' lets the number of ranks change, and strategy '{strategy.name}' "
+            f"with its options {only}. Give devices a number, or use another strategy or other "
+            f"options.{why}"
+        )
+    here = tuple(size for size in alike if size <= placement.size)
+    if not here or (joined and placement.size not in here):
+        known = ", ".join(map(str, alike))
+        raise ConfigError(
+            f"devices='{wanted}', and there are {placement.size}: strategy '{strategy.name}' can "
+            f"be on {known}.{why}"
+        )
+    return here
+
+
+def _of_size(placement: Placement, size: int) -> Placement:
+    """The placement of one of so many ranks; as it is where there are as many."""
+    if size == placement.size:
+        return placement
+    return dataclasses.replace(placement, rank=0, size=size, local_size=size, num_nodes=1)
 
 
 def task(
-    config: RunFields, planned: Plan, fn: Callable[[Placement], Any], directory: Path, name: str
+    config: RunFields,
+    planned: Plan,
+    fn: Callable[[Placement], Any],
+    directory: Path,
+    name: str,
+    elastic: Elastic | None = None,
 ) -> Task:
     """What the launcher of a run is to run.
 
@@ -102,6 +184,7 @@ def task(
         fn: what each of them calls.
         directory: a private one, which all of them can reach.
         name: what a queue shows.
+        elastic: how the number of processes may change; ``None``: it does not.
     """
     return Task(
         fn,
@@ -114,6 +197,7 @@ def task(
         save_signal=config.save_signal_number,
         directory=directory,
         name=name,
+        elastic=elastic,
     )
 
 
@@ -147,6 +231,7 @@ def check(
         compile=config.compile,
         on_nan=config.on_nan,
         seed=config.seed,
+        dropout_seed=config.dropout_seed,
         global_batch_size=loader.global_batch_size,
         micro_batch_size=loader.micro_batch_size,
         accumulation=loader.accumulation,
@@ -157,4 +242,5 @@ def check(
             require_objective(given)
     if isinstance(model, nn.Module):
         check_gradients(model, planned.strategy, spec)
+        check_dropout(model, spec)
     return loader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -10,33 +11,149 @@ from typing import Literal
 from unipar import checkpoint
 from unipar.checkpoint import Manifest
 from unipar.data import Loader, order_differences
-from unipar.errors import ConfigError
+from unipar.errors import CheckpointError, ConfigError
 from unipar.strategy import Engine
+from unipar.train.job import Job
 from unipar.world import World
 
 log = logging.getLogger("unipar")
 
 
 def load(
-    wanted: Literal["auto"] | Path | None,
-    directory: Path | None,
+    wanted: Literal["auto"] | Path | str | None,
+    job: Job,
     engines: Mapping[str, Engine],
     world: World,
+    *,
+    left: Path | None = None,
+    own_first: bool = False,
 ) -> Manifest | None:
     """Load the checkpoint that a run goes on from, if there is one. Collective.
 
     Args:
-        wanted: ``"auto"`` for the newest of the run's own, a path, or none.
-        directory: holds the run's own checkpoints; a run that was restarted goes on from these.
+        wanted: ``"auto"`` for the newest of the run's own, a path or a URL, or none.
+        job: whose own checkpoints are looked for; a run that was restarted goes on from these.
         engines: what to fill, by name.
         world: the joined processes.
+        left: what a group of other ranks has left of this run, which comes before all else.
+        own_first: whether the run's own come before a path, as after a restart.
     """
-    found = None
-    if directory is not None and (wanted == "auto" or world.placement.restart > 0):
+    if left is not None:
+        return checkpoint.load(left, engines, world)
+    found, directory = None, job.checkpoint_dir
+    own = wanted == "auto" or own_first or world.placement.restart > 0
+    if directory is not None and own:
+        if job.remote is not None:
+            _bring_newest(job.remote, directory, world)
         found = checkpoint.load_newest(directory, engines, world)
     if found is None and isinstance(wanted, Path):
         found = checkpoint.load(wanted, engines, world)
+    if found is None and isinstance(wanted, str) and wanted != "auto":
+        found = _load_from(wanted, job.output_dir / ".fetched", engines, world)
     return found
+
+
+def _bring_newest(url: str, directory: Path, world: World) -> None:
+    """Copy the newest sound checkpoint from a URL to every disk that lacks it. Collective."""
+    disks = checkpoint.find_disks(directory, world)
+    # Steps that cannot be read, and why.
+    passed: dict[int, str] = {}
+    while True:
+        step, passed = _choose_step(url, directory, disks, passed, world)
+        if step is None:
+            return
+        _bring(url, step, directory, disks, world)
+        damage = None
+        if disks.writers[world.rank] == world.rank:
+            damage = _damage(directory / checkpoint.step_name(step))
+        damage = next(filter(None, world.gather(damage)), None)
+        if damage is None:
+            return
+        log.warning("Passing over step %d in %s: %s", step, url, damage)
+        passed[step] = damage
+
+
+def _choose_step(
+    url: str, directory: Path, disks: checkpoint.Disks, passed: dict[int, str], world: World
+) -> tuple[int | None, dict[int, str]]:
+    """The newest step at a URL that is not local nor passed over; and those passed over by now."""
+    step: int | None = None
+
+    def choose() -> None:
+        nonlocal step
+        # Of one that is divided among disks, none has all.
+        own = checkpoint.newest(directory) if disks.shared else None
+        remote = checkpoint.RemoteDirectory(url)
+        for there in checkpoint.tried(remote.steps, "Looking for checkpoints"):
+            if own is not None and checkpoint.step_of(own) >= there:
+                return
+            if there in passed:
+                continue
+            try:
+                checkpoint.tried(lambda at=there: remote.manifest(at), f"Looking at step {there}")
+            except checkpoint.Unreachable:
+                # Not for that does a run begin afresh, or from what is older.
+                raise
+            except CheckpointError as error:
+                log.warning("Passing over step %d in %s: %s", there, url, error)
+                passed[there] = str(error)
+            else:
+                step = there
+                return
+        if passed and own is None:
+            raise CheckpointError(
+                f"None of the {len(passed)} checkpoints in {url} can be read:\n"
+                + "\n".join(passed.values())
+                + "\nRestore one of them, or choose another URL to begin afresh."
+            )
+
+    checkpoint.together(world, choose if world.is_main else None)
+    return world.broadcast((step, passed))
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint that was copied, which is removed then, or ``None``."""
+    try:
+        checkpoint.verify(path)
+    except CheckpointError as error:
+        shutil.rmtree(path, ignore_errors=True)
+        return str(error).splitlines()[0]
+    return None
+
+
+def _load_from(url: str, directory: Path, engines: Mapping[str, Engine], world: World) -> Manifest:
+    """Load the checkpoint at a URL, which may be another run's, by a copy of it. Collective."""
+    disks = checkpoint.find_disks(directory, world)
+    found: tuple[str, int] | None = None
+
+    def choose() -> None:
+        nonlocal found
+        remote, step = checkpoint.located(url)
+        found = remote.url, step
+
+    checkpoint.together(world, choose if world.is_main else None)
+    found = world.broadcast(found)
+    assert found is not None
+    try:
+        _bring(*found, directory, disks, world)
+        return checkpoint.load(directory, engines, world)
+    finally:
+        if disks.writers[world.rank] == world.rank:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _bring(url: str, step: int, directory: Path, disks: checkpoint.Disks, world: World) -> None:
+    # Whole, and once for each disk: a rank that reads its part needs local files, and what ranks
+    # hold of the same tensors would travel for each of them.
+    log.info("copying step %d from %s", step, url)
+
+    def fetch() -> None:
+        remote = checkpoint.RemoteDirectory(url)
+        checkpoint.tried(
+            lambda: remote.fetch(step, directory, checkpoint.everything), f"Copying step {step}"
+        )
+
+    checkpoint.together(world, fetch if disks.writers[world.rank] == world.rank else None)
 
 
 def check_same_order(manifest: Manifest, loader: Loader) -> None:

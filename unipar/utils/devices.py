@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, NamedTuple
 
 import psutil
 import torch
@@ -10,6 +11,40 @@ import torch
 from unipar.errors import ConfigError
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+_RANGE = re.compile(r"([1-9]\d{0,5}):([1-9]\d{0,5})?")
+
+
+class DeviceRange(NamedTuple):
+    """The numbers of processes that a run may have.
+
+    Attributes:
+        least: with fewer it ends.
+        most: it never has more; ``None``: as many as there are devices.
+    """
+
+    least: int
+    most: int | None
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most or ''}"
+
+
+def device_range(devices: object) -> DeviceRange | None:
+    """``"2:8"`` or ``"2:"`` as a range; ``None`` for anything that is not written so.
+
+    Raises:
+        ConfigError: it is, and no number is in it.
+    """
+    found = _RANGE.fullmatch(devices) if isinstance(devices, str) else None
+    if found is None:
+        return None
+    least, most = int(found[1]), int(found[2]) if found[2] else None
+    if most is not None and most < least:
+        raise ConfigError(
+            f"devices='{devices}': the first number is the least and the second the most, such as "
+            f"'{most}:{least}'."
+        )
+    return DeviceRange(least, most)
 
 
 def resolve_device_type(device: DeviceChoice) -> str:
@@ -53,6 +88,28 @@ def resolve_num_devices(devices: int | Literal["auto"], device_type: str) -> int
             f"Use devices={present} or fewer, or num_nodes for several machines."
         )
     return devices
+
+
+def most_devices(wanted: DeviceRange, device_type: str) -> int:
+    """How many devices of this machine a run may have that has a range of them.
+
+    Raises:
+        ConfigError: there are fewer than the least, or a CPU is to say how many it has.
+    """
+    if device_type != "cuda":
+        if wanted.most is None:
+            raise ConfigError(
+                f"devices='{wanted}' goes up to all devices, and a CPU has no number of them. Say "
+                f"the most, too, such as devices='{wanted.least}:{2 * wanted.least}'."
+            )
+        return wanted.most
+    present = torch.cuda.device_count()
+    if present < wanted.least:
+        raise ConfigError(
+            f"devices='{wanted}' asks for {wanted.least} GPU(s) at least, and this machine has "
+            f"{present}. Lower the first number."
+        )
+    return min(present, wanted.most or present)
 
 
 def device_memory(device_type: str) -> int:

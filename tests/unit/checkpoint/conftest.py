@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
 
+from measure.fuzzing.versions import as_version_1, sealed
 from unipar.state import Box, EngineState, GroupState, LocalState, StateSource, TensorState
 from unipar.world import Placement, World
 
@@ -114,3 +116,13 @@ def make_engine() -> Callable[..., Any]:
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
     return on_ranks
+
+
+@pytest.fixture
+def seal() -> Callable[..., None]:
+    return sealed
+
+
+@pytest.fixture
+def make_old() -> Callable[[Path], None]:
+    return as_version_1

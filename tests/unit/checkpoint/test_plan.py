@@ -48,7 +48,7 @@ def test_boxes_are_told_once_and_when_they_change(
     assert again == first
     other = ranks(2, plan(3))
     assert len(told_between) == 10
-    assert [own.items[0].box.sizes for own in other[0].ranks] == [(3, 3), (1, 3)]
+    assert [other[0].of(rank).items[0].box.sizes for rank in (0, 1)] == [(3, 3), (1, 3)]
 
 
 def test_a_rank_that_has_forgotten_is_told_again(

@@ -59,14 +59,11 @@ def path(tmp_path: Path, engine: Any, alone: World) -> Path:
     return save(tmp_path / "run", {"m": engine}, alone, step=7, progress=PROGRESS, metrics=metrics)
 
 
-def sealed(path: Path, change: Callable[[Any], Any]) -> None:
-    """Change the manifest, and make its checksum fit."""
-    file = path / "manifest.json"
-    body = json.loads(file.read_bytes())
-    del body["checksum"]
-    change(body)
-    rest = json.dumps(body)[1:].encode()
-    file.write_bytes(f'{{"checksum":"{digest(rest)}",\n'.encode() + rest)
+@pytest.fixture
+def old(path: Path, make_old: Callable[[Path], None]) -> Path:
+    """The same, with a manifest of version 1."""
+    make_old(path)
+    return path
 
 
 def put(at: str, value: Any) -> Callable[[Any], None]:
@@ -86,7 +83,7 @@ def put(at: str, value: Any) -> Callable[[Any], None]:
 
 DELETED = object()
 W = "engines/m/weights/w"
-NAMED = [
+OF_BOTH = [
     ("step", -5, "step: -5"),
     ("step", float("nan"), "step: nan"),
     ("step", 1e30, "step: 1e[+]30"),
@@ -108,13 +105,21 @@ NAMED = [
     ("files/0/path", "manifest.json", "files.0.path"),
     ("files/0/size", 10**10, r"files gives .* 10000000000 bytes"),
     ("files/0/header_bytes", 10**10, "files.0.header_bytes"),
-    ("files/0/header_bytes", lambda n: n - 8, "start of tensor"),
     ("files", lambda files: [*files, files[0]], "files lists .* twice"),
-    (f"{W}/dtype", "F16", "xxh3|start of tensor|ends at"),
+    (f"{W}/dtype", "F16", "xxh3|start of tensor|end.? at"),
     (f"{W}/dtype", "F99", "engines.m.weights.w.dtype: 'F99'"),
     (f"{W}/shape", [4, -3], "engines.m.weights.w.shape.1: -3"),
     (f"{W}/shape", [2**62, 2**62], "engines.m.weights.w: its shape .* is too large"),
     (f"{W}/shape", [10**10, 3], "Tensor 'w' .*hold 12 of its 30000000000 elements"),
+    ("engines/m/weights/w", DELETED, "'w'|start of|end.? at"),
+    ("engines/m/aliases/tied", "nothing", "aliases has 'tied' for 'nothing'"),
+    ("engines/m/groups/0/params", ["w", "w"], "groups has 'w' more than once"),
+    ("engines/m/extra/num_steps", -1, "extra.num_steps: -1"),
+    ("engines", 3, "engines: 3"),
+    ("surprise", 3, "surprise: 3"),
+]
+OF_VERSION_1 = [
+    ("files/0/header_bytes", lambda n: n - 8, "start of tensor"),
     (f"{W}/chunks", DELETED, "engines.m.weights.w.chunks: Field required"),
     (f"{W}/chunks/0", DELETED, "Tensor 'w' .*hold 6 of its 12 elements"),
     (f"{W}/chunks/0/offsets", [1, 0], "Tensor 'w' .*overlap"),
@@ -123,20 +128,60 @@ NAMED = [
     (f"{W}/chunks/0/start", lambda at: at + 4, "start of tensor 'w'"),
     (f"{W}/chunks/0/file", 99, "weights.w.chunks.0.file is 99"),
     (f"{W}/chunks/0/xxh3", [], "weights.w.chunks.0.xxh3 has 0 checksums"),
-    ("engines/m/weights/w", DELETED, "'w'|start of|ends at"),
-    ("engines/m/aliases/tied", "nothing", "aliases has 'tied' for 'nothing'"),
-    ("engines/m/groups/0/params", ["w", "w"], "groups has 'w' more than once"),
-    ("engines/m/extra/num_steps", -1, "extra.num_steps: -1"),
-    ("engines", 3, "engines: 3"),
-    ("surprise", 3, "surprise: 3"),
+    ("version", 2, "engines.m.weights.w.files: Field required"),
+]
+OF_VERSION_2 = [
+    ("files/0/header_bytes", lambda n: n - 8, "files gives .* its tensors end at"),
+    ("files/0/header_bytes", lambda n: n + 8, "files gives .* its tensors end at"),
+    (f"{W}/files", DELETED, "engines.m.weights.w.files: Field required"),
+    (f"{W}/files", [], "weights.w.files has 0 parts"),
+    (f"{W}/files", [0, 1], "weights.w.files"),
+    (f"{W}/files", [0, 1, 2**60], "weights.w.files has 11529215046068469.* parts, and the headers"),
+    (f"{W}/files", [0, 1, 1, 1, 0, 1], r"weights.w.files: \[0, 1, 1\] is no run"),
+    (f"{W}/files", [0, 1, -2], "weights.w.files has -2 parts"),
+    (f"{W}/files", [0, 0, 2], "weights.w.files has a file more than once"),
+    (f"{W}/files", [0, 99, 2], "weights.w.files has 99, and there are 5 files"),
+    (f"{W}/files", [1, -2, 2], r"weights.w.files: \[1, -2, 2\] leads out"),
+    (f"{W}/files", [0, 2**64, 2], "weights.w.files.1: 18446744073709551616"),
+    (f"{W}/files", [0, "1", 2], "weights.w.files.1: '1'"),
+    (f"{W}/files", [0, 4, 2], "Tensor|files gives .* its tensors end at"),
+    (f"{W}/offsets", [[0, 2, 2]], "weights.w.offsets has 1 columns, and the tensor 2 dims"),
+    (f"{W}/offsets/0", [0, 2, 1], r"weights.w.offsets.0: \[0, 2, 1\] is no run"),
+    (f"{W}/offsets/0", [0, 0, 1], "weights.w.offsets.0: it has 1 values, and there are 2 parts"),
+    (f"{W}/offsets/0", [0, 1, 2], "Tensor 'w' .*overlap"),
+    (f"{W}/offsets/0", [0, 3, 2], "Tensor 'w' .*has no part"),
+    (f"{W}/offsets/0", [2**62, 2**61, 2], "Tensor 'w' .*has no part"),
+    (f"{W}/offsets/0", [-1, 2, 2], "leads out"),
+    (f"{W}/sizes/0", [2, -1, 2], "Tensor 'w' .*hold 9 of its 12 elements"),
+    (f"{W}/sizes/0", [4, -4, 2], "Tensor 'w' |weights.w.sizes has a part of no elements"),
+    (f"{W}/sizes/1", [3, 0, 2**40], "weights.w.sizes.1: .* leads out"),
+    ("version", 1, "engines.m.weights.w.chunks: Field required"),
+]
+NAMED = [
+    *((version, *edit) for edit in OF_BOTH for version in (1, 2)),
+    *((1, *edit) for edit in OF_VERSION_1),
+    *((2, *edit) for edit in OF_VERSION_2),
 ]
 
 
-@pytest.mark.parametrize(("at", "value", "named"), NAMED, ids=[f"{a}-{n}" for a, _, n in NAMED])
+@pytest.mark.parametrize(
+    ("version", "at", "value", "named"), NAMED, ids=[f"{v}-{a}-{n}" for v, a, _, n in NAMED]
+)
 def test_a_sealed_edit_is_refused_by_field_wherever_a_checkpoint_is_read(
-    path: Path, engine: Any, alone: World, tmp_path: Path, at: str, value: Any, named: str
+    path: Path,
+    engine: Any,
+    alone: World,
+    tmp_path: Path,
+    make_old: Callable[[Path], None],
+    seal: Callable[..., None],
+    version: int,
+    at: str,
+    value: Any,
+    named: str,
 ) -> None:
-    sealed(path, put(at, value))
+    if version == 1:
+        make_old(path)
+    seal(path, put(at, value))
     readers: list[Callable[[], Any]] = [
         lambda: load(path, {"m": engine}, alone),
         lambda: load_model(path, torch.nn.Linear(3, 4)),
@@ -151,8 +196,12 @@ def test_a_sealed_edit_is_refused_by_field_wherever_a_checkpoint_is_read(
     assert checkpoints(path.parent) == []
 
 
-def test_what_is_valid_is_read(path: Path, engine: Any, alone: World) -> None:
-    sealed(path, lambda body: None)
+@pytest.mark.parametrize("made", ["path", "old"])
+def test_what_is_valid_is_read(
+    made: str, request: pytest.FixtureRequest, engine: Any, alone: World, seal: Callable[..., None]
+) -> None:
+    path = request.getfixturevalue(made)
+    seal(path, lambda body: None)
     before = {name: tensor.clone() for name, tensor in engine.weights.items()}
     for tensor in engine.weights.values():
         tensor.zero_()
@@ -176,25 +225,50 @@ def swap_offsets(body: Any) -> None:
     low["offsets"], high["offsets"] = high["offsets"], low["offsets"]
 
 
+def reorder(body: Any) -> None:
+    """Of version 2 the order of the tensors says where they are."""
+    engine = body["engines"]["m"]
+    engine["weights"] = dict(reversed(engine["weights"].items()))
+
+
 def twice(body: Any) -> None:
     """A tensor without elements takes no room, so that it could lie where another does."""
     engine = body["engines"]["m"]
     engine["optimizer"]["empty"] = engine["weights"]["empty"]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (put(f"{W}/dtype", "I32"), "differ on tensor 'w': dtype torch.float32 and torch.int32"),
-        (swap_offsets, "differ on tensor 'w': offsets"),
-        (swap("weights/w", "optimizer/w.exp_avg"), "holds no tensor 'w'"),
-        (twice, "holds no tensor 'empty'"),
-    ],
+DIFFERENT_DTYPE = (
+    put(f"{W}/dtype", "I32"),
+    "differ on tensor 'w': dtype torch.float32 and torch.int32",
 )
+DIFFERENT = [
+    (1, *DIFFERENT_DTYPE),
+    (2, *DIFFERENT_DTYPE),
+    (1, swap_offsets, "differ on tensor 'w': offsets"),
+    (2, put(f"{W}/offsets/0", [2, -2, 2]), "differ on tensor 'w': offsets"),
+    (2, put(f"{W}/files", lambda runs: [1, -1, 2]), "differ on tensor 'w': offsets"),
+    (2, reorder, "differ on tensor '.*': start"),
+    (1, swap("weights/w", "optimizer/w.exp_avg"), "holds no tensor 'w'"),
+    (2, swap("weights/w", "optimizer/w.exp_avg"), "holds no tensor 'w'|are no checksums"),
+    (1, twice, "holds no tensor 'empty'"),
+    (2, twice, "holds no tensor 'empty'"),
+]
+
+
+@pytest.mark.parametrize(("version", "change", "named"), DIFFERENT)
 def test_what_the_manifest_and_the_files_tell_apart_is_refused(
-    path: Path, engine: Any, alone: World, change: Callable[[Any], None], named: str
+    path: Path,
+    engine: Any,
+    alone: World,
+    make_old: Callable[[Path], None],
+    seal: Callable[..., None],
+    version: int,
+    change: Callable[[Any], None],
+    named: str,
 ) -> None:
-    sealed(path, change)
+    if version == 1:
+        make_old(path)
+    seal(path, change)
     for read in (lambda: load(path, {"m": engine}, alone), lambda: verify(path)):
         with pytest.raises(CheckpointError, match=named):
             read()
@@ -232,7 +306,7 @@ def test_a_checkpoint_may_lie_behind_a_link_and_hold_links_within(
     load(tmp_path / "elsewhere", {"m": engine}, alone)
 
 
-def edit_generators(path: Path, change: Callable[[Any], Any]) -> None:
+def edit_generators(path: Path, change: Callable[[Any], Any], seal: Callable[..., None]) -> None:
     file = path / "rng/rank-00000.json"
     state = json.loads(file.read_bytes())
     change(state)
@@ -243,7 +317,7 @@ def edit_generators(path: Path, change: Callable[[Any], Any]) -> None:
         size = file.stat().st_size
         own |= {"size": size, "header_bytes": size, "header_digest": digest(file.read_bytes())}
 
-    sealed(path, reseal)
+    seal(path, reseal)
 
 
 @pytest.mark.parametrize(
@@ -261,9 +335,9 @@ def edit_generators(path: Path, change: Callable[[Any], Any]) -> None:
     ],
 )
 def test_no_state_of_a_generator_is_refused_before_any_changes(
-    path: Path, engine: Any, alone: World, at: str, value: Any
+    path: Path, engine: Any, alone: World, seal: Callable[..., None], at: str, value: Any
 ) -> None:
-    edit_generators(path, put(at, value))
+    edit_generators(path, put(at, value), seal)
     before = torch.get_rng_state()
     with pytest.raises(CheckpointError, match=r"rng/rank-00000\.json is damaged"):
         load(path, {"m": engine}, alone)
