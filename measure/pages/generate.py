@@ -21,8 +21,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from measure.pages import benchmarks, commands, figures, gpu, reliability, surveys  # noqa: E402
+from unipar.compat.accelerate_names import TABLES as ACCELERATES  # noqa: E402
+from unipar.compat.tables import lines_of  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
 from unipar.launchers.registry import LAUNCHERS  # noqa: E402
+from unipar.migrate.dialects.accelerate import Accelerate  # noqa: E402
 from unipar.strategy import StrategyOptions, registry  # noqa: E402
 
 PAGES = (
@@ -35,7 +38,8 @@ PAGES = (
     ROOT / "docs" / "benchmarks" / "frameworks.md",
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "gpu.md",
-    ROOT / "docs" / "how-to" / "slurm.md",
+    *(ROOT / "docs" / "how-to" / name for name in ("slurm.md", "elastic.md")),
+    ROOT / "docs" / "migrate" / "accelerate.md",
 )
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
@@ -160,6 +164,10 @@ def _gpu(name: str, rows: Callable[..., Any], told: Callable[..., str]) -> str:
 
 TABLES = {
     "floors": floors,
+    "maps": lambda: Accelerate().table().rstrip(),
+    "refused": lambda: Accelerate().refused_table().rstrip(),
+    "kept": lambda: lines_of(ACCELERATES, "kept").rstrip(),
+    "ignored": lambda: lines_of(ACCELERATES, "ignored").rstrip(),
     "commands": lambda: commands.page(_table),
     "strategies": strategies,
     "options: ddp": lambda: options("ddp"),
@@ -188,9 +196,14 @@ TABLES = {
     "reliability: hangs summary": reliability.hangs_summary,
     "reliability: hangs": lambda: _table(*reliability.hangs()),
     "reliability: about hangs": reliability.about_hangs,
+    "reliability: faults summary": reliability.faults_summary,
+    "reliability: faults": lambda: _table(*reliability.faults()),
+    "reliability: about faults": reliability.about_faults,
     "reliability: kills summary": reliability.kills_summary,
     "reliability: kills": lambda: _table(*reliability.kills()),
     "reliability: about kills": reliability.about_kills,
+    "reliability: changes": lambda: _table(*reliability.changes()),
+    "reliability: about changes": reliability.about_changes,
     "gpu: tests": lambda: _gpu("tests.json", gpu.tests, gpu.failures),
     "gpu: bench": lambda: _gpu("bench.json", gpu.bench, gpu.shape),
     "bench: about gpt": lambda: benchmarks.about("gpt"),

@@ -1,4 +1,4 @@
-"""The tables of hangs and kills, as measured."""
+"""The tables of hangs, faults between hosts, kills, and other numbers of ranks, as measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[2] / "docs" / "reliability"
@@ -75,6 +76,63 @@ def _hangs() -> Iterator[dict[str, Any]]:
             }
 
 
+STARTED = {
+    "ranks": "a rank on each of {} hosts",
+    "torchrun": "`torchrun` on each of {} hosts",
+    "fit": '`launcher="torchrun"`, {} hosts',
+    "mpi": '`launcher="mpi"`, {} hosts',
+}
+NUMBERS = {2: "two", 3: "three"}
+
+
+def faults() -> tuple[list[str], list[list[str]]]:
+    """A row for each fault and way of starting, over its strategies."""
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for one in sorted(_faults(), key=lambda one: one["order"]):
+        groups.setdefault((one["fault"], one["launcher"], one["hosts"]), []).append(one)
+    rows = []
+    for (_, launcher, count), found in groups.items():
+        right = sum(one["right"] for one in found)
+        strategies = ", ".join(f"`{name}`" for name in dict.fromkeys(f["strategy"] for f in found))
+        longest = max(one["timeouts"] for one in found)
+        rows.append(
+            [
+                found[0]["what"],
+                STARTED[launcher].format(NUMBERS[count]),
+                strategies,
+                f"{found[0]['ends']}: {right} of {len(found)}",
+                f"{longest:.2f}" if found[0]["ends"] == "named" else "",
+                str(sum(one["left"] for one in found)),
+            ]
+        )
+    heads = ["what", "started as", "strategies", "how it ended", "longest, in timeouts"]
+    return [*heads, "processes left"], rows
+
+
+def faults_summary() -> str:
+    found = list(_faults())
+    right = sum(one["right"] for one in found)
+    left = sum(one["left"] for one in found)
+    lengths = ", ".join(f"{length:g}" for length in sorted({one["timeout"] for one in found}))
+    return (
+        f"Of {len(found)} runs {right} ended as they have to, and {left} processes were left. "
+        f"`timeout` was {lengths} s."
+    )
+
+
+def about_faults() -> str:
+    return "\n\n".join(part["about"] for part in load("faults.json")["parts"])
+
+
+def _faults() -> Iterator[dict[str, Any]]:
+    """Each fault, with its time in timeouts."""
+    parts = load("faults.json")["parts"]
+    for part in parts:
+        for one in part["faults"]:
+            seconds = one["seconds"] / part["timeout"]
+            yield {**one, "timeout": part["timeout"], "timeouts": seconds}
+
+
 def kills() -> tuple[list[str], list[list[str]]]:
     """A row for each strategy."""
     groups: dict[str, list[dict[str, Any]]] = {}
@@ -118,3 +176,30 @@ def about_kills() -> str:
 def _runs() -> Iterator[dict[str, Any]]:
     for part in load("kills.json")["parts"]:
         yield from part["runs"]
+
+
+def changes() -> tuple[list[str], list[list[str]]]:
+    """A row for each strategy: medians over its runs."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for part in load("elastic.json")["parts"]:
+        for run in part["runs"]:
+            groups.setdefault(run["strategy"], []).append(run)
+    rows = []
+    for strategy, runs in groups.items():
+        kinds = zip(*(run["changes"] for run in runs), strict=True)
+        cells = [_change(list(kind)) for kind in kinds]
+        repeated = max(run["changes"][-1]["repeated"] for run in runs)
+        apart = max(run["apart"] for run in runs)
+        rows.append([f"`{strategy}`", *cells, str(repeated), f"{apart:.1e}"])
+    heads = ["strategy", "asked for fewer", "asked for more", "a rank is killed"]
+    return [*heads, "steps repeated then", "losses apart at most"], rows
+
+
+def _change(found: list[dict[str, Any]]) -> str:
+    first = found[0]
+    seconds = median(change["seconds"] for change in found)
+    return f"{first['before']} to {first['after']}: {seconds:.1f} s"
+
+
+def about_changes() -> str:
+    return "\n\n".join(part["about"] for part in load("elastic.json")["parts"])

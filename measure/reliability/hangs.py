@@ -2,7 +2,7 @@
 
 Under each strategy a rank is stopped or sleeps in a step, in backward and at a checkpoint, where
 this library started the ranks and where torchrun did; and the link between two hosts, which are
-network namespaces, is cut (root, with iproute2; else these are left out).
+network namespaces, is cut (else, without root and iproute2, these are left out).
 
 python measure/reliability/hangs.py                         docs/reliability/hangs.json
 python measure/reliability/hangs.py --lanes 4               the same, several at the same time
@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import random
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,13 +36,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from measure.reliability.network import hosts, missing  # noqa: E402
 from measure.report import circumstances  # noqa: E402
 
 VICTIM = Path(__file__).with_name("victim.py")
 STRATEGIES = ("ddp", "fsdp", "zero3", "horovod")
 TIMEOUT = 30.0
 _START, _PORT = 400.0, 29400
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ class Case:
 
     Attributes:
         place: where in the run: ``"step"``, ``"backward"`` or ``"checkpoint"``.
-        how: ``"stop"``, ``"sleep"`` or ``"cut"``, as ``measure/reliability/victim.py`` has it.
+        how: ``"stop"`` or ``"sleep"``, as ``measure/reliability/victim.py`` has it; or ``"cut"``.
         launcher: ``"unipar"``, ``"torchrun"``, or ``"namespaces"``: a rank in each of two.
         rank: which one hangs.
         background: whether checkpoints are written in the background.
@@ -81,23 +78,24 @@ def cases(strategy: str) -> Iterator[Case]:
     yield Case(strategy, "backward", "cut", "namespaces", 1)
 
 
-def measure(case: Case, number: int, step: int) -> dict[str, Any]:
+def measure(case: Case, step: int) -> dict[str, Any]:
     """Whether the error names the right one, and the seconds from the hang to the run's end."""
     with (
         tempfile.TemporaryDirectory(prefix="unipar-hang-") as name,
         contextlib.ExitStack() as stack,
     ):
         here = Path(name)
-        hang = {"place": case.place, "how": case.how, "rank": case.rank, "step": step}
+        how = "wait" if case.how == "cut" else case.how
+        hang = {"place": case.place, "how": how, "rank": case.rank, "step": step}
         pace = {"steps": 60, "every": 3, "pace": 0.3, "async": case.background}
         question = {"strategy": case.strategy, "timeout": TIMEOUT, "hang": hang, **pace}
         (here / "question.json").write_text(json.dumps(question))
-        started, cut = _start(case, here, number, stack)
+        started, cut = _start(case, here, stack)
         stack.callback(_end, started)
         began = _began(here, started)
         if cut is not None:
             cut()
-            (here / "cut").touch()
+            (here / "done").touch()
         survivors = _survivors(case, here, started)
         _, late = psutil.wait_procs(survivors, timeout=6 * TIMEOUT)
         seconds = time.time() - began
@@ -118,13 +116,8 @@ def measure(case: Case, number: int, step: int) -> dict[str, Any]:
 def _names(case: Case, step: int, error: dict[str, Any]) -> bool:
     message = error["message"]
     if case.how == "cut":
-        here, there = _ADDRESSES
-        return (
-            error["rank"] is None
-            and "Link or host" in message
-            and here in message
-            and (there in message)
-        )
+        both = all(f"{name} (" in message or f"{name}:" in message for name in "ab")
+        return error["rank"] is None and "Link or host" in message and both
     # In the background a rank writes while it is in a later step; and ranks that another launcher
     # started say where they are once a second, which is some steps of this small run.
     exact = case.launcher == "unipar" and not case.background
@@ -133,7 +126,7 @@ def _names(case: Case, step: int, error: dict[str, Any]) -> bool:
 
 
 def _start(
-    case: Case, here: Path, number: int, stack: contextlib.ExitStack
+    case: Case, here: Path, stack: contextlib.ExitStack
 ) -> tuple[list[subprocess.Popen], Any]:
     """The processes that are waited for, by rank where there are several; what cuts the link."""
     script = [str(VICTIM), str(here / "question.json")]
@@ -148,38 +141,13 @@ def _start(
     if case.launcher == "torchrun":
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         return [start([*command, "--nproc-per-node=2", *script])], None
-    names = [f"unipar-{os.getpid()}-{number}-{side}" for side in "ab"]
-    cut = _namespaces(names, stack)
-    place = {"MASTER_ADDR": _ADDRESSES[0], "MASTER_PORT": str(_PORT), "WORLD_SIZE": "2"}
-    place |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    network = stack.enter_context(hosts(here, 2))
+    place = {"MASTER_ADDR": network.names[0], "MASTER_PORT": str(_PORT), "WORLD_SIZE": "2"}
+    place |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     return [
-        start(["ip", "netns", "exec", name, sys.executable, *script], RANK=str(rank), **place)
-        for rank, name in enumerate(names)
-    ], cut
-
-
-def _namespaces(names: list[str], stack: contextlib.ExitStack) -> Any:
-    """Two hosts with a link between them; what cuts it."""
-
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True)
-
-    for name, address in zip(names, _ADDRESSES, strict=True):
-        ip("netns", "add", name)
-        stack.callback(ip, "netns", "delete", name)
-        # Put in the place of /etc/hosts by `ip netns exec`: a host's name leads to its address.
-        own = Path("/etc/netns", name)
-        own.mkdir(parents=True)
-        stack.callback(shutil.rmtree, own)
-        (own / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
-    first, second = names
-    link = ["name", "eth0", "netns", first, "type", "veth", "peer", "name", "eth0"]
-    ip("link", "add", *link, "netns", second)
-    for name, address in zip(names, _ADDRESSES, strict=True):
-        ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "link", "set", "eth0", "up")
-    return lambda: ip("-n", first, "link", "set", "eth0", "down")
+        start(network.inside(rank, sys.executable, *script), RANK=str(rank), **place)
+        for rank in range(2)
+    ], lambda: network.unplug(0)
 
 
 def _began(here: Path, started: list[subprocess.Popen]) -> float:
@@ -230,9 +198,9 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [case for name in arguments.strategies for case in cases(name)]
     chosen = [case for case in chosen if case.launcher in arguments.launchers]
-    if os.geteuid() or not shutil.which("ip"):
+    if lacking := missing():
         chosen = [case for case in chosen if case.launcher != "namespaces"]
-        print("Left out: the link between two hosts, which takes root and the command ip.")
+        print(f"Left out: the link between two hosts, which {lacking}.")
     chance = random.Random(arguments.seed)
     # Checkpoints are written after every third step.
     steps = [
@@ -243,14 +211,14 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     arguments.out.parent.mkdir(exist_ok=True)
 
-    def one(case: Case, number: int, step: int) -> None:
-        measured = measure(case, number, step)
+    def one(case: Case, step: int) -> None:
+        measured = measure(case, step)
         right = "named" if measured["named"] else f"NOT NAMED: {measured['said']}"
         print(f"{case}: {right}, {measured['seconds'] / TIMEOUT:.2f} x timeout", flush=True)
         found.append(measured)
 
     with ThreadPoolExecutor(arguments.lanes) as lanes:
-        ends = [lanes.submit(one, *each) for each in zip(chosen, itertools.count(), steps)]
+        ends = [lanes.submit(one, *each) for each in zip(chosen, steps, strict=True)]
     found.sort(key=lambda one: chosen.index(Case(**{f: one[f] for f in Case.__dataclass_fields__})))
     spent = time.perf_counter() - began
     command = "python " + " ".join(("measure/reliability/hangs.py", *sys.argv[1:]))

@@ -21,6 +21,7 @@ from torch import nn
 
 import unipar
 import unipar.checkpoint.save
+from unipar.errors import UniparError
 
 
 class Hang:
@@ -28,7 +29,7 @@ class Hang:
 
     Args:
         place: ``"step"``, ``"backward"`` or ``"checkpoint"``.
-        how: ``"stop"`` (SIGSTOP), ``"sleep"``, or ``"cut"``: the caller cuts the link meanwhile.
+        how: ``"stop"`` (SIGSTOP), ``"sleep"``, or ``"wait"`` until the caller has done something.
     """
 
     def __init__(self, place: str, how: str, rank: int, step: int, here: Path) -> None:
@@ -38,7 +39,7 @@ class Hang:
 
     def at(self, place: str) -> None:
         own = place == self.place and self.now == self.step
-        if not own or self.done or int(os.environ["RANK"]) != self.rank:
+        if not own or self.done or torch.distributed.get_rank() != self.rank:
             return
         self.done = True
         say(self.here / "began.json", time.time())
@@ -47,7 +48,7 @@ class Hang:
         elif self.how == "sleep":
             time.sleep(600)
         else:
-            while not (self.here / "cut").exists():
+            while not (self.here / "done").exists():
                 time.sleep(0.01)
 
 
@@ -61,6 +62,20 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         ctx.then()
         return grads[0], None
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """Samples of which each takes some seconds to load."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor, seconds: float) -> None:
+        self.inputs, self.targets, self.seconds = inputs, targets, seconds
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(self.seconds)
+        return self.inputs[index], self.targets[index]
 
 
 class Diary(unipar.Callback):
@@ -102,6 +117,7 @@ def before_writing(then: Callable[[], None]) -> None:
 def run(question: dict[str, Any], here: Path) -> None:
     torch.manual_seed(0)
     inputs, targets = torch.randn(512, 32), torch.randint(0, 4, (512,))
+    slow = question.get("slow", {}).get(os.environ.get("RANK"), {})
     hang = Hang(**question["hang"], here=here) if "hang" in question else None
     patched = False
 
@@ -111,7 +127,7 @@ def run(question: dict[str, Any], here: Path) -> None:
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         nonlocal patched
-        time.sleep(question["pace"])
+        time.sleep(slow.get("loss", 0.0) or question["pace"])
         if not patched:
             # In the workers, which this function is sent to.
             patched = True
@@ -126,11 +142,10 @@ def run(question: dict[str, Any], here: Path) -> None:
 
     result = unipar.fit(
         model,
-        (inputs, targets),
+        Samples(inputs, targets, slow.get("data", 0.0)),
         loss=loss,
         strategy=question["strategy"],
         device="cpu",
-        devices=2,
         global_batch_size=32,
         steps=question["steps"],
         timeout=question["timeout"],
@@ -139,6 +154,7 @@ def run(question: dict[str, Any], here: Path) -> None:
         checkpoint={"every_steps": question["every"], "async": question["async"]},
         callbacks=[Diary(here)],
         progress=False,
+        **{"devices": 2, **question.get("fit", {})},
     )
     say(here / "result.json", [record.loss for record in result.history])
 
@@ -152,8 +168,9 @@ def main(path: Path) -> int:
     rank = os.environ.get("RANK", "all")
     try:
         run(question, path.parent)
-    except unipar.WorkerError as error:
-        say(path.parent / f"error-{rank}.json", {"rank": error.rank, "message": str(error)})
+    except UniparError as error:
+        told = {"rank": getattr(error, "rank", None), "message": str(error)}
+        say(path.parent / f"error-{rank}.json", {"type": type(error).__name__, **told})
         return 1
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -73,6 +72,6 @@ def duration(seconds: float) -> str:
 
 
 def _seconds(directory: Path) -> float:
-    """How long an earlier trial took."""
-    began = json.loads((directory / "request.json").read_text())["began"]
-    return max((directory / "answer.json").stat().st_mtime - began, 0.0)
+    """How long an earlier trial took, by the clock of the file system."""
+    began, ended = ((directory / f"{name}.json").stat().st_mtime for name in ("request", "answer"))
+    return max(ended - began, 0.0)

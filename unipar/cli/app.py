@@ -22,6 +22,7 @@ _COMMANDS = {
     "train": "Train what a run file describes.",
     "bench": "Run the same job under every strategy, and compare speed, memory and losses.",
     "runs": "List the runs of a directory, and draw one of them.",
+    "checkpoints": "List, verify and remove the checkpoints of a run.",
     "schema": "Print the JSON Schema of run files, for editors.",
     "doctor": "Say what this machine can run, and what is missing for the rest.",
     "install": "Install the framework of a strategy, built for the torch that is here.",
@@ -30,7 +31,7 @@ _COMMANDS = {
 }
 
 # Commands that have commands of their own are an App in their module.
-_GROUPS = {"bench": "app", "runs": "app"}
+_GROUPS = {"bench": "app", "runs": "app", "checkpoints": "app"}
 
 
 def command_line() -> App:

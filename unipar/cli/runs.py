@@ -86,6 +86,29 @@ def show(
             found = find_run(directory, run)
 
 
+@app.command
+def resize(run: str, ranks: int, *, directory: Path = Path("runs")) -> None:
+    """Let a run go on with another number of ranks, after its next step.
+
+    The run was started with a range of them, such as devices="2:8". No step is lost.
+
+    Args:
+        run: its name in the directory, or its path.
+        ranks: how many.
+        directory: the directory that holds the runs' output directories.
+    """
+    from unipar.launch.elastic import ask
+    from unipar.train.watching.runs import find_run
+
+    found = find_run(directory, run)
+    if found.state != "running":
+        raise ConfigError(f"run '{found.name}' is not running: it is {found.state}.")
+    try:
+        print(ask(found.directory, ranks))
+    except OSError as error:
+        raise ConfigError(f"{found.directory} cannot be written: {error.strerror}.") from error
+
+
 def _console() -> Console:
     from rich.console import Console
 

@@ -45,7 +45,7 @@ def train(
         steps: optimizer steps in all.
         epochs: passes over the data.
         precision: fp32, bf16, fp16 or fp8.
-        resume: auto, or the path of a checkpoint.
+        resume: auto, or the path or the URL of a checkpoint.
         output_dir: where the run's files go.
         set_: any key of the run file, as key.sub=value; may be repeated.
         dry_run: print the resolved run and start nothing. What the run file names is imported all

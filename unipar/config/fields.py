@@ -14,6 +14,7 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
+    BeforeValidator,
     Discriminator,
     Field,
     FieldSerializationInfo,
@@ -44,15 +45,18 @@ from unipar.launchers import LauncherOptions
 from unipar.launchers import registry as launchers
 from unipar.strategy import (
     ActivationCheckpointing,
+    DropoutSeed,
     OnNaN,
     Precision,
     SelfTest,
     StrategyOptions,
 )
 from unipar.strategy.registry import as_mapping
+from unipar.utils.devices import device_range
 from unipar.utils.documents import Document, KeyPath, read_document
 from unipar.utils.matmul_precision import MatmulPrecision
 from unipar.utils.signals import GRACE_PERIOD
+from unipar.utils.urls import URL
 from unipar.utils.validation import check_plain, config_error
 
 IMPORT_KEYS = ("model", "data", "eval_data", "loss", "metrics", "predict", "callbacks")
@@ -97,6 +101,33 @@ def _possible(path: Path) -> Path:
 
 
 RunPath = Annotated[Path, AfterValidator(_possible)]
+RunUrl = Annotated[str, Field(pattern=URL)]
+
+
+def _number_of(devices: Any) -> Any:
+    """A number of devices, ``"auto"``, or a range of numbers."""
+    if isinstance(devices, dict) and len(devices) == 1 and [*devices.values()] == [None]:
+        # What YAML, and so a flag, makes of 2: without quotes.
+        devices = f"{next(iter(devices))}:"
+    if isinstance(devices, str) and devices.isdecimal():
+        devices = int(devices)
+    number = isinstance(devices, int) and not isinstance(devices, bool) and devices > 0
+    if number or devices == "auto":
+        return devices
+    try:
+        found = device_range(devices)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if found is None:
+        raise ValueError(
+            f"{devices!r} was given. Allowed: a whole number above 0, 'auto', or a range such as "
+            "'2:8' or '2:' (up to all devices)"
+        )
+    return devices
+
+
+_Range = Annotated[str, Field(pattern=r"^[1-9]\d*:([1-9]\d*)?$")]
+Devices = Annotated[PositiveInt | Literal["auto"] | _Range, BeforeValidator(_number_of)]
 
 
 def _written_as(field: str | None, given: Any) -> Any:
@@ -121,22 +152,34 @@ class KeepBest(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """When to save, where, and what to keep."""
 
-    directory: RunPath | None = None
-    """Where checkpoints go; left out: `checkpoints` in `output_dir`."""
+    directory: RunPath | RunUrl | None = None
+    """Where checkpoints go: a path, or a URL (`s3://`, `gs://`, `hf://`, others of fsspec's) that
+    they are copied to from `checkpoints` in `output_dir`; left out: there."""
     every_steps: PositiveInt | None = None
     """Steps between checkpoints."""
     every_minutes: PositiveFloat | None = None
     """Minutes between checkpoints."""
     keep_last: PositiveInt | None = 2
     """How many of the newest to keep; null keeps all."""
+    keep_local: PositiveInt = 1
+    """How many of the newest to keep in `output_dir` where `directory` is a URL."""
     keep_best: KeepBest | None = None
     """Also keep the best by an evaluation metric."""
-    async_: bool = Field(
-        default=False, validation_alias=AliasChoices("async", "async_"), serialization_alias="async"
+    async_: bool | Literal["auto"] = Field(
+        default="auto",
+        validation_alias=AliasChoices("async", "async_"),
+        serialization_alias="async",
     )
-    """Whether training goes on while a checkpoint is written."""
+    """Whether training goes on while a checkpoint is written, from a copy in host memory, which is
+    kept for the next one; auto: where every host has room for it and a tenth of its memory
+    besides, looked at before each save."""
     save_final: bool = True
     """Whether to save when the run ends or is interrupted."""
+
+    @property
+    def remote(self) -> str | None:
+        """The URL that checkpoints are copied to, if there is one."""
+        return self.directory if isinstance(self.directory, str) else None
 
 
 class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -150,8 +193,10 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     `name`. Where a launcher has started this process already, its processes are joined."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What to train on; auto takes the accelerator if there is one."""
-    devices: PositiveInt | Literal["auto"] = "auto"
-    """Processes on each node; auto is one for each accelerator, or one on a CPU."""
+    devices: Devices = "auto"
+    """Processes on each node; auto is one for each accelerator, or one on a CPU. A range, such as
+    `"2:8"` or `"2:"` (up to all devices), lets the run go on with other numbers of them when some
+    are lost, and when `unipar runs resize` asks for it."""
     num_nodes: PositiveInt = 1
     """Number of machines."""
     global_batch_size: PositiveInt | None = None
@@ -185,6 +230,9 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Whether to use torch.compile, or its keyword arguments."""
     seed: NonNegativeInt = 0
     """Seed of the data order, the model's initial weights and dropout."""
+    dropout_seed: DropoutSeed = "rank"
+    """What dropout draws its random numbers for: each rank, as torch does; or each sample, so that
+    its masks do not depend on the number of ranks and micro-batches."""
     initial_weights: Literal["model", "by_name"] | RunPath = "model"
     """Where a model function's first weights come from: as it computes them, the whole model on one
     host (model); each tensor by itself, under a seed of its name (by_name); or a checkpoint or
@@ -196,8 +244,9 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Data-loading processes of each rank; left out: the DataLoader's, or 0."""
     checkpoint: CheckpointConfig | Literal[False] = CheckpointConfig()
     """When to save and what to keep; false saves nothing."""
-    resume: Literal["auto"] | RunPath | None = None
-    """Continue from the newest checkpoint of this run if there is one (auto), or from a path."""
+    resume: Literal["auto"] | RunPath | RunUrl | None = None
+    """Continue from the newest checkpoint of this run if there is one (auto), or from a path or a
+    URL."""
     timeout: PositiveFloat = 1800.0
     """Seconds that a collective waits for a missing rank."""
     max_restarts: NonNegativeInt = 0

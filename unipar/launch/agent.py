@@ -18,9 +18,11 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Subpr
 from unipar.errors import Terminated, UniparError, WorkerError
 from unipar.launch import report
 from unipar.launch.blame import Kind
+from unipar.launch.elastic import Change
 from unipar.launch.failure import Failure, cause
 from unipar.launch.forked import taken
 from unipar.launch.group import WorkerGroup
+from unipar.launch.resizing import Resizing
 from unipar.launch.rundir import RunDir
 from unipar.utils.signals import TERMINATIONS, Request
 
@@ -78,12 +80,14 @@ class Agent(LocalElasticAgent):
         timeout: float,
         grace_period: float,
         stack_signal: signal.Signals,
+        resizing: Resizing | None = None,
     ) -> None:
         super().__init__(spec, WorkerLogs(run), exit_barrier_timeout=_SHUTDOWN)
         self._run_dir = run
         self._timeout = timeout
         self._attempts: list[WorkerGroup] = []
         self._grace, self._stack_signal = grace_period, stack_signal
+        self._resizing = resizing
         self._request = Request()
         self._stopped_at = 0.0
         self._at_once = False
@@ -139,11 +143,16 @@ class Agent(LocalElasticAgent):
             if self.stopped_by == signal.SIGINT:
                 raise KeyboardInterrupt
             raise Terminated(self.stopped_by)
+        resizing, restart = self._resizing, len(self._attempts) - 1
+        if resizing is not None:
+            resizing.look(group.size)
         if not group.failures():
             result = super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue]
             # A worker that has failed between the two looks is explained like any other.
             if not result.is_failed():
-                return result
+                ended = result.state == api.WorkerState.SUCCEEDED
+                change = resizing.handed_over(group, restart) if resizing and ended else None
+                return result if change is None else self._regroup(worker_group, change)
         failures = self._settle(group)
         if not self.stopped_by and (ended_by := cause(failures).signal):
             # It came to a rank alone, and the ranks have agreed on it, or will lose that one.
@@ -152,16 +161,34 @@ class Agent(LocalElasticAgent):
             self.stopped_by, self._stopped_at = ended_by, time.monotonic()
         if self.stopped_by:
             return self._monitor_workers(worker_group)
+        change = None
+        if resizing is not None:
+            change = resizing.after_loss(group, failures, restart)
+        if self.stopped_by:
+            return self._monitor_workers(worker_group)
+        if change is not None:
+            return self._regroup(worker_group, change)
         self.failure = self._explain(group, failures)
+        if resizing is not None and resizing.too_few:
+            self.failure.args = (f"{self.failure}\n{resizing.too_few}",)
         self._shutdown()
         if not isinstance(self.failure, WorkerError):
             # What the library refuses on purpose, it would refuse again.
             raise self.failure
         left = worker_group.spec.max_restarts - len(self._attempts) + 1
         if left > 0:
-            headline = str(self.failure).splitlines()[0]
+            headline = str(self.failure).splitlines()[0].rstrip(".")
             logger.warning("%s. Restarting all ranks (%d restarts left).", headline, left - 1)
         return api.RunResult(state=api.WorkerState.FAILED)
+
+    def _regroup(self, worker_group: api.WorkerGroup, change: Change) -> api.RunResult:
+        """Start all ranks again, as many as a change says, which takes none of the restarts."""
+        spec = worker_group.spec
+        spec.local_world_size = change.after
+        # Torch counts starts by what is left of it.
+        spec.max_restarts += 1
+        self._restart_workers(worker_group)  # pyright: ignore[reportCallIssue]
+        return api.RunResult(state=api.WorkerState.HEALTHY)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         # Workers take SIGTERM as a reason to finish their step, and here none is to be finished.

@@ -22,6 +22,7 @@ import cloudpickle
 
 from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
 from unipar.launch.detection import detect
+from unipar.launch.elastic import open_member
 from unipar.launch.failure import Kind, open_notes, write_failure
 from unipar.launch.rundir import Attempt, RunDir, fresh
 from unipar.utils.progress_marks import open_marks
@@ -61,7 +62,9 @@ def serve(directory: str, start: dict[str, Any]) -> None:
         open_marks(attempt.mark(placement.rank))
         stack = attempt.stack(placement.rank).open("w")
         faulthandler.register(start["stack_signal"], file=stack, all_threads=False)
-        end_with(start["parent"], lambda: shutil.rmtree(run.root, ignore_errors=True))
+        left = [run.root, *start["places"]]
+        end_with(start["parent"], lambda: [shutil.rmtree(one, ignore_errors=True) for one in left])
+        open_member(run, placement.restart, start)
         # A killed process cannot remove the directory that it makes for its sockets.
         # CPython 3.11, Lib/multiprocessing/util.py, get_temp_dir.
         process.current_process()._config["tempdir"] = directory  # pyright: ignore[reportAttributeAccessIssue]
@@ -86,7 +89,7 @@ def serve(directory: str, start: dict[str, Any]) -> None:
         except OSError:
             traceback.print_exception(error)
             sys.exit(1)
-        if kind is Kind.TIMEOUT:
+        if kind is Kind.TIMEOUT and not elsewhere:
             # Leaving would close this rank's connections and give other waiting ranks a second
             # kind of error before their own time is up.
             time.sleep(_LINGER)

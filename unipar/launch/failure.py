@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import sys
-import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,7 +62,7 @@ def _write(error: BaseException, path: Path) -> Kind:
         {"title": _title(link), "frames": _frames(traceback.extract_tb(link.__traceback__))}
         for link in chain(error)[-_MAX_CHAIN:]
     ]
-    record: dict[str, Any] = {"kind": kind.value, "time": time.time(), "links": links}
+    record: dict[str, Any] = {"kind": kind.value, "links": links}
     if isinstance(error, Terminated):
         record["signal"] = error.signal.value
     if (at := own_mark()) is not None:
@@ -79,7 +78,8 @@ class Failure:
     Attributes:
         rank: the rank.
         kind: what the failure says about the rank.
-        time: when it happened, in seconds since the epoch.
+        time: when it happened, in seconds since the epoch, by the clock of the file system where
+            the rank wrote it down: those of two hosts need not agree.
         title: what happened, in a line: ``ValueError: …`` or ``killed by SIGKILL``.
         traceback: as text, shortened to the user's frames; empty when there is none.
         error: the exception itself, where it is one of the library's own.
@@ -109,7 +109,7 @@ def read_note(attempt: Attempt, rank: int) -> Failure | None:
 
 def _read(attempt: Attempt, rank: int, place: Path) -> Failure | None:
     try:
-        record = json.loads(place.read_bytes())
+        record, written = json.loads(place.read_bytes()), place.stat().st_mtime
     except FileNotFoundError:
         return None
     links = record["links"]
@@ -121,7 +121,7 @@ def _read(attempt: Attempt, rank: int, place: Path) -> Failure | None:
     return Failure(
         rank=rank,
         kind=Kind(record["kind"]),
-        time=record["time"],
+        time=written,
         title=links[-1]["title"],
         traceback=_format(links),
         error=error,

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import psutil
+
 from unipar.launch.blame import Kind, classify_output
 from unipar.launch.failure import Failure, read_failure, read_note
 from unipar.launch.rundir import Attempt
@@ -67,6 +69,22 @@ class WorkerGroup:
                 found.append(failure)
         if found:
             found += self._unsaid({failure.rank for failure in found})
+        return found
+
+    def killed(self, first: int) -> list[int]:
+        """The ranks that a signal has ended in the middle of their work, and none that asks to end.
+
+        Args:
+            first: the rank that failed first; others that abort do so because of it.
+        """
+        found = []
+        for rank, process in self.processes.items():
+            number = -(process.poll() or 0)
+            asked = number in (*TERMINATIONS, signal.SIGINT)
+            echo = number == signal.SIGABRT and rank != first
+            told = self.attempt.record(rank).exists() or self.attempt.returned(rank).exists()
+            if number > 0 and not asked and not echo and not told:
+                found.append(rank)
         return found
 
     def _exit(self, rank: int, code: int) -> Failure:
@@ -134,12 +152,28 @@ class WorkerGroup:
 
 
 def _kill_group(group: int) -> bool:
-    """Kill a process group; whether it still had members."""
+    """Kill a process group; whether it still had members that run."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         return False
-    return True
+    # Of those that have ended the group is not rid until somebody collects them, and the first
+    # process of a container may not.
+    return any(map(_runs, _members(group)))
+
+
+def _members(group: int) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group:
+                yield process
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _describe_exit(code: int) -> str:

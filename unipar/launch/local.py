@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from unipar.errors import ConfigError, Terminated, UniparError, WorkerError
+from unipar.launch.elastic import Elastic
 from unipar.launch.rundir import RunDir
 from unipar.launch.worker import WORKER
 from unipar.utils.own_path import own_path
@@ -46,6 +47,7 @@ def run(
     grace_period: float = GRACE_PERIOD,
     save_signal: signal.Signals | None = None,
     directory: Path | None = None,
+    elastic: Elastic | None = None,
 ) -> T:
     """Call ``fn(placement)`` in ``devices`` new processes and return what rank 0's call returns.
 
@@ -66,6 +68,7 @@ def run(
         save_signal: a signal that is passed on to the workers, and changes nothing else.
         directory: an empty private one to work in, which the caller removes; left out: made and
             removed here.
+        elastic: how the number of processes may change; left out: it does not.
 
     Raises:
         ConfigError: what was asked cannot be started here.
@@ -89,6 +92,7 @@ def run(
                 device_type=device_type,
                 timeout=timeout,
                 save_signal=save_signal,
+                elastic=elastic,
             )
         try:
             _run_agent(
@@ -98,6 +102,7 @@ def run(
                 max_restarts=max_restarts,
                 grace_period=grace_period,
                 save_signal=save_signal,
+                elastic=elastic,
             )
             if not files.result.exists():
                 raise WorkerError("Rank 0 ended before its function had returned.", rank=0)
@@ -164,6 +169,7 @@ def _write_start(
     device_type: str,
     timeout: float,
     save_signal: signal.Signals | None,
+    elastic: Elastic | None,
 ) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environ = {"OMP_NUM_THREADS": str(max(1, (cores or 1) // devices))}
@@ -179,6 +185,7 @@ def _write_start(
         "device_type": device_type,
         "save_signal": save_signal,
         "stack_signal": _stack_signal(save_signal),
+        "places": [str(place) for place in elastic.places] if elastic else [],
     }
     directory.start.write_text(json.dumps(start))
 
@@ -227,6 +234,7 @@ def _run_agent(
     max_restarts: int,
     grace_period: float,
     save_signal: signal.Signals | None,
+    elastic: Elastic | None,
 ) -> None:
     # Torch's agent is slow to import, and needed only here.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -234,6 +242,7 @@ def _run_agent(
 
     from unipar.launch.agent import Agent
     from unipar.launch.rendezvous import LoopbackRendezvous
+    from unipar.launch.resizing import Resizing
 
     # CPython 3.11, Lib/subprocess.py.
     flags = util._args_from_interpreter_flags()  # pyright: ignore[reportAttributeAccessIssue]
@@ -252,6 +261,7 @@ def _run_agent(
         timeout=timeout,
         grace_period=grace_period,
         stack_signal=_stack_signal(save_signal),
+        resizing=Resizing(elastic, directory, grace_period) if elastic else None,
     )
     result: Any = None
     with _quiet_elastic(), _signals(agent, save_signal):

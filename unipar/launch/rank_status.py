@@ -45,7 +45,8 @@ class Word:
         address: its host's, as the store sees it; empty where the store is a file.
         host: its host's name.
         beat: how often it has told; it goes on while the process does.
-        when: when it told this, in seconds since the epoch.
+        when: when it told this, in seconds since the ranks met: the clocks of two hosts need not
+            agree on more.
         step: the step it was in, 0 before the first one.
         phase: what it did in that step.
         count: how many such places it has come to.
@@ -72,11 +73,6 @@ class Word:
     @property
     def mark(self) -> Mark | None:
         return Mark(self.step, self.phase, 0.0, self.count) if self.step else None
-
-    @property
-    def ago(self) -> float:
-        """Seconds since the rank came where it was last seen."""
-        return self.since + max(0.0, time.time() - self.when)
 
     @property
     def place(self) -> str:
@@ -112,11 +108,13 @@ class Peers:
         self._every = min(max(_OFTEN, world.size / _AT_ONCE), self._timeout / 10)
         self._settle = max(_SETTLE, self._every + 1.0)
         self._ended, self._telling = threading.Event(), threading.Lock()
+        self._met = time.monotonic()
         progress_marks.open_marks(None)
         self._tell()
 
     def begin(self) -> None:
         """Tell the store every now and then, from when all ranks have told it once."""
+        self._met = time.monotonic()
         threading.Thread(target=self._go_on, name="unipar-peers", daemon=True).start()
 
     def leave(self, error: BaseException | None) -> WorkerError | None:
@@ -156,6 +154,11 @@ class Peers:
 
     # -- through the store -----------------------------------------------------------------------
 
+    @property
+    def _now(self) -> float:
+        """Seconds since the ranks met."""
+        return time.monotonic() - self._met
+
     def _go_on(self) -> None:
         while not self._ended.wait(self._every):
             try:
@@ -183,8 +186,8 @@ class Peers:
         mark = progress_marks.own_mark()
         at = {"step": mark.step, "phase": mark.phase, "count": mark.count} if mark else {}
         since = time.monotonic() - mark.time if mark else 0.0
-        beat, now = self._word.beat + 1, time.time()
-        self._word = replace(self._word, beat=beat, when=now, since=since, **at, **more)
+        beat = self._word.beat + 1
+        self._word = replace(self._word, beat=beat, when=self._now, since=since, **at, **more)
         self._store.set(f"{self._key}/{self._word.rank}", json.dumps(asdict(self._word)))
 
     def _read(self) -> list[Word]:
@@ -247,7 +250,8 @@ class Peers:
                 if word.rank not in quiet
                 else "its process does not answer: it has ended, or was stopped"
             )
-            at = seen(word.mark, word.ago) if word.mark else "not seen in any step"
+            ago = word.since + self._silence(word)
+            at = seen(word.mark, ago) if word.mark else "not seen in any step"
             lines.append(f"rank {word.rank} was {at}, on {word.place}; {alive}")
         return _error(f"{text}; {'; '.join(lines)}. {ADVICE}", missing[0])
 
@@ -255,7 +259,7 @@ class Peers:
         """The error for hosts of which nothing comes any more."""
         hosts = sorted({word.place for word in cut})
         ranks = name_ranks([word.rank for word in cut])
-        ago = min(max(0.0, time.time() - word.when) for word in cut)
+        ago = min(map(self._silence, cut))
         return _error(
             f"Link or host: nothing has come for {ago:.0f} s from {ranks} on {', '.join(hosts)}, "
             f"and that host cannot be reached from {self._word.place}. No rank is to blame; "
@@ -287,6 +291,10 @@ class Peers:
             f"{in_step('noticed', self._word.mark)}.",
             keeper,
         )
+
+    def _silence(self, word: Word) -> float:
+        """Seconds since the rank told this."""
+        return max(0.0, self._now - word.when)
 
     def _reaches(self, word: Word) -> bool:
         if self._meeting is None or word.address == self._word.address:

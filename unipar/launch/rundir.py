@@ -50,6 +50,21 @@ class Attempt:
         """The rank's Python stack, written when the launching process asks for it."""
         return self.directory / f"rank-{rank}.stack"
 
+    @property
+    def lost(self) -> Path:
+        """There once the launching process knows that ranks are lost, and the run goes on."""
+        return self.directory / "lost"
+
+    @property
+    def unsure(self) -> Path:
+        """Why the state in the memory of a rank is not taken."""
+        return self.directory / "unsure"
+
+    @property
+    def handed_over(self) -> Path:
+        """When all ranks began to hand over to another number of ranks; there once they have."""
+        return self.directory / "handed-over"
+
     def log(self, rank: int) -> Path:
         """Return the path of what the rank printed; rank 0 of a run here prints to the terminal."""
         return self.directory / f"rank-{rank}.log"
@@ -78,6 +93,15 @@ class RunDir:
     def request(self) -> Path:
         """The number of a signal that rank 0 is to send itself, where nothing else reaches it."""
         return self.root / "signal"
+
+    @property
+    def resize(self) -> Path:
+        """There while the ranks are asked to hand over to another number of them."""
+        return self.root / "resize"
+
+    def change(self, restart: int) -> Path:
+        """Path of what has made the number of ranks of a start another one (JSON), if it is."""
+        return self.root / f"change-{restart}.json"
 
     def attempt(self, restart: int) -> Attempt:
         return Attempt(self.root / f"attempt-{restart}")

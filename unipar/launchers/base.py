@@ -19,7 +19,13 @@ from unipar.launchers.following import follow
 from unipar.launchers.handle import Handle
 from unipar.launchers.task import Task
 from unipar.strategy import Availability
-from unipar.utils.devices import DeviceChoice, resolve_device_type, resolve_num_devices
+from unipar.utils.devices import (
+    DeviceChoice,
+    DeviceRange,
+    most_devices,
+    resolve_device_type,
+    resolve_num_devices,
+)
 
 log = logging.getLogger("unipar.launch")
 
@@ -58,6 +64,11 @@ class Launcher(ABC):
         """Whether a run of one process may be this process."""
         return False
 
+    @property
+    def elastic(self) -> bool:
+        """Whether it can change the number of a run's processes (``devices="2:8"``)."""
+        return False
+
     @classmethod
     def availability(cls) -> Availability:
         """Whether it can be used from here; imports no more than it has to."""
@@ -91,6 +102,8 @@ class Launcher(ABC):
             ConfigError: the launcher cannot be used from here; this machine cannot tell, or has not
                 as many; or :meth:`check` says so.
         """
+        if isinstance(devices, str) and devices != "auto":
+            raise ConfigError(f"devices={devices!r}: give a number, or 'auto'.")
         available = self.availability()
         if not available.ok:
             raise ConfigError(
@@ -113,6 +126,29 @@ class Launcher(ABC):
             number = resolve_num_devices(devices, device_type)
         self.check(number, num_nodes, device_type)
         return device_type, number
+
+    def resolve_range(
+        self, device: DeviceChoice, devices: DeviceRange, num_nodes: int
+    ) -> tuple[str, int]:
+        """The kind of device, and how many a run begins with whose number of them may change.
+
+        Raises:
+            ConfigError: the launcher does not change it; this machine has too few.
+        """
+        if not self.elastic:
+            raise ConfigError(
+                f"devices='{devices}' is a range, and launcher '{self.name}' starts as many "
+                f"processes as it is told. Give it a number, such as devices={devices.least} (the "
+                "run goes on from its checkpoints on any other, with resume='auto'); or use "
+                "launcher='local', or start the script by torchrun --nnodes=MIN:MAX."
+            )
+        if num_nodes > 1:
+            raise ConfigError(
+                f"devices='{devices}' is of one machine, and num_nodes={num_nodes}. Start the "
+                "script on each of them by torchrun --nnodes=MIN:MAX, and leave num_nodes out."
+            )
+        device_type = resolve_device_type(device)
+        return device_type, most_devices(devices, device_type)
 
     def rendered(self, task: Task) -> str:
         """What would be given to the system, such as a batch script; empty where nothing is."""
@@ -172,7 +208,7 @@ class SubmittingLauncher(Launcher):
                 left = task.max_restarts - task.restart
                 if left <= 0:
                     raise
-                headline = str(error).splitlines()[0]
+                headline = str(error).splitlines()[0].rstrip(".")
                 log.warning("%s. Restarting all ranks (%d restarts left).", headline, left - 1)
             task = dataclasses.replace(task, restart=task.restart + 1)
 

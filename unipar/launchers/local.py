@@ -29,6 +29,10 @@ class LocalLauncher(Launcher):
         return False
 
     @property
+    def elastic(self) -> bool:
+        return True
+
+    @property
     def starts_here(self) -> bool:
         return True
 
@@ -51,4 +55,5 @@ class LocalLauncher(Launcher):
             grace_period=task.grace_period,
             save_signal=task.save_signal,
             directory=task.directory,
+            elastic=task.elastic,
         )

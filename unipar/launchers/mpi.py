@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from typing import ClassVar
 
 from unipar.errors import ConfigError
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
 from unipar.launchers.command import CommandHandle, held
+from unipar.launchers.handle import Status
 from unipar.launchers.hosts import check_hosts
 from unipar.launchers.shared import SharedRun
 from unipar.launchers.task import Task
+
+# Seconds from one look at what the ranks have left to the next.
+_EVERY = 2.0
 
 
 class MpiOptions(LauncherOptions, frozen=True):
@@ -77,4 +82,25 @@ class MpiLauncher(SubmittingLauncher):
     def start(self, task: Task) -> CommandHandle:
         run = SharedRun(task, python=self.options.python)
         command = held(self.command(task, run.command))
-        return CommandHandle(command, run, name="mpirun")
+        return MpirunHandle(command, run, name="mpirun")
+
+
+class MpirunHandle(CommandHandle):
+    """``mpirun``, ended where a rank has failed and it waits for a host that does not answer."""
+
+    _failed = 0.0
+    _look = 0.0
+
+    def status(self) -> Status:
+        status, now = super().status(), time.monotonic()
+        if status is not Status.RUNNING or now < self._look:
+            return status
+        # The directory may be on a network's file system.
+        self._look = now + _EVERY
+        if not self._failed and self._run.has_failed():
+            self._failed = now
+        late = self._failed and now - self._failed > self._run.task.grace_period
+        if not late or self._run.asked_to_end:
+            return Status.RUNNING
+        self.close()
+        return Status.FAILED

@@ -324,7 +324,7 @@ class RayHandle(SharedHandle):
         except WorkerError as error:
             print(self._run.output.read(), end="", flush=True)
             left = max(0, self._task.max_restarts - restart - 1)
-            headline = str(error).splitlines()[0]
+            headline = str(error).splitlines()[0].rstrip(".")
             log.warning("%s. Restarting all ranks (%d restarts left).", headline, left)
             again = replace(self._task, restart=restart + 1)
             self._run = SharedRun(again, python=self._options.python)

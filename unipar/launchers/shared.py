@@ -8,6 +8,7 @@ variables its system sets, by which it is found where it stands.
 from __future__ import annotations
 
 import codecs
+import os
 import signal
 import sys
 from collections.abc import Collection, Mapping
@@ -90,6 +91,12 @@ class SharedRun:
         """The ranks whose function has returned."""
         return [rank for rank in range(self.size) if self.attempt.returned(rank).exists()]
 
+    def has_failed(self) -> bool:
+        """Whether a rank of this start has left word of how it failed."""
+        fresh(self.attempt.directory)
+        names = set(os.listdir(self.attempt.directory))
+        return any(self.attempt.record(rank).name in names for rank in range(self.size))
+
     def result(self, ending: str, ranks: Collection[int] = ()) -> Any:
         """What rank 0's call has returned, or what failed.
 
@@ -103,8 +110,14 @@ class SharedRun:
         failures = self._failures()
         told = {failure.rank for failure in failures} | set(self.finished())
         silent = [rank for rank in range(self.size) if rank not in told]
-        silent = [rank for rank in silent if rank in ranks] or silent
+        ended = [rank for rank in silent if rank in ranks]
+        silent = ended or silent
         first = cause(failures) if failures else None
+        # A rank may have found out by the run's store whom it waited for.
+        explained = [failure for failure in failures if isinstance(failure.error, WorkerError)]
+        if explained and not ended and all(failure.kind.is_echo for failure in failures):
+            first = cause(explained)
+            silent = []
         # Systems end what is left by a signal when one process is gone.
         if silent and not self.asked_to_end and (first is None or first.kind is not Kind.ERROR):
             lines = [

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unipar.launch.elastic import Elastic
 from unipar.world import Placement
 
 
@@ -28,6 +29,7 @@ class Task:
             system that all its machines share.
         name: what a queue shows.
         restart: how many times the group has been started before.
+        elastic: how the number of processes may change; ``None``: it does not.
     """
 
     fn: Callable[[Placement], Any]
@@ -41,6 +43,7 @@ class Task:
     directory: Path
     name: str = "unipar"
     restart: int = 0
+    elastic: Elastic | None = None
 
     @property
     def size(self) -> int:

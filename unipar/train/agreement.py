@@ -35,7 +35,8 @@ def agree(job: Job, world: World, claim: contextlib.ExitStack) -> Job:
     refused = None
     if world.is_main:
         try:
-            claim.enter_context(directories.claimed(job))
+            restarted = world.placement.restart > 0
+            claim.enter_context(directories.claimed(job, restarted=restarted))
         except ConfigError as error:
             refused = str(error)
     told = world.gather((job.output_dir, job.checkpoint_dir, refused, started_with(job)))

@@ -60,12 +60,14 @@ def resolve_run(settings: Settings) -> ResolvedRun:
         **values,
         "strategy": {"name": strategy.name, **strategy.options.model_dump(mode="json")},
         "device": placement.device_type,
-        "devices": placement.local_size,
+        "devices": run.devices if planned.sizes else placement.local_size,
         "global_batch_size": loader.global_batch_size,
     }
     found_later = run.micro_batch_size == "auto"
+    elastic = {"numbers of ranks": ", ".join(map(str, planned.sizes))} if planned.sizes else {}
     facts = {
         "world size": placement.size,
+        **elastic,
         "samples in a micro-batch": "to be found" if found_later else loader.micro_batch_size,
         "micro-batches in a step": "to be found" if found_later else loader.accumulation,
         "steps in an epoch": loader.num_batches or "unknown",

@@ -33,13 +33,20 @@ class EventLog(Callback):
     Args:
         directory: the run's output directory.
         write: whether this process writes; the others do nothing.
+        echoes: whether :meth:`ending` notes failures that another rank has brought about.
+        step: steps taken until now, if that is known.
     """
 
     lags = True
 
-    def __init__(self, directory: Path, *, write: bool = True) -> None:
+    def __init__(
+        self, directory: Path, *, write: bool = True, echoes: bool = True, step: int | None = 0
+    ) -> None:
         self.path = directory / NAME
-        self._writes, self._warned, self._step = write, False, 0
+        self.ends = True
+        """Whether the run ends with :meth:`ending`, and no other ranks go on."""
+        self._writes, self._warned, self._step = write, False, step
+        self._echoes = echoes
 
     def on_run_start(self, run: RunInfo) -> None:
         self._step = run.start_step
@@ -66,13 +73,19 @@ class EventLog(Callback):
         try:
             yield
         except (KeyboardInterrupt, Terminated) as error:
-            by = error.signal.name if isinstance(error, Terminated) else "SIGINT"
-            self.add("ended", how="interrupted", signal=by)
+            self.interrupted(error, self._step)
             raise
         except BaseException as error:
-            self.failed(error, self._step)
+            if self._echoes or not classify(error).is_echo:
+                self.failed(error, self._step)
             raise
-        self.add("ended", how="finished")
+        if self.ends:
+            self.add("ended", how="finished")
+
+    def interrupted(self, error: BaseException, step: int | None) -> None:
+        """Note that a signal has ended the run, after ``step`` steps."""
+        by = error.signal.name if isinstance(error, Terminated) else "SIGINT"
+        self.add("ended", how="interrupted", signal=by, step=step)
 
     def failed(self, error: BaseException, step: int | None) -> None:
         """Note that the run has failed, after ``step`` steps if that is known."""

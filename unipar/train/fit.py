@@ -17,6 +17,7 @@ from unipar import checkpoint
 from unipar.callbacks import Callback, Logger, RunResult
 from unipar.callbacks.loggers import resolve_loggers
 from unipar.config import UNSET, CheckpointConfig, RunConfig, Unset
+from unipar.data import Loader
 from unipar.errors import CheckpointError, ConfigError, WorkerError
 from unipar.evaluation.evaluate import Metric, Predict
 from unipar.launchers import LauncherOptions
@@ -25,6 +26,7 @@ from unipar.optimizers.factories import refuse_built
 from unipar.optimizers.groups import check_choice, factories, holds_functions
 from unipar.optimizers.named import NamedScheduler
 from unipar.strategy import (
+    DropoutSeed,
     ModelFactory,
     OnNaN,
     OptimizerFactory,
@@ -36,12 +38,14 @@ from unipar.strategy import (
 )
 from unipar.train import directories, preflight
 from unipar.train.arguments import check_objects
+from unipar.train.elastic import changing, resuming_by_itself, saves_final
 from unipar.train.events import EventLog
 from unipar.train.job import Job
 from unipar.train.loaders import evaluation_loader
 from unipar.train.loop import train
 from unipar.utils.matmul_precision import MatmulPrecision
 from unipar.utils.scratch import tmpdir_remedy
+from unipar.world import Placement
 
 
 def fit(
@@ -60,7 +64,7 @@ def fit(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     launcher: str | Mapping[str, Any] | LauncherOptions | Unset = UNSET,
     device: Literal["auto", "cpu", "cuda"] | Unset = UNSET,
-    devices: int | Literal["auto"] | Unset = UNSET,
+    devices: int | str | Unset = UNSET,
     num_nodes: int | Unset = UNSET,
     global_batch_size: int | Unset | None = UNSET,
     micro_batch_size: int | Literal["auto"] | Unset | None = UNSET,
@@ -75,6 +79,7 @@ def fit(
     activation_offload: bool | Unset = UNSET,
     compile: bool | Mapping[str, Any] | Unset = UNSET,
     seed: int | Unset = UNSET,
+    dropout_seed: DropoutSeed | Unset = UNSET,
     initial_weights: Literal["model", "by_name"] | str | Path | Unset = UNSET,
     shuffle: bool | Unset | None = UNSET,
     num_workers: int | Unset | None = UNSET,
@@ -123,7 +128,9 @@ def fit(
             (``"mpi:hosts=[a,b]"``), a mapping with ``name``, or an options object; default:
             ``"local"``, this machine.
         device: ``"cpu"``, ``"cuda"``, or ``"auto"``.
-        devices: processes on this machine; ``"auto"``: each GPU, or one process on a CPU.
+        devices: processes on this machine; ``"auto"``: each GPU, or one process on a CPU; a range
+            such as ``"2:8"``, or ``"2:"`` up to all devices: the run goes on with other numbers of
+            them when some are lost, and when ``unipar runs resize`` asks for it.
         num_nodes: machines; more than one takes a ``launcher``.
         global_batch_size: samples of one step over all devices; default: the ``DataLoader``'s.
         micro_batch_size: samples of one forward pass on one device; ``"auto"`` finds the largest
@@ -144,14 +151,19 @@ def fit(
         activation_offload: whether what is saved for the backward pass waits for it in host memory.
         compile: whether to use ``torch.compile``, or its keyword arguments.
         seed: of the data order, of a model function's weights, and of dropout.
+        dropout_seed: what dropout draws for: ``"rank"``, each rank, as torch does; or ``"sample"``,
+            each sample by its place in the global batch, so that a run has the same losses on any
+            number of ranks, with any micro-batches, and resumed elsewhere. Other random numbers
+            that a forward pass draws are then refused, and so is ``compile``.
         initial_weights: where a model function's first weights come from: ``"model"``, as it
             computes them; ``"by_name"``, each tensor by itself under a seed of its name; or a
             path, of a checkpoint or of safetensors in the Hugging Face layout.
         shuffle: whether each epoch has an order of its own.
         num_workers: data-loading processes of each device.
-        checkpoint: a directory, a :class:`CheckpointConfig` or its fields, or ``False``.
-        resume: ``"auto"`` for the newest checkpoint in ``checkpoint``'s directory if there is one,
-            or a path.
+        checkpoint: a directory, a URL (``"s3://bucket/run"``) to which checkpoints are copied, a
+            :class:`CheckpointConfig` or its fields, or ``False``.
+        resume: ``"auto"`` for the newest checkpoint in ``checkpoint``'s directory, or at its URL,
+            if there is one; or a path or a URL.
         timeout: seconds that a collective waits for a missing rank.
         max_restarts: how often a failed group of processes starts again from its newest checkpoint.
         grace_period: seconds that the run has after SIGTERM or SIGHUP to finish its step and save.
@@ -216,6 +228,8 @@ class _Launch:
         planned = preflight.plan(self.config, model)
         strategy, self.placement = planned.strategy, planned.placement
         self.planned = planned
+        if planned.sizes and planned.joined:
+            self.config = resuming_by_itself(self.config)
         # Every process resolves the same strategy, with what this one found out for "auto".
         config = self.config.model_copy(update={"strategy": strategy.options})
         scheduler = objects.pop("lr_scheduler", None)
@@ -236,23 +250,28 @@ class _Launch:
             lr_scheduler=scheduler,
             **objects,
         )
-        self._check(job, planned)
+        loader = self._check(job, planned)
+        if planned.sizes and not planned.joined and config.micro_batch_size is None:
+            # Those of the most ranks: with fewer of them, no rank needs more memory.
+            micro = {"micro_batch_size": loader.micro_batch_size}
+            job = dataclasses.replace(job, config=config.model_copy(update=micro))
         if not planned.joined:
             # Ranks that a launcher started learn of it from rank 0, once they have joined: one that
             # left before would keep the others waiting.
             directories.check(job)
         self._refuse_used(job.checkpoint_dir)
         if planned.joined:
-            return train(job, self.placement)
+            return _here(job, self.placement)
         # In this process if it can be the only one and stays usable, else in new ones.
         alone = (
             self.placement.size == 1
             and self.config.max_restarts == 0
+            and not planned.sizes
             and planned.launcher.starts_here
         )
         keeps_weights = isinstance(model, nn.Module) and (not alone or strategy.rewrites_module)
         if alone and not keeps_weights:
-            return train(job, self.placement)
+            return _here(job, self.placement)
         with planned.launcher.directory(output_dir) as directory:
             try:
                 return self._start(job, directory, alone=alone, keeps_weights=keeps_weights)
@@ -265,25 +284,26 @@ class _Launch:
         """Run away from the caller's module, and put the weights into it afterwards."""
         model = job.model
         if keeps_weights:
-            saves_final = job.checkpoint_dir is not None and _saves_final(job.config)
+            kept = job.checkpoint_dir is not None and saves_final(job.config)
             job = dataclasses.replace(
                 job,
                 model=copy.deepcopy(model) if alone else model,
-                weights_dir=None if saves_final else directory / "weights",
+                weights_dir=None if kept else directory / "weights",
             )
         if alone:
-            result = train(job, self.placement)
+            result = _here(job, self.placement)
         else:
             callbacks = [*job.callbacks, *self.planned.launcher.callbacks(directory)]
             fn = functools.partial(train, dataclasses.replace(job, callbacks=callbacks))
-            name = job.output_dir.name
-            task = preflight.task(self.config, self.planned, fn, directory, name)
-            try:
-                result = self.planned.launcher.run(task)
-            except WorkerError as error:
-                # Rank 0 may have been killed, or know only that another has gone.
-                EventLog(job.output_dir).failed(error, step=None)
-                raise
+            with changing(job, self.planned, directory) as elastic:
+                name = job.output_dir.name
+                task = preflight.task(self.config, self.planned, fn, directory, name, elastic)
+                try:
+                    result = self.planned.launcher.run(task)
+                except WorkerError as error:
+                    # Rank 0 may have been killed, or know only that another has gone.
+                    EventLog(job.output_dir).failed(error, step=None)
+                    raise
         if keeps_weights:
             source = job.weights_dir or result.checkpoint
             assert source is not None
@@ -293,7 +313,7 @@ class _Launch:
                 shutil.rmtree(job.weights_dir, ignore_errors=True)
         return result
 
-    def _check(self, job: Job, planned: preflight.Plan) -> None:
+    def _check(self, job: Job, planned: preflight.Plan) -> Loader:
         check_objects(job)
         _check_metrics(job)
         resolve_loggers(job.loggers)
@@ -301,6 +321,8 @@ class _Launch:
             check_choice(job.optimizer, job.model)
         if isinstance(job.config.resume, Path):
             checkpoint.find(job.config.resume)
+        elif job.config.resume not in ("auto", None) and not planned.joined:
+            checkpoint.located(job.config.resume)
         if isinstance(job.config.initial_weights, Path):
             checkpoint.check_weights(job.config.initial_weights)
         loader = preflight.check(
@@ -312,11 +334,14 @@ class _Launch:
             loader.micro_batch_size,
             data_size=planned.strategy.layout(self.placement).batch,
         )
+        return loader
 
     def _output_dir(self, strategy: Strategy) -> Path:
         if self.config.output_dir is not None:
             return self.config.output_dir.absolute()
-        if self.config.resume == "auto" and self._configured_directory() is None:
+        settings = self.config.checkpoint
+        placed = isinstance(settings, CheckpointConfig) and settings.directory is not None
+        if self.config.resume == "auto" and not placed:
             raise ConfigError(
                 "resume='auto' looks for the newest checkpoint of this run, and the run has no "
                 "directory of its own: set output_dir='…' (or checkpoint='…'), the same each time."
@@ -326,7 +351,8 @@ class _Launch:
 
     def _configured_directory(self) -> Path | None:
         settings = self.config.checkpoint
-        return settings.directory if isinstance(settings, CheckpointConfig) else None
+        given = settings.directory if isinstance(settings, CheckpointConfig) else None
+        return given if isinstance(given, Path) else None
 
     def _checkpoint_dir(self, output_dir: Path) -> Path | None:
         if self.config.checkpoint is False:
@@ -344,6 +370,13 @@ class _Launch:
             )
 
 
+def _here(job: Job, placement: Placement) -> RunResult:
+    """Train in this process, which hands the run over to nobody."""
+    result = train(job, placement)
+    assert result is not None
+    return result
+
+
 def _check_metrics(job: Job) -> None:
     settings = job.config.checkpoint
     if isinstance(settings, CheckpointConfig) and settings.keep_best is not None:
@@ -351,7 +384,3 @@ def _check_metrics(job: Job) -> None:
     scheduler = job.lr_scheduler
     if isinstance(scheduler, NamedScheduler) and scheduler.metric is not None:
         job.check_evaluates(scheduler.metric, "lr_scheduler")
-
-
-def _saves_final(config: RunConfig) -> bool:
-    return isinstance(config.checkpoint, CheckpointConfig) and config.checkpoint.save_final

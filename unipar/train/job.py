@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from unipar.callbacks import Callback, Logger
-from unipar.config import RunConfig
+from unipar.config import CheckpointConfig, RunConfig
 from unipar.errors import ConfigError, did_you_mean
 from unipar.evaluation.evaluate import Metric, Predict
 from unipar.loss import LossFn
@@ -25,7 +25,7 @@ class Job:
     Attributes:
         config: the resolved config.
         output_dir: where the run's files go.
-        checkpoint_dir: where checkpoints go; ``None`` writes none.
+        checkpoint_dir: where checkpoints are written; ``None`` writes none.
         loss: ``None`` takes that of the model's output.
         weights_dir: where to leave the final weights when no checkpoint holds them.
     """
@@ -44,6 +44,12 @@ class Job:
     callbacks: Sequence[Callback] = ()
     loggers: Sequence[str | Logger] = ()
     weights_dir: Path | None = None
+
+    @property
+    def remote(self) -> str | None:
+        """The URL that checkpoints are copied to, if there is one."""
+        settings = self.config.checkpoint
+        return settings.remote if isinstance(settings, CheckpointConfig) else None
 
     def check_evaluates(self, metric: str, asked_by: str) -> None:
         """Refuse what goes by an evaluation metric, where there is no such metric.

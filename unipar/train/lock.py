@@ -194,12 +194,21 @@ def _beat(paths: list[Path], content: bytes, ended: threading.Event) -> None:
                 logger.error("this run no longer holds %s: %s", path.parent, problem)
 
 
+def clock(directory: Path) -> float:
+    """What time it is to the file system of a directory, in seconds since the epoch.
+
+    The times of files are to be held against this: the clocks of two machines need not agree.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.fstat(file.fileno()).st_mtime
+
+
 def _age(path: Path) -> float:
     """Seconds since a file was touched."""
-    # The clock of the file system: those of two machines need not agree.
-    with tempfile.TemporaryFile(dir=path.parent) as file:
-        now = os.fstat(file.fileno()).st_mtime
-    return max(0.0, now - path.stat().st_mtime)
+    return max(0.0, clock(path.parent) - path.stat().st_mtime)
 
 
 def _read(path: Path) -> _Found | None:

@@ -27,7 +27,8 @@ from unipar.config import CheckpointConfig
 from unipar.data import Loader
 from unipar.data.batch import Batch
 from unipar.data.feed import pins_for
-from unipar.errors import Terminated
+from unipar.errors import CheckpointError, Terminated
+from unipar.launch import elastic
 from unipar.launch.detection import launcher_name
 from unipar.objective import Objective
 from unipar.optimizers.named import LOSS, NamedScheduler, takes_metric
@@ -37,6 +38,7 @@ from unipar.train.agreement import agree
 from unipar.train.autobatch import largest_micro_batch
 from unipar.train.checkpointing import Saver
 from unipar.train.events import EventLog
+from unipar.train.handover import Handover, TakenOver, say_what_changes
 from unipar.train.interrupt import Signals
 from unipar.train.job import Job
 from unipar.train.loaders import evaluation_loader, training_loader
@@ -44,7 +46,7 @@ from unipar.train.recording import Recorder
 from unipar.train.resuming import check_same_order, load
 from unipar.train.stragglers import Stragglers
 from unipar.utils import progress_marks
-from unipar.utils.devices import peak_memory
+from unipar.utils.devices import device_range, peak_memory
 from unipar.utils.logs import logging_to_terminal
 from unipar.utils.signals import passed_on
 from unipar.world import Flag, Placement
@@ -52,8 +54,11 @@ from unipar.world import Flag, Placement
 log = logging.getLogger("unipar")
 
 
-def train(job: Job, placement: Placement) -> RunResult:
+def train(job: Job, placement: Placement) -> RunResult | None:
     """Run a job in this process of the run; the same result on every rank.
+
+    Returns:
+        The result; or ``None`` where other ranks go on with the run, as many as were asked for.
 
     Raises:
         ConfigError, DataError, CheckpointError: as the message says.
@@ -68,6 +73,7 @@ def train(job: Job, placement: Placement) -> RunResult:
         float32_matmul_precision=config.float32_matmul_precision,
         device=placement.device_type,  # pyright: ignore[reportArgumentType]
         seed=config.seed,
+        dropout_seed=config.dropout_seed,
         timeout=config.timeout,
         on_nan=config.on_nan,
         self_test=config.self_test,
@@ -81,11 +87,19 @@ def train(job: Job, placement: Placement) -> RunResult:
         session,
     ):
         job = agree(job, session.world, claim)
-        events = EventLog(job.output_dir, write=placement.rank == 0)
+        # Where other ranks may go on, the launching process knows whether a loss is the end.
+        events = EventLog(
+            job.output_dir,
+            write=placement.rank == 0,
+            echoes=elastic.member() is None,
+            step=None if placement.restart else 0,
+        )
         with events.ending():
             run = TrainingRun(job, session, signals, events)
             with signals.training(session.world):
-                return run.run()
+                result = run.run()
+                events.ends = result is not None
+                return result
 
 
 class TrainingRun:
@@ -107,8 +121,13 @@ class TrainingRun:
             self.loader = largest_micro_batch(self.engine, self.loader, self.loss, self.world)
         self.eval_loader = self._eval_loader()
         self.saver = self._saver()
+        member = elastic.member()
+        self.handover = None if member is None else Handover(member, session)
         self._resume()
-        self.start_step = self.step
+        self.taken_over = self.handover.take_over(self.step) if self.handover else None
+        self.resumed_step = self.step
+        # What callbacks are yet to be told of comes after it.
+        self.start_step = self.taken_over.recorded if self.taken_over else self.step
         self.total_steps = self._total_steps()
         self.info = self._info()
         self.callbacks = self._callbacks()
@@ -175,8 +194,14 @@ class TrainingRun:
         return Saver(self.job.checkpoint_dir, settings, self.session)
 
     def _resume(self) -> None:
+        left = self.handover.found() if self.handover else None
         manifest = load(
-            self.config.resume, self.job.checkpoint_dir, self.session.engines, self.world
+            self.config.resume,
+            self.job,
+            self.session.engines,
+            self.world,
+            left=left,
+            own_first=device_range(self.config.devices) is not None and self.handover is None,
         )
         if manifest is None:
             return
@@ -188,7 +213,12 @@ class TrainingRun:
                 "%s holds no place in the data: it begins with the first epoch", manifest.path
             )
         self.step = manifest.step
-        self.signals.newest = manifest.path
+        if self.handover is not None and left is not None:
+            self.handover.resumed(manifest)
+            if self.saver is not None:
+                self._announced = self.signals.newest = self.saver.find_newest()
+        else:
+            self.signals.newest = manifest.path
         self.metrics = dict(manifest.progress.get("metrics", {}))
         if self.saver is not None and self.saver.take_over(manifest):
             self._announced = manifest.path
@@ -240,6 +270,8 @@ class TrainingRun:
             callbacks.append(LoggerCallback(loggers, every=self.config.log_every))
             if self.config.progress:
                 callbacks.append(ProgressBar())
+            if self.handover is not None:
+                callbacks.append(self.handover.history)
         return [c for c in callbacks if c.every_rank or self.world.is_main]
 
     def _recorder(self) -> Recorder:
@@ -251,14 +283,17 @@ class TrainingRun:
             last=self.total_steps,
             # The same on every rank, which the callbacks that there are here are not.
             lags=all(callback.lags for callback in self.job.callbacks),
+            records=self.taken_over.records if self.taken_over else (),
         )
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def run(self) -> RunResult:
+    def run(self) -> RunResult | None:
         try:
             result = self._run()
         except BaseException as error:
+            if self.handover is not None:
+                self.handover.survive(error)
             # The run's own error is what the user must see, whatever callbacks make of it.
             self.recorder.settle_before(error)
             for callback in self.callbacks:
@@ -268,16 +303,25 @@ class TrainingRun:
                 with _logged(callback):
                     callback.on_run_end(self.info, None)
             raise
+        finally:
+            if self.saver is not None:
+                self.saver.close()
+        # A run that is handed over has no result yet.
         for callback in self.callbacks:
             callback.on_run_end(self.info, result)
         return result
 
-    def _run(self) -> RunResult:
+    def _run(self) -> RunResult | None:
         began = time.perf_counter()
         for callback in self.callbacks:
             callback.on_run_start(self.info)
+        if self.taken_over is not None:
+            began -= time.time() - self.taken_over.began
+            self._take_over(self.taken_over)
         for batch in self._batches():
             self._train_step(batch)
+            if self._hands_over():
+                return None
         self.recorder.settle()
         if self.step > self.start_step and self._last_evaluated() != self.step:
             self._evaluate()
@@ -302,8 +346,11 @@ class TrainingRun:
 
     def _train_step(self, batch: Batch) -> None:
         started = time.perf_counter() if self.recorder.empty else self._last_end
+        self.stragglers.loaded()
         launch.mark(self.step + 1, "training step")
         self.signals.begin_step()
+        if self.handover is not None:
+            self.handover.look()
         lr = self.engine.optimizer.param_groups[0]["lr"] if self.engine.optimizer else None
         if isinstance(lr, torch.Tensor):
             # A scheduler changes it in place, before it is recorded.
@@ -316,7 +363,9 @@ class TrainingRun:
         self._last_end = time.perf_counter()
         self.stragglers.end()
         self.recorder.add(self.step, batch, done, lr, self._last_end - started)
-        if self._evaluation_due(batch):
+        due = self._evaluation_due(batch)
+        self._note_whole(owes_evaluation=due)
+        if due:
             self._evaluate()
             launch.mark(self.step, "after the evaluation")
         if self.saver is not None:
@@ -331,6 +380,67 @@ class TrainingRun:
             self._stop()
         launch.mark(self.step + 1, "loading data")
         self.stragglers.begin()
+
+    # -- other numbers of ranks ------------------------------------------------------------------
+
+    def _take_over(self, taken: TakenOver) -> None:
+        """Go on where another group of ranks has left the run."""
+        assert self.handover is not None
+        change = self.handover.change
+        if change is None:
+            say_what_changes(self.engine.module, self.config.dropout_seed)
+        if taken.missing is not None:
+            self.recorder.take(taken.missing)
+        self.evaluations += taken.evaluations
+        if taken.unsaid is not None:
+            self._evaluated(*taken.unsaid)
+        if taken.owes_evaluation:
+            self._evaluate()
+        self._note_whole()
+        if change is None:
+            return
+        repeated = max(0, (taken.reached or 0) - self.step)
+        seconds = time.time() - change.since
+        self.events.add(
+            "changed",
+            before=change.before,
+            after=change.after,
+            why=change.why,
+            seconds=round(seconds, 3),
+            repeated=repeated,
+        )
+        log.info(
+            "%s now, from step %d on; %.1f s and %d steps were lost",
+            elastic.ranks(change.after),
+            self.step,
+            seconds,
+            repeated,
+        )
+
+    def _note_whole(self, *, owes_evaluation: bool = False) -> None:
+        if self.handover is not None and self.handover.keeps:
+            history, evaluations = self.recorder.history, self.evaluations
+            self.handover.ended_step(
+                self.step,
+                self._progress(),
+                history[-1] if history else None,
+                evaluations[-1] if evaluations else None,
+                owes_evaluation=owes_evaluation,
+            )
+
+    def _hands_over(self) -> bool:
+        """Leave the run to another number of ranks, if that is asked for."""
+        if self.handover is None:
+            return False
+        if self.step == self.resumed_step + 1:
+            self.handover.settled()
+        if not self.world.take_flag(Flag.HANDOVER) or self.step == self.total_steps:
+            return False
+        launch.mark(self.step, "handing over")
+        self.recorder.settle()
+        if self.saver is not None:
+            self._announce(self.saver.wait())
+        return self.handover.hand_over(self.step, self._progress(), self._metrics())
 
     def _recorded(self, record: StepRecord) -> None:
         self.metrics["train_loss"] = record.loss
@@ -362,13 +472,17 @@ class TrainingRun:
             metrics=self.job.metrics,
             predict=self.job.predict,
         )
-        self.evaluations.append((self.step, metrics))
         if self._plateau_metric is not None:
             scheduler: Any = self.engine.lr_scheduler
             scheduler.step(metrics[self._plateau_metric])
+        self._evaluated(self.step, metrics)
+        self._note_whole()
+
+    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
+        self.evaluations.append((step, metrics))
         self.metrics.update(metrics)
         for callback in self.callbacks:
-            callback.on_evaluate_end(self.info, self.step, metrics)
+            callback.on_evaluate_end(self.info, step, metrics)
         self._last_end = time.perf_counter()
 
     def _last_evaluated(self) -> int:
@@ -403,6 +517,12 @@ class TrainingRun:
             self._announce(self.saver.wait())
             newest = self.saver.finish(self.step, self._progress(), self._metrics())
             self._announce(newest)
+            missing = self.saver.wait_for_copies()
+            if missing is not None:
+                raise CheckpointError(
+                    f"The run has come to its end, and its newest checkpoint is not where it "
+                    f"should be: {missing} It is {newest}; resume='auto' copies it once more."
+                )
         if self.job.weights_dir is not None:
             checkpoint.save_weights(self.job.weights_dir, self.engine, self.world)
         return newest
@@ -434,6 +554,9 @@ class TrainingRun:
         kept = None
         if self.saver is not None:
             kept = self.saver.finish(self.step, self._progress(), self._metrics())
+            missing = self.saver.wait_for_copies()
+            if missing is not None:
+                log.error("the newest checkpoint is on this run's disks alone: %s", missing)
         log.log(
             logging.WARNING if self.world.is_main else logging.INFO,
             "%s after step %d%s",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class Recorder:
         first: the run's first step, after which the memory is looked at, too.
         last: the run's last step, if it is known, likewise.
         lags: whether a record may wait until the next step has begun; the same on every rank.
+        records: of the steps before, which are in the history already.
 
     Attributes:
         history: the records.
@@ -51,17 +52,15 @@ class Recorder:
         first: int,
         last: int | None,
         lags: bool,
+        records: Iterable[StepRecord] = (),
     ) -> None:
-        self.history = History()
+        self.history = History(records)
         self._notify, self._device_type, self._lags = notify, device_type, lags
         self._every, self._ends = every, (first, last)
         self._peak_memory = 0
         self._unrecorded: _Taken | None = None
-
-    @property
-    def empty(self) -> bool:
+        self.empty = True
         """Whether no step was added yet."""
-        return not self.history and self._unrecorded is None
 
     def add(self, step: int, batch: Batch, done: StepResult, lr: Any, seconds: float) -> None:
         """Record a step, at once unless its result is still to come.
@@ -73,9 +72,15 @@ class Recorder:
             lr: the learning rate that it was taken with.
             seconds: since the end of the step before it.
         """
+        self.empty = False
         self._unrecorded = _Taken(step, batch, done, lr, seconds)
         if not (self._lags and done.waits):
             self.settle()
+
+    def take(self, record: StepRecord) -> None:
+        """Record a step that other ranks have taken."""
+        self.history.append(record)
+        self._notify(record)
 
     def settle(self) -> None:
         """Record the last step, if it is not yet; waits until it is known to have been taken.

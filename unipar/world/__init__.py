@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from unipar.world.placement import Placement
-from unipar.world.processes import Flag, LossReduction, World, join, joined
+from unipar.world.processes import Flag, Gathering, LossReduction, World, join, joined
 
-__all__ = ["Flag", "LossReduction", "Placement", "World", "join", "joined"]
+__all__ = ["Flag", "Gathering", "LossReduction", "Placement", "World", "join", "joined"]

@@ -19,6 +19,12 @@ from unipar.errors import ConfigError
 from unipar.world.network import Arrival, arrive, choose_interface, meeting_of, some_of_each
 from unipar.world.placement import Placement
 
+_NAMED = 16
+"""Ranks that never came, as many as a message names."""
+
+_PATIENCE = 10.0
+"""Seconds that others get to find out who never came."""
+
 _REFUSED = 5.0
 """Seconds that rank 0 keeps the store, at most, until all ranks know why they end."""
 
@@ -64,7 +70,9 @@ def come(store: Store, placement: Placement, number: int) -> None:
     """Wait at a store until all ranks have come to their meeting of that number.
 
     The last one to come reads what all of them have told, and tells them what follows from it: of
-    each rank reading that of each other, the work of the store would grow with the square.
+    each rank reading that of each other, the work of the store would grow with the square. Where
+    one never comes, the first to have waited long enough looks who it is, and tells all, for whom
+    the meeting has ended with that.
 
     Raises:
         ConfigError: the ranks have different versions of Python, torch or unipar.
@@ -81,20 +89,30 @@ def come(store: Store, placement: Placement, number: int) -> None:
         words = store.multi_get([f"{came}/{rank}" for rank in range(placement.size)])
         arrivals = [Arrival(**json.loads(word)) for word in words]
         few = [asdict(one) for one in some_of_each(arrivals)]
-        store.set(told, json.dumps([_different_versions(arrivals), few]))
+        _tell(store, told, refused=_different_versions(arrivals), few=few)
     try:
         store.wait([told], timeout)
-    except RuntimeError as error:  # A store in a file raises no more than that.
-        missing = [r for r in range(placement.size) if not store.check([f"{came}/{r}"])]
-        if not missing:
-            raise
-        raise dist.DistStoreError(_told(placement, store, number, missing)) from error
-    refused, few = json.loads(store.get(told))
-    if refused is not None:
-        _leave_together(placement, store, number)
-        raise ConfigError(refused)
-    others = [Arrival(**one) for one in few]
+    except RuntimeError:  # A store in a file raises no more than that.
+        if store.add(f"unipar/{number}/late", 1) == 1:
+            missing = [r for r in range(placement.size) if not store.check([f"{came}/{r}"])]
+            if missing:
+                _tell(store, told, late=_late(placement, store, number, missing), missing=missing)
+        store.wait([told], timedelta(seconds=_PATIENCE))
+    said = json.loads(store.get(told))
+    missing = said.get("missing", [])
+    if said.get("refused") or missing:
+        here_too = [rank for rank in range(placement.size) if rank not in set(missing)]
+        _leave_together(placement, store, number, here_too)
+        if missing:
+            raise dist.DistStoreError(said["late"])
+        raise ConfigError(said["refused"])
+    others = [Arrival(**one) for one in said["few"]]
     choose_interface(here, others, meeting[1] if meeting else 0, main=placement.rank == 0)
+
+
+def _tell(store: Store, key: str, **what: Any) -> None:
+    """Say how the meeting ends, unless another rank has said it."""
+    store.compare_set(key, "", json.dumps(what))
 
 
 def _find(placement: Placement) -> _Place:
@@ -137,12 +155,13 @@ def _different_versions(arrivals: Sequence[Arrival]) -> str | None:
     )
 
 
-def _leave_together(placement: Placement, store: Store, number: int) -> None:
-    """Let every rank read why before the one that keeps the store is gone."""
-    keys = [f"unipar/{number}/read/{rank}" for rank in range(placement.size)]
+def _leave_together(placement: Placement, store: Store, number: int, ranks: Sequence[int]) -> None:
+    """Let every one of these ranks read why before the one that keeps the store is gone."""
+    read = f"unipar/{number}/read"
     with contextlib.suppress(RuntimeError):
-        store.set(keys[placement.rank], "")
+        store.set(f"{read}/{placement.rank}", "")
         if placement.rank == 0:
+            keys = [f"{read}/{rank}" for rank in ranks]
             store.wait(keys, timedelta(seconds=min(_REFUSED, placement.timeout)))
 
 
@@ -153,16 +172,18 @@ def _leave() -> None:
     _place = None
 
 
-def _told(placement: Placement, store: Store, number: int, missing: list[int]) -> str:
+def _late(placement: Placement, store: Store, number: int, missing: list[int]) -> str:
     lines = [
         f"timed out after {placement.timeout:g} s: rank {placement.rank} of {placement.size} "
         f"waited for the others to begin run {number} of these processes."
     ]
-    for rank in missing:
+    for rank in missing[:_NAMED]:
         key = f"unipar/at/{rank}"
         at = int(store.get(key)) if store.check([key]) else 0
         where = f"has begun {at} of them" if at else "has begun none"
         lines.append(f"Rank {rank} {where}.")
+    if len(missing) > _NAMED:
+        lines.append(f"So it is with {len(missing) - _NAMED} more.")
     lines.append(
         "Every rank must call fit (or enter a Session) equally often and in the same order, also "
         "after a run that failed on some ranks only. If a rank was only slow, raise `timeout`."

@@ -38,6 +38,10 @@ class Flag(IntEnum):
     """Save, because a signal asks for it."""
     TIMES = 3
     """Compare the times that ranks take, by the clock."""
+    SAVED = 4
+    """A checkpoint that was written in the background is complete."""
+    HANDOVER = 5
+    """Hand the run over to another number of ranks."""
 
 
 class World:
@@ -178,6 +182,10 @@ class World:
             agreed[flag] = self._flags[flag] = 0.0
         return raised
 
+    def lower_flag(self, flag: Flag) -> None:
+        """Take back a flag that this rank alone has raised, since the last reduction began."""
+        self._flags[flag] = 0.0
+
     def start_reduce_loss(
         self, total: torch.Tensor, count: torch.Tensor | float, scale: float = 1.0
     ) -> LossReduction:
@@ -264,6 +272,18 @@ class World:
         dist.all_gather_object(values, value, group=group)
         return values
 
+    def start_gather(self, values: torch.Tensor) -> Gathering:
+        """Begin to send every rank's tensor to rank 0. Nobody waits. Collective.
+
+        Args:
+            values: in host memory; of one shape and dtype on all ranks.
+        """
+        if self.size == 1:
+            return Gathering(values[None])
+        rows = values.new_empty((self.size, *values.shape)) if self.is_main else None
+        into = None if rows is None else list(rows.unbind())
+        return Gathering(rows, dist.gather(values, into, async_op=True))
+
     def broadcast(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank."""
         if self.size == 1:
@@ -282,6 +302,25 @@ class World:
             # lets the threads finish.
             time.sleep(0.05)
             dist.destroy_process_group()
+
+
+class Gathering:
+    """Tensors of all ranks on their way to rank 0."""
+
+    __slots__ = ("_rows", "_work")
+
+    def __init__(self, rows: torch.Tensor | None, work: Any = None) -> None:
+        self._rows, self._work = rows, work
+
+    def done(self) -> bool:
+        """Whether this rank has no more to wait for."""
+        return self._work is None or self._work.is_completed()
+
+    def read(self) -> torch.Tensor | None:
+        """Rank 0's tensor, one row for each rank; ``None`` on the others."""
+        if self._work is not None:
+            self._work.wait()
+        return self._rows
 
 
 class LossReduction:

@@ -173,7 +173,7 @@ def test_a_killed_rank_is_restarted_from_the_newest_checkpoint(tmp_path: Path):
             devices=2,
             max_restarts=1,
             lr_scheduler=make_scheduler,
-            checkpoint={"every_steps": 2},
+            checkpoint={"every_steps": 2, "async": False},
             callbacks=[DieOnce(tmp_path / "died")],
         ),
     )

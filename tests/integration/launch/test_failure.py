@@ -98,13 +98,16 @@ def test_a_killed_rank_is_the_cause():
     assert "memory" in str(error)
 
 
-@pytest.mark.parametrize("allocate", [bytearray, torch.ones])
+@pytest.mark.parametrize(
+    "allocate", [pytest.param(bytearray, marks=pytest.mark.thorough), torch.ones]
+)
 def test_running_out_of_memory_says_what_to_do(allocate):
     error = caught(failing(lambda: allocate(1 << 50)))
     assert error.rank == 1
     assert "smaller micro_batch_size" in str(error)
 
 
+@pytest.mark.thorough
 def test_a_rank_that_leaves_with_a_status():
     error = caught(failing(lambda: os._exit(7)))
     assert "exited with status 7 without a Python error" in str(error)

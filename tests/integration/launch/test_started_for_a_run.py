@@ -77,7 +77,7 @@ def compiled(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
 
 
-@pytest.mark.parametrize("launcher", launchers())
+@pytest.mark.parametrize("launcher", launchers(pytest.mark.thorough))
 def test_a_killed_rank_is_named_and_the_run_goes_on(script, launcher):
     done = script.run(SCRIPT.format(launcher=launcher, what="kill"), timeout=120)
     warning = r"Rank 1 of 2 ended without a word: .*\. Restarting all ranks \(0 restarts left\)"

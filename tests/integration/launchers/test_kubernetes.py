@@ -182,6 +182,7 @@ def test_a_machine_elsewhere_is_not_told_by_this_one(tmp_path: Path) -> None:
         unipar.fit(nn.Linear(1, 1), torch.zeros(4, 1), strategy="ddp", launcher=launcher.options)
 
 
+@pytest.mark.thorough
 def test_nothing_goes_on_when_the_process_that_called_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

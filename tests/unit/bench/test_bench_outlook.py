@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -25,9 +24,9 @@ def test_the_time_left_is_that_of_the_trials_that_have_ended(tmp_path: Path) -> 
 def test_an_earlier_call_says_how_long_a_trial_takes(tmp_path: Path) -> None:
     done = tmp_path / "done"
     done.mkdir()
-    (done / "request.json").write_text(json.dumps({"began": 1000.0}))
-    (done / "answer.json").write_text("{}")
-    os.utime(done / "answer.json", (1020.0, 1020.0))
+    for name, when in (("request", 1000.0), ("answer", 1020.0)):
+        (done / f"{name}.json").write_text("{}")
+        os.utime(done / f"{name}.json", (when, when))
     assert Tally([done, tmp_path / "new"], least=1.0).outlook.words == "1 of 2, about 20 s left"
 
 

@@ -77,6 +77,22 @@ def test_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert not any(run["problems"] for run in found.values())
 
 
+def test_clocks_of_machines_need_not_agree(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    claim(make(tmp_path / "running", started()), age=100)
+    claim(make(tmp_path / "lost", started()), age=400)
+    now = time.time
+    for apart in (3600, -3600):
+        monkeypatch.setattr(time, "time", lambda apart=apart: now() + apart)
+        found = listed(tmp_path, capsys)
+        assert {name: run["state"] for name, run in found.items()} == {
+            "running": "running",
+            "lost": "lost",
+        }
+        assert max(run["idle"] for run in found.values()) < 60
+
+
 def test_an_older_run_is_known_by_its_config_and_not_guessed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -28,7 +28,7 @@ CHECKPOINTS = st.one_of(
 )
 FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "strategy": st.sampled_from(["auto", "ddp", "fsdp:sharding=full", {"name": "ddp", "x": 1}]),
-    "devices": st.just("auto") | st.integers(1, 8),
+    "devices": st.just("auto") | st.integers(1, 8) | st.sampled_from(["2:8", "1:"]),
     "global_batch_size": st.integers(64, 128),
     "micro_batch_size": st.sampled_from([None, "auto", 1, 64]),
     "eval_every": st.none() | st.integers(1, 9),
@@ -122,7 +122,7 @@ def test_module_classes_are_kept_by_name() -> None:
         ),
         ({"checkpoint": False, "resume": "auto"}, "nothing to resume from"),
         ({"precision": "bf61"}, r"'bf61' was given\. Allowed: 'fp32', .*Did you mean 'bf16'\?"),
-        ({"devices": 0}, r"devices: 0 was given\. Allowed: a whole number above 0 or 'auto'"),
+        ({"devices": 0}, r"devices: 0 was given\. Allowed: a whole number above 0, 'auto'"),
         ({"micro_batch_size": 1.5}, r"1\.5 was given.*'auto' or null"),
         ({"on_nan": "explode"}, "Allowed: 'raise', 'skip' or 'ignore'"),
         ({"checkpoint": {"keep_lst": 1}}, r"'checkpoint\.keep_lst'\. Did you mean 'keep_last'\?"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch.distributed as dist
 
@@ -119,6 +121,17 @@ def test_an_error_keeps_its_class_message_and_attributes(tmp_path):
     assert type(failure.error) is Strict
     assert str(failure.error) == "item 4 raised"
     assert failure.error.index == 4
+
+
+def test_who_failed_first_does_not_depend_on_the_clocks_of_hosts(tmp_path, monkeypatch):
+    attempt, now = Attempt(tmp_path), time.time
+    for rank, ahead in enumerate((3600, 0)):
+        # The second is an hour behind the first, and fails a moment later.
+        monkeypatch.setattr(time, "time", lambda ahead=ahead: now() + ahead)
+        write_failure(ValueError(f"of rank {rank}"), attempt, rank)
+        time.sleep(0.05)
+    failures = [read_failure(attempt, rank) for rank in range(2)]
+    assert cause([one for one in failures if one]).rank == 0
 
 
 def test_the_chain_of_causes_is_kept_and_a_long_message_is_cut(tmp_path):

@@ -78,6 +78,36 @@ def test_a_rank_that_says_nothing_is_to_blame_for_those_that_were_ended(tmp_path
         run.result("mpirun exited with status 9.")
 
 
+def timed_out(run: SharedRun, rank: int) -> None:
+    """A rank that asked the store whom it waited for."""
+    try:
+        try:
+            raise RuntimeError("[/x/gloo/transport] Timed out waiting 2000ms for recv operation")
+        except RuntimeError as error:
+            raise WorkerError("rank 1 was last seen in step 6, on b", rank=1) from error
+    except WorkerError as error:
+        write_failure(error, run.attempt, rank)
+
+
+def test_who_is_to_blame_as_a_rank_has_found_out(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    assert not run.has_failed()
+    timed_out(run, 0)
+    assert run.has_failed()
+    # The host of rank 1 is frozen: its command has not ended.
+    with pytest.raises(WorkerError, match=r"^rank 1 was last seen in step 6, on b$") as got:
+        run.result("torchrun on a exited with status 1.", [0])
+    assert got.value.rank == 1
+
+
+def test_a_command_that_has_ended_says_more_of_its_ranks(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    timed_out(run, 0)
+    said = "Rank 1 of 2 ended without a word: torchrun on b exited with status 137"
+    with pytest.raises(WorkerError, match=said):
+        run.result("torchrun on b exited with status 137.", [0, 1])
+
+
 def test_a_run_that_was_asked_to_end_has_no_culprit(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.interrupt(signal.SIGTERM)

@@ -38,6 +38,7 @@ class Run:
         loss: the last one logged.
         items_per_second: of that step.
         changed: when it last wrote metrics or events, in seconds since the epoch.
+        idle: seconds since then.
         starts: how often it was started, resumed or started again.
         events: the rows of its ``events.jsonl``.
         problems: what could not be read, a line each.
@@ -54,6 +55,7 @@ class Run:
     loss: float | None = None
     items_per_second: float | None = None
     changed: float = 0.0
+    idle: float = 0.0
     starts: int | None = None
     events: list[dict[str, Any]] = field(default_factory=list, repr=False)
     problems: list[str] = field(default_factory=list)
@@ -123,9 +125,11 @@ def read_run(directory: Path) -> Run:
     _take_config(run)
     _take_events(run)
     _take_metrics(run)
-    _take_claim(run)
+    now = _clock(directory)
+    _take_claim(run, now)
     files = [directory / name for name in (METRICS, events.NAME)]
     run.changed = max(map(_changed, files)) or _changed(directory / CONFIG) or _changed(directory)
+    run.idle = max(0.0, now - run.changed)
     return run
 
 
@@ -216,7 +220,7 @@ def _take_metrics(run: Run) -> None:
         run.items_per_second = number(last.get("items_per_second"))
 
 
-def _take_claim(run: Run) -> None:
+def _take_claim(run: Run, now: float) -> None:
     path = run.directory / lock.NAME
     data = _read(run, lock.NAME, _TAIL)
     if data is None:
@@ -225,12 +229,19 @@ def _take_claim(run: Run) -> None:
         holder = json.loads(data)
     except (ValueError, RecursionError):
         holder = None
-    # The clock of this machine, for the directory may not be one to write in.
-    age = max(0.0, time.time() - _changed(path))
+    age = max(0.0, now - _changed(path))
     if not lock.is_gone(holder if isinstance(holder, dict) else {}, age):
         run.state, run.why = "running", None
     elif run.state == "unknown":
         run.state = "lost"
+
+
+def _clock(directory: Path) -> float:
+    """The file system's; this machine's where it may not be asked, for that takes a new file."""
+    try:
+        return lock.clock(directory)
+    except OSError:
+        return time.time()
 
 
 def _changed(path: Path) -> float:

@@ -40,7 +40,7 @@ def table(runs: Sequence[Run]) -> Group:
             _steps(run),
             UNKNOWN if run.loss is None else f"{run.loss:.4f}",
             UNKNOWN if run.items_per_second is None else count(run.items_per_second),
-            _ago(run.changed),
+            _ago(run),
         )
         notes += [Text(f"{line(run.name)}: {note}") for note in _notes(run)]
     return Group(made, *notes)
@@ -58,11 +58,11 @@ def page(run: Run, width: int, *, plain: bool) -> Group:
     head.add_column(no_wrap=True, style="bold")
     head.add_column(overflow="fold")
     head.add_row("run", Text(str(run.directory)))
-    head.add_row("state", Text.assemble(_state(run), f", last change {_ago(run.changed)}"))
+    head.add_row("state", Text.assemble(_state(run), f", last change {_ago(run)}"))
     head.add_row("step", _steps(run))
     if run.loss is not None:
         head.add_row("loss", f"{run.loss:.6g}")
-    for label, text in (*_starts(run), *_last_of_kind(run)):
+    for label, text in (*_starts(run), *_changes(run), *_last_of_kind(run)):
         head.add_row(label, Text(text))
     for note in _notes(run):
         head.add_row("note", Text(note))
@@ -157,6 +157,20 @@ def _starts(run: Run) -> list[tuple[str, str]]:
     return found
 
 
+def _changes(run: Run) -> list[tuple[str, str]]:
+    """Other numbers of ranks that the run went on with, of many the last ones."""
+    found = []
+    for row in _of_kind(run, "changed")[-_SHOWN_STARTS:]:
+        step, before, after, repeated = (
+            _or_unknown(whole(row.get(name))) for name in ("step", "before", "after", "repeated")
+        )
+        seconds = number(row.get("seconds"))
+        lost = UNKNOWN if seconds is None else f"{seconds:.1f}"
+        text = f"at step {step}: {before} -> {after} ranks, {line(row.get('why')) or UNKNOWN}; "
+        found.append(("changed", f"{text}{lost} s and {repeated} steps lost"))
+    return found
+
+
 def _last_of_kind(run: Run) -> list[tuple[str, str]]:
     found = []
     if saved := _of_kind(run, "saved"):
@@ -199,8 +213,8 @@ def _or_unknown(value: int | None) -> str:
     return UNKNOWN if value is None else str(value)
 
 
-def _ago(changed: float) -> str:
-    return f"{duration(max(0.0, time.time() - changed))} ago" if changed else UNKNOWN
+def _ago(run: Run) -> str:
+    return f"{duration(run.idle)} ago" if run.changed else UNKNOWN
 
 
 def _clock(row: dict[str, Any]) -> str:
