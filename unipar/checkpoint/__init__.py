@@ -17,10 +17,12 @@ from unipar.checkpoint.decode import read_manifest
 from unipar.checkpoint.describe import Description, describe
 from unipar.checkpoint.directory import checkpoints, find, newest
 from unipar.checkpoint.disks import Disks, find_disks, together
+from unipar.checkpoint.hosts import put_together
 from unipar.checkpoint.inference import load_model
 from unipar.checkpoint.initial import StoredWeights, check_weights
 from unipar.checkpoint.manifest import Manifest
 from unipar.checkpoint.names import step_name, step_of
+from unipar.checkpoint.peers import Peers, memory_of
 from unipar.checkpoint.remote import (
     RemoteDirectory,
     Unreachable,
@@ -47,6 +49,7 @@ __all__ = [
     "Disks",
     "HostCopies",
     "Manifest",
+    "Peers",
     "PendingSave",
     "RemoteDirectory",
     "Retention",
@@ -67,7 +70,9 @@ __all__ = [
     "load_model",
     "load_newest",
     "located",
+    "memory_of",
     "newest",
+    "put_together",
     "read_manifest",
     "save",
     "save_async",

@@ -28,7 +28,7 @@ class Uploads:
     """The checkpoints that are still to be copied, and the thread that does it on each host.
 
     A checkpoint is copied by the lowest rank of each host, which takes the files on its disk; of
-    those on a disk that hosts share, its part. The manifest goes last. What comes in faster than
+    those that several hosts have, its part. The manifest goes last. What comes in faster than
     it can be copied is passed over, but for the newest.
 
     Args:
@@ -49,10 +49,8 @@ class Uploads:
     ) -> None:
         self._rank = world.rank
         self._then, self._freed = then, freed
-        beside = [one for one in disks.leaders if disks.writers[one] == disks.writers[world.rank]]
         self._remote = remote
         self._leads = world.rank in disks.leaders
-        self._share = (beside.index(world.rank), len(beside)) if self._leads else (0, 1)
         self._leaders, self._group = disks.leaders, None
         if len(disks.leaders) > 1:
             # Its own: training uses the default one at the same time.
@@ -132,13 +130,14 @@ class Uploads:
         """Copy a checkpoint with the other hosts; what went wrong."""
         what, remote = f"Copying {path.name}", self._remote
         assert remote is not None
+        names = self._files(path)
 
         def by_main(act: Callable[[], object]) -> Callable[[], object] | None:
             return act if self._rank == 0 else None
 
         for act in (
             by_main(lambda: remote.remove(step_of(path))),
-            lambda: remote.put(path, self._files(path)),
+            lambda: remote.put(path, names),
             by_main(lambda: remote.put(path, [MANIFEST])),
         ):
             error = None
@@ -156,10 +155,16 @@ class Uploads:
         return None
 
     def _files(self, path: Path) -> list[str]:
-        """The files that this rank copies."""
-        first, step = self._share
-        files = sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.is_file())
-        return [name for name in files if name != MANIFEST][first::step]
+        """The files that this rank copies: of what several hosts have, its part."""
+        told = self._gather(
+            [str(one.relative_to(path)) for one in path.rglob("*") if one.is_file()]
+        )
+        own: list[str] = []
+        for place, name in enumerate(sorted({name for names in told for name in names})):
+            have = [rank for rank, names in zip(self._leaders, told, strict=True) if name in names]
+            if name != MANIFEST and have[place % len(have)] == self._rank:
+                own.append(name)
+        return own
 
     def _gather(self, value: Any) -> list[Any]:
         if self._group is None:

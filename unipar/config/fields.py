@@ -163,6 +163,10 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     """How many of the newest to keep; null keeps all."""
     keep_local: PositiveInt = 1
     """How many of the newest to keep in `output_dir` where `directory` is a URL."""
+    peers: NonNegativeInt = 0
+    """In the memory of how many other hosts the files of each host are kept too, where `directory`
+    is a URL and hosts have disks of their own: a run that has lost a host goes on without the
+    URL."""
     keep_best: KeepBest | None = None
     """Also keep the best by an evaluation metric."""
     async_: bool | Literal["auto"] = Field(
@@ -175,6 +179,16 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     besides, looked at before each save."""
     save_final: bool = True
     """Whether to save when the run ends or is interrupted."""
+
+    @model_validator(mode="after")
+    def _check_peers(self) -> CheckpointConfig:
+        if self.peers and self.remote is None:
+            raise ValueError(
+                f"peers={self.peers} keeps files of hosts with disks of their own in other hosts' "
+                "memory, and without a URL as directory all hosts share one. Give a URL "
+                "(directory='s3://…'), or leave peers out"
+            )
+        return self
 
     @property
     def remote(self) -> str | None:

@@ -45,6 +45,7 @@ class Saver:
         self.remote, self._disks = settings.remote, None
         self._there: checkpoint.RemoteDirectory | None = None
         self._uploads: checkpoint.Uploads | None = None
+        self._peers: checkpoint.Peers | None = None
         self._known: dict[int, Mapping[str, float]] = {}
         self._freeing = threading.Lock()
         best = settings.keep_best
@@ -73,6 +74,8 @@ class Saver:
         # Other ranks have no part in it, and need not have installed what it takes.
         checkpoint.together(world, connect if world.rank in self._disks.leaders else None)
         self._uploads = checkpoint.Uploads(self._there, self._disks, world, self._thin, self._free)
+        if self.settings.peers:
+            self._peers = checkpoint.Peers(self.settings.peers, url, self._disks, world)
 
     def take_over(self, manifest: checkpoint.Manifest) -> bool:
         """Count a checkpoint that the run goes on from as its own, if it lies among them."""
@@ -152,7 +155,7 @@ class Saver:
         self.wait()
         if self._last_step != step:
             # Nothing goes on meanwhile, so nothing need be copied.
-            self._save(step, progress, metrics, False)
+            self._save(step, progress, metrics, False, last=True)
         return self._newest
 
     def wait_for_copies(self) -> str | None:
@@ -161,10 +164,18 @@ class Saver:
             return None
         launch.mark(self._last_step or 0, f"copying checkpoints to {self.remote}")
         try:
-            checkpoint.together(self.session.world, self._uploads.wait)
+            checkpoint.together(self.session.world, self._end_copies)
         except CheckpointError as error:
             return str(error)
         return None
+
+    def _end_copies(self) -> None:
+        assert self._uploads is not None
+        self._uploads.wait()
+        if self._peers is not None:
+            # All is where the URL leads. A save in the background may still be sending.
+            checkpoint.wait_for_pending()
+            self._peers.release()
 
     def close(self) -> None:
         """Copy no more. A run that has failed does not wait: it would keep other ranks waiting."""
@@ -177,6 +188,8 @@ class Saver:
         progress: Mapping[str, Any],
         metrics: Mapping[str, float],
         background: bool | Literal["auto"],
+        *,
+        last: bool = False,
     ) -> Path | None:
         self._last_time, self._last_step = time.monotonic(), step
         launch.mark(step, "saving a checkpoint")
@@ -190,7 +203,7 @@ class Saver:
         }
         if not background:
             self._newest = checkpoint.save(*what, **about)
-            self._written(self._newest)
+            self._written(self._newest, last=last)
             return self._newest
         about |= {"copies": self._copies, "then": self._written}
         if background == "auto":
@@ -204,10 +217,13 @@ class Saver:
         self._pending = saved
         return None
 
-    def _written(self, path: Path) -> None:
+    def _written(self, path: Path, *, last: bool = False) -> None:
         """Copy a complete checkpoint on, and remove those that need not be kept."""
         if self._uploads is not None:
             self._uploads.add(path)
+            # The last is waited for until it is where the URL leads.
+            if self._peers is not None and not last:
+                self._peers.replicate(path)
             self._free()
         elif self.session.world.is_main:
             self._retention.apply(path.parent)

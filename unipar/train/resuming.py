@@ -54,12 +54,13 @@ def load(
 
 
 def _bring_newest(url: str, directory: Path, world: World) -> None:
-    """Copy the newest sound checkpoint from a URL to every disk that lacks it. Collective."""
+    """Have the newest sound checkpoint on every disk: from hosts, else from a URL. Collective."""
     disks = checkpoint.find_disks(directory, world)
+    own = checkpoint.put_together(directory, checkpoint.memory_of(url), disks, world)
     # Steps that cannot be read, and why.
     passed: dict[int, str] = {}
     while True:
-        step, passed = _choose_step(url, directory, disks, passed, world)
+        step, passed = _choose_step(url, own, passed, world)
         if step is None:
             return
         _bring(url, step, directory, disks, world)
@@ -74,18 +75,23 @@ def _bring_newest(url: str, directory: Path, world: World) -> None:
 
 
 def _choose_step(
-    url: str, directory: Path, disks: checkpoint.Disks, passed: dict[int, str], world: World
+    url: str, own: int | None, passed: dict[int, str], world: World
 ) -> tuple[int | None, dict[int, str]]:
-    """The newest step at a URL that is not local nor passed over; and those passed over by now."""
+    """The newest step at a URL that is newer than all disks have, and is not passed over; those too.
+
+    Args:
+        url: of the directory of checkpoints.
+        own: the newest step that every disk has whole.
+        passed: steps that cannot be read, and why.
+        world: the run's processes.
+    """
     step: int | None = None
 
     def choose() -> None:
         nonlocal step
-        # Of one that is divided among disks, none has all.
-        own = checkpoint.newest(directory) if disks.shared else None
         remote = checkpoint.RemoteDirectory(url)
         for there in checkpoint.tried(remote.steps, "Looking for checkpoints"):
-            if own is not None and checkpoint.step_of(own) >= there:
+            if own is not None and own >= there:
                 return
             if there in passed:
                 continue
