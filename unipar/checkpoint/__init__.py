@@ -22,7 +22,7 @@ from unipar.checkpoint.inference import load_model
 from unipar.checkpoint.initial import StoredWeights, check_weights
 from unipar.checkpoint.manifest import Manifest
 from unipar.checkpoint.names import step_name, step_of
-from unipar.checkpoint.peers import Peers, memory_of
+from unipar.checkpoint.peers import Peers, forget, kept_for_others
 from unipar.checkpoint.remote import (
     RemoteDirectory,
     Unreachable,
@@ -63,14 +63,15 @@ __all__ = [
     "fetched",
     "find",
     "find_disks",
+    "forget",
     "from_framework",
     "from_safetensors",
     "keep_newest",
+    "kept_for_others",
     "load",
     "load_model",
     "load_newest",
     "located",
-    "memory_of",
     "newest",
     "put_together",
     "read_manifest",

@@ -46,14 +46,14 @@ class _Held:
     on_disk: bool
 
 
-def put_together(directory: Path, memory: Path, disks: Disks, world: World) -> int | None:
+def put_together(directory: Path, memory: Path | None, disks: Disks, world: World) -> int | None:
     """Give every disk the whole of the newest checkpoint that hosts hold between them. Collective.
 
     What a host lacks comes from another one that has it.
 
     Args:
         directory: of the checkpoints, on each host's disk.
-        memory: where hosts may keep files of others, each in its memory.
+        memory: where this host keeps files of others, if it does.
         disks: that ``directory`` lies on.
         world: the run's processes.
 
@@ -98,12 +98,14 @@ def put_together(directory: Path, memory: Path, disks: Disks, world: World) -> i
     return None
 
 
-def _look(directory: Path, memory: Path) -> tuple[dict[_Key, _Held], dict[_Key, dict[str, Path]]]:
+def _look(
+    directory: Path, memory: Path | None
+) -> tuple[dict[_Key, _Held], dict[_Key, dict[str, Path]]]:
     """What is here of each checkpoint, and where."""
     wholes: dict[_Key, dict[str, int]] = {}
     paths: dict[_Key, dict[str, Path]] = {}
     on_disk: dict[_Key, int] = {}
-    for place in (directory, memory):
+    for place in filter(None, (directory, memory)):
         for path in candidates(place):
             try:
                 manifest = read_manifest(path)
@@ -149,13 +151,11 @@ def _fill(
     """Make the whole checkpoint at ``partial``, with the other hosts; what went wrong."""
     sizes = {name: size for one in holders.values() for name, size in one.sizes.items()}
     moved = Pieces()
-    try:
+    with moved.kept(partial):
         shutil.rmtree(partial, ignore_errors=True)
         for name, path in own.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             _link(path, partial / name)
-    except OSError as error:
-        moved.error = f"cannot write {partial}: {error.strerror or error}"
     hosts = 1 if group is None else dist.get_world_size(group)
     order = {name: place for place, name in enumerate(sorted(sizes))}
     for name, start, length in pieces(sizes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -37,6 +38,19 @@ def memory_of(url: str) -> Path:
     return MEMORY / f"unipar-{os.getuid()}-{digest(url.rstrip('/').encode())}"
 
 
+def kept_for_others(url: str) -> Path | None:
+    """That directory, where there is one that nobody but this user can have made."""
+    memory = memory_of(url)
+    return memory if memory.is_dir() and _is_own(memory) else None
+
+
+def forget(url: str) -> None:
+    """Remove from this host's memory what another run has left for the same URL."""
+    memory = kept_for_others(url)
+    for path in memory.glob("*") if memory is not None else ():
+        shutil.rmtree(path, ignore_errors=True)
+
+
 class Peers:
     """Copies of what each host has written, in the memory of the hosts after it. Collective.
 
@@ -70,8 +84,8 @@ class Peers:
             )
         timeout = timedelta(seconds=world.placement.timeout)
         # Its own: training and the copies to the URL use others at the same time.
-        self._group = dist.new_group(self._hosts, backend="gloo", timeout=timeout)
-        self._gone, self._said = False, ""
+        self._group: Any = dist.new_group(self._hosts, backend="gloo", timeout=timeout)
+        self._gone = self._said = False
 
     def replicate(self, path: Path) -> None:
         """Send this host's files of a complete checkpoint on, and receive those of others.
@@ -80,47 +94,50 @@ class Peers:
         """
         if not self._takes_part or self._gone:
             return
-        partial = self._memory / f"{TEMPORARY}{path.name}"
         try:
-            error = self._exchange(path, partial)
+            error = self._exchange(path)
         except Exception as failure:
             # Of the group: another host's process has ended. The others find out by it, too.
             self._gone = True
             error = f"{failure}. No more copies are made in this run"
-        if error is None:
-            self._said = ""
-        elif error != self._said:
-            self._said = error
+        if error is not None and not self._said and (self._rank == 0 or self._gone):
             logger.warning(
-                "%s is not in other hosts' memory: %s. Training goes on; without a host that is "
-                "lost, a run that is started again copies from the URL",
+                "%s is not in other hosts' memory: %s. Training goes on; should a host be lost "
+                "now, the run that goes on reads the URL",
                 path.name,
                 error,
             )
+        self._said = error is not None
 
-    def _exchange(self, path: Path, partial: Path) -> str | None:
-        own = {
-            str(one.relative_to(path)): one.stat().st_size
-            for one in path.rglob("*")
-            if one.is_file()
-        }
-        told = self._gather(own)
-        place = self._hosts.index(self._rank)
-        before = [(place - shift) % len(self._hosts) for shift in range(1, self._num + 1)]
-        short = self._make_room(sum(sum(told[host].values()) for host in before), partial)
-        if failed := [text for text in self._gather(short) if text]:
-            return failed[0]
+    def _exchange(self, path: Path) -> str | None:
+        partial, final = self._memory / f"{TEMPORARY}{path.name}", self._memory / path.name
         moved = Pieces()
-        for shift, host in enumerate(before, 1):
-            to = self._hosts[(place + shift) % len(self._hosts)]
-            self._pass_on(path, own, to, self._hosts[host], told[host], partial, moved)
-        failed = [text for text in self._gather(moved.error) if text]
-        if failed:
-            shutil.rmtree(partial, ignore_errors=True)
-            return failed[0]
-        publish(partial, self._memory / path.name)
-        keep_newest(self._memory, 1, ())
-        return None
+        own: dict[str, int] = {}
+        with moved.kept(path):
+            own = {
+                str(one.relative_to(path)): one.stat().st_size
+                for one in path.rglob("*")
+                if one.is_file()
+            }
+        told: list[dict[str, int]] = self._gather(own)
+        place, hosts = self._hosts.index(self._rank), len(self._hosts)
+        before = [(place - shift) % hosts for shift in range(1, self._num + 1)]
+        with moved.kept(self._memory):
+            self._make_room(sum(sum(told[host].values()) for host in before), partial)
+        error = self._first(moved)
+        if error is None:
+            for shift, host in enumerate(before, 1):
+                to = self._hosts[(place + shift) % hosts]
+                self._pass_on(path, own, to, self._hosts[host], told[host], partial, moved)
+            error = self._first(moved)
+        if error is None:
+            with moved.kept(final):
+                publish(partial, final)
+                # Not the newest by name: a run may have gone back.
+                keep_newest(self._memory, 0, [final])
+            error = self._first(moved)
+        shutil.rmtree(partial, ignore_errors=True)
+        return error
 
     def _pass_on(
         self,
@@ -149,25 +166,32 @@ class Peers:
             if come is not None and come[0] not in have:
                 moved.take(partial / come[0], piece)
 
-    def _make_room(self, need: int, partial: Path) -> str | None:
-        """Clear the way for so many bytes; why that cannot be."""
+    def _make_room(self, need: int, partial: Path) -> None:
+        """Clear the way for so many bytes.
+
+        Raises:
+            OSError: there is no room.
+        """
         clean(self._memory)
         partial.mkdir()
         if need > _left():
             # What is there is of use only until this checkpoint is whole in its place.
             keep_newest(self._memory, 0, ())
-        if need <= _left():
-            return None
-        shutil.rmtree(partial, ignore_errors=True)
-        return (
-            f"{need / 2**20:.0f} MiB of them would go to host {socket.gethostname()}, whose memory "
-            f"has {max(0, _left()) / 2**20:.0f} MiB left for it"
-        )
+        if need > _left():
+            raise OSError(
+                errno.ENOMEM,
+                f"{need / 2**20:.0f} MiB would go there, and host {socket.gethostname()} has "
+                f"{max(0, _left()) / 2**20:.0f} MiB of memory to spare",
+            )
 
     def release(self) -> None:
         """Give the memory of this host back."""
         if self._takes_part:
             shutil.rmtree(self._memory, ignore_errors=True)
+
+    def _first(self, moved: Pieces) -> str | None:
+        """What went wrong on the first host where something did."""
+        return next(filter(None, self._gather(moved.error)), None)
 
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * len(self._hosts)
@@ -184,12 +208,16 @@ def _prepare(memory: Path) -> str | None:
     """Make a directory of this user's alone, where every user may make one."""
     try:
         memory.mkdir(mode=0o700, exist_ok=True)
-        about = memory.lstat()
+        own = _is_own(memory)
     except OSError as error:
         return f"checkpoint.peers: {memory} cannot be made: {error.strerror}."
-    if memory.is_symlink() or about.st_uid != os.getuid():
+    if not own:
         return f"checkpoint.peers: {memory} is another user's. Have it removed."
     return None
+
+
+def _is_own(memory: Path) -> bool:
+    return not memory.is_symlink() and memory.lstat().st_uid == os.getuid()
 
 
 def _too_few(num: int, disks: int, hosts: int) -> str:

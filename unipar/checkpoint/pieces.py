@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def pieces(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
 class Pieces:
     """Files that leave this host or arrive.
 
-    What goes wrong first is kept, and all is read and taken all the same: other hosts wait for
+    What goes wrong first is kept, and the host takes part in the rest all the same: others wait for
     each piece.
 
     Attributes:
@@ -35,25 +36,25 @@ class Pieces:
     def read(self, path: Path, start: int, length: int) -> torch.Tensor:
         """A piece of a file that leaves."""
         piece = torch.zeros(length, dtype=torch.uint8)
-        try:
-            with path.open("rb") as file:
-                file.seek(start)
-                if file.readinto(as_bytes(piece)) != length:
-                    raise OSError(0, "it is shorter than it was", str(path))
-        except OSError as error:
-            self._keep("read", path, error)
+        with self.kept(path), path.open("rb") as file:
+            file.seek(start)
+            if file.readinto(as_bytes(piece)) != length:
+                raise OSError(0, "shorter than it was")
         return piece
 
     def take(self, path: Path, piece: torch.Tensor) -> None:
         """Put a piece that has arrived at the end of its file."""
         if self.error is not None:
             return
-        try:
+        with self.kept(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 file.write(as_bytes(piece))
-        except OSError as error:
-            self._keep("write", path, error)
 
-    def _keep(self, what: str, path: Path, error: OSError) -> None:
-        self.error = self.error or f"cannot {what} {path}: {error.strerror or error}"
+    @contextlib.contextmanager
+    def kept(self, path: Path) -> Iterator[None]:
+        """Keep what the disk, or what takes its place, refuses in the block."""
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or f"{error.filename or path}: {error.strerror or error}"

@@ -46,6 +46,9 @@ def load(
         if job.remote is not None:
             _bring_newest(job.remote, directory, world)
         found = checkpoint.load_newest(directory, engines, world)
+    elif job.remote is not None and world.placement.local_rank == 0:
+        # A later restart of this run would take it for its own.
+        checkpoint.forget(job.remote)
     if found is None and isinstance(wanted, Path):
         found = checkpoint.load(wanted, engines, world)
     if found is None and isinstance(wanted, str) and wanted != "auto":
@@ -56,7 +59,7 @@ def load(
 def _bring_newest(url: str, directory: Path, world: World) -> None:
     """Have the newest sound checkpoint on every disk: from hosts, else from a URL. Collective."""
     disks = checkpoint.find_disks(directory, world)
-    own = checkpoint.put_together(directory, checkpoint.memory_of(url), disks, world)
+    own = checkpoint.put_together(directory, checkpoint.kept_for_others(url), disks, world)
     # Steps that cannot be read, and why.
     passed: dict[int, str] = {}
     while True:
@@ -77,7 +80,7 @@ def _bring_newest(url: str, directory: Path, world: World) -> None:
 def _choose_step(
     url: str, own: int | None, passed: dict[int, str], world: World
 ) -> tuple[int | None, dict[int, str]]:
-    """The newest step at a URL that is newer than all disks have, and is not passed over; those too.
+    """The newest step at a URL to copy, if it is newer than what disks have; and those passed over.
 
     Args:
         url: of the directory of checkpoints.
