@@ -97,8 +97,9 @@ def fail(
         saver = Saver(host.disk, host.config, session)
         losses = train(engine, range(1, 7), saver) + train(engine, range(7, 10))
         checkpoint.wait_for_pending()
+        wait_for(host.url, 6)
         saver.close()
-    wait_for(host.url, 6)
+        session.world.barrier()
     return losses, host.held
 
 
