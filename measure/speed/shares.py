@@ -111,12 +111,16 @@ def measure_rank(placement: unipar.Placement, strategy: str, turns: int) -> dict
         alike = len(SHARES) / sum(1 / seconds for seconds in SECONDS_PER_SAMPLE)
 
         def together(
-            name: str, seconds: float, shares: Sequence[float] | None = None
+            name: str, seconds: float, shares: Sequence[float] | None = None, *, auto: bool = False
         ) -> Callable[[], None]:
             engine = session.prepare(build(seconds), optimizer=sgd, name=name)
             loader = session.loader(
                 data, global_batch_size=BATCH, micro_batch_size=MICRO, shares=shares
             )
+            if auto:
+                measured = AutoShares(engine, loader, loss, session.world, found.append)
+                measured.measure()
+                loader = measured.cut(loader)
             batches = endless(loader)
 
             def step() -> None:

@@ -72,7 +72,9 @@ def resolve_run(settings: Settings) -> ResolvedRun:
         "micro-batches in a step": "to be found" if found_later else loader.accumulation,
         "steps in an epoch": loader.num_batches or "unknown",
     }
-    if run.shares is not None:
+    if run.shares == "auto":
+        facts["samples of each rank"] = "as fast as each is found to be"
+    elif run.shares is not None:
         facts["samples of each rank"] = ", ".join(map(str, loader.share_sizes))
     placements: list[tuple[str, str]] = []
     if isinstance(strategy, Places):
