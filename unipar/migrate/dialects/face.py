@@ -1,0 +1,124 @@
+"""Frameworks that have a face: it is imported in their place, and the script stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import libcst as cst
+
+from unipar.compat.tables import Table
+from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.plan import Plan
+from unipar.migrate.source import Source
+
+
+class FaceDialect(Dialect):
+    """Scripts for a framework whose face is a package with the framework's own modules and names.
+
+    Attributes:
+        package: the framework's.
+        face: what is imported instead.
+        modules: those that the face has, by what follows the package in their names (``""`` is the
+            package itself), each with what becomes of its names; ``None``: it has no table. What
+            stands below one of them, and is not listed, is imported from that one.
+        members: what becomes of the attributes of the framework's main object, if that is asked.
+        main: the names of the calls that make that object.
+        calls: further tables of what is refused, for the docs.
+    """
+
+    package: ClassVar[str]
+    face: ClassVar[str]
+    modules: ClassVar[Mapping[str, Table | None]]
+    members: ClassVar[Table | None] = None
+    main: ClassVar[tuple[str, ...]] = ()
+    calls: ClassVar[tuple[Table, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        tables = [*cls.calls, *filter(None, (cls.members, *cls.modules.values()))]
+        cls.refused = tuple(
+            Row(row.names.replace(" ", "`, `"), row.why)
+            for table in dict.fromkeys(tables)
+            for row in table.rows
+            if row.fate == "refused"
+        )
+
+    def rewrite(self, plan: Plan) -> None:
+        for source in plan.sources:
+            for node in source.all(cst.ImportFrom):
+                self._rewrite_from(plan, source, node)
+            for node in source.all(cst.Import):
+                self._rewrite_import(plan, source, node)
+        self._refuse_members(plan)
+
+    def inside(self, module: str) -> str | None:
+        """What follows the package in a module's name; ``None`` if the module is another's."""
+        if module != self.package and not module.startswith(f"{self.package}."):
+            return None
+        return module[len(self.package) + 1 :]
+
+    def nearest(self, inside: str) -> str | None:
+        """The module of the face that has the names of one of the framework's, if there is one."""
+        while inside and inside not in self.modules:
+            inside = inside.rpartition(".")[0]
+            if not inside:
+                return None
+        return inside
+
+    def _rewrite_from(self, plan: Plan, source: Source, node: cst.ImportFrom) -> None:
+        if node.module is None or node.relative:
+            return
+        inside = self.inside(source.code(node.module))
+        if inside is None:
+            return
+        place = self.nearest(inside)
+        if place is None:
+            self._refuse_module(plan, node, inside)
+            return
+        if isinstance(node.names, cst.ImportStar):
+            plan.refuse(node, f"it imports whatever {self.package} has.", "Name what is used.")
+            return
+        table = self.modules[place]
+        for alias in node.names:
+            name = source.code(alias.name)
+            row = table.find(name) if table is not None else None
+            below = f"{inside}.{name}" if inside else name
+            if row is not None and row.fate == "refused" and below not in self.modules:
+                plan.refuse(alias, f"the face has no {name}.", row.why)
+        plan.replace(node.module, f"{self.face}.{place}" if place else self.face)
+
+    def _rewrite_import(self, plan: Plan, source: Source, node: cst.Import) -> None:
+        for alias in node.names:
+            module = source.code(alias.name)
+            inside = self.inside(module)
+            if inside is None:
+                continue
+            place = self.nearest(inside)
+            if place is None:
+                self._refuse_module(plan, node, inside)
+            elif alias.asname is not None:
+                plan.replace(alias.name, f"{self.face}.{place}" if place else self.face)
+            elif module == self.package and "." not in module:
+                plan.replace(alias, f"{self.face} as {module}")
+            else:
+                plan.refuse(
+                    node, f"import {module} binds the name {module.partition('.')[0]}.",
+                    f"Write import {module} as …, or from {module} import ….",
+                )  # fmt: skip
+
+    def _refuse_module(self, plan: Plan, node: cst.CSTNode, inside: str) -> None:
+        known = ", ".join(f"{self.package}.{one}".rstrip(".") for one in sorted(self.modules))
+        module = f"{self.package}.{inside}".rstrip(".")
+        plan.refuse(node, f"the face has no {module}.", f"Import names from {known}.")
+
+    def _refuse_members(self, plan: Plan) -> None:
+        """Refuse, where it can be seen, what the face refuses when it is called."""
+        if self.members is None:
+            return
+        refused = [row for row in self.members.rows if row.fate == "refused"]
+        names = [name for row in refused for name in row.names.split() if "*" not in name]
+        for _, call, func in plan.methods(*names):
+            if plan.made_by(plan.flow.values(func.value), *self.main):
+                row = self.members.find(func.attr.value)
+                assert row is not None
+                plan.refuse(call, f"the face refuses {func.attr.value}.", row.why)
