@@ -165,7 +165,7 @@ def test_ranks_are_on_nodes_of_their_pools_and_shares_fit_them(
     asked = on(cluster)
     asked["launcher"]["pools"] = pools
     done = run("ray", **asked, shares=shares)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "result 2\n", "")
+    assert done.returncode == 0, done.stderr
     losses = [loss for _, loss in rows(tmp_path / "ray")]
     assert losses == pytest.approx([loss for _, loss in rows(whole)], rel=1e-5)
     seen = [json.loads((tmp_path / f"ray-marks/{rank}").read_text()) for rank in range(2)]

@@ -50,7 +50,8 @@ def check_shares(shares: Any) -> tuple[float, ...]:
     raise ConfigError(
         f"shares={shares!r:.80}: give a list of positive, finite numbers, one for each "
         "data-parallel rank, such as [2, 1] for two of which the first takes two thirds of each "
-        "global batch; or leave it out for equal shares."
+        "global batch; leave it out for equal shares, or have unipar.fit measure them by "
+        "shares='auto'."
     )
 
 

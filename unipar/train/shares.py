@@ -129,7 +129,7 @@ class AutoShares:
         self._note(
             parts=self._parts,
             changed=found.sure,
-            factors=found.factors,
+            factors=found.factors if found.sure else None,
             seconds=round(seconds, 3),
         )
         self._watch_from(seconds)

@@ -131,8 +131,10 @@ class SpeedTest:
             )
         self._engine, self._loss_fn, self._world = engine, loss_fn, world
         self._few, self._many = many // 2, many
-        # Kept, so that ranks compute the same when they are timed again.
-        self._batches = {size: loader.first(size) for size in {1, self._few, self._many}}
+        # A dataset that draws random numbers must not move those of the run.
+        with torch.random.fork_rng(devices=[]):
+            # Kept, so that ranks compute the same when they are timed again.
+            self._batches = {size: loader.first(size) for size in {1, self._few, self._many}}
 
     def warm_up(self) -> None:
         """Run each pass, all ranks the same one. Collective."""
