@@ -43,7 +43,8 @@ def loss(model, batch):
     calls += 1
     rank, again = torch.distributed.get_rank(), os.path.exists(marks + "/failed")
     with open(f"{marks}/{rank}", "w") as file:
-        json.dump([os.environ.get("GROUP_RANK"), os.environ["LOCAL_RANK"], os.getpid()], file)
+        place = [os.environ.get("GROUP_RANK"), os.environ["LOCAL_RANK"], os.getpid()]
+        json.dump([*place, os.environ.get("KIND"), len(batch[0])], file)
     if fault and fault != "slow" and rank == 1 and calls == 5 and not again:
         open(marks + "/failed", "w").close()
         if fault == "raise":
@@ -71,7 +72,7 @@ print("result", result.world_size, flush=True)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """The address of two nodes with a CPU each."""
+    """The address of two nodes with a CPU each, of which the second is of another kind."""
     with pytest.MonkeyPatch.context() as patch:
         # One machine under several addresses would do as well, but not every machine has those.
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
@@ -79,9 +80,13 @@ def cluster() -> Iterator[str]:
         from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 
         node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-        started = Cluster(initialize_head=True, head_node_args=node)
+        fast, slow = (
+            {**node, "labels": {"kind": kind}, "env_vars": {"KIND": kind}}
+            for kind in ("fast", "slow")
+        )
+        started = Cluster(initialize_head=True, head_node_args=fast)
         try:
-            started.add_node(**node)
+            started.add_node(**slow)
             yield started.address
         finally:
             started.shutdown()
@@ -149,6 +154,32 @@ def test_two_nodes_train_as_one_machine_and_ray_is_not_heard(
     assert rows(tmp_path / "ray") == rows(whole)
     places = [json.loads((tmp_path / f"ray-marks/{rank}").read_text())[:2] for rank in range(2)]
     assert places == [["0", "0"], ["1", "0"]]
+
+
+@pytest.mark.parametrize("kinds", [("fast", "slow"), ("slow", "fast")])
+def test_ranks_are_on_nodes_of_their_pools_and_shares_fit_them(
+    kinds: tuple[str, str], cluster: str, run: Callable[..., Any], whole: Path, tmp_path: Path
+) -> None:
+    pools = [{"nodes": 1, "labels": {"kind": kind}} for kind in kinds]
+    shares = [3 if kind == "fast" else 1 for kind in kinds]
+    asked = on(cluster)
+    asked["launcher"]["pools"] = pools
+    done = run("ray", **asked, shares=shares)
+    assert done.returncode == 0, done.stderr
+    losses = [loss for _, loss in rows(tmp_path / "ray")]
+    assert losses == pytest.approx([loss for _, loss in rows(whole)], rel=1e-5)
+    seen = [json.loads((tmp_path / f"ray-marks/{rank}").read_text()) for rank in range(2)]
+    assert [row[-1] for row in seen] == [4 * share for share in shares]
+    assert [row[-2] for row in seen] == list(kinds)
+
+
+def test_pools_that_are_not_there_are_refused(cluster: str, run: Callable[..., Any]) -> None:
+    asked = on(cluster)
+    asked["launcher"]["pools"] = [{"nodes": 2, "labels": {"kind": "slow"}}]
+    done = run("run", **asked)
+    assert done.returncode == 1
+    assert "asks for 2 node(s) with kind=slow, and of those" in done.stderr
+    assert "kind=fast" in done.stderr
 
 
 def test_error_of_a_rank_on_another_node_is_the_callers(

@@ -218,9 +218,10 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     micro_batch_size: PositiveInt | Literal["auto"] | None = None
     """Samples of one forward pass on one process; auto finds the largest that fits in memory;
     left out: the process's whole share of the global batch."""
-    shares: tuple[PositiveFloat, ...] | None = None
+    shares: tuple[PositiveFloat, ...] | Literal["auto"] | None = None
     """One positive number for each data-parallel rank: each takes its part of every global batch in
-    proportion, and `micro_batch_size` is that of the largest part; left out: equal parts."""
+    proportion, and `micro_batch_size` is that of the largest part; auto measures how fast ranks
+    are; left out: equal parts."""
     epochs: PositiveInt | None = None
     """Passes over the data; 1 unless `steps` is given."""
     steps: PositiveInt | None = None
@@ -320,7 +321,7 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     @classmethod
     def _positive_shares(cls, given: Any) -> Any:
         try:
-            return None if given is None else check_shares(given)
+            return given if given is None or given == "auto" else check_shares(given)
         except ConfigError as error:
             raise ValueError(str(error)) from error
 

@@ -42,10 +42,16 @@ def check_shares(shares: Any) -> tuple[float, ...]:
         and all(_positive(share) and not isinstance(share, bool) for share in shares)
     ):
         return tuple(shares)
+    if shares == "auto":
+        raise ConfigError(
+            "shares='auto' measures how fast ranks are in the training loop of unipar.fit, which "
+            "alone can change them. Give a loader of your own numbers, such as shares=[2, 1]."
+        )
     raise ConfigError(
         f"shares={shares!r:.80}: give a list of positive, finite numbers, one for each "
         "data-parallel rank, such as [2, 1] for two of which the first takes two thirds of each "
-        "global batch; or leave it out for equal shares."
+        "global batch; leave it out for equal shares, or have unipar.fit measure them by "
+        "shares='auto'."
     )
 
 

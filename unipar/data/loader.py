@@ -24,7 +24,7 @@ from unipar.data.checks import (
     slicing_of,
 )
 from unipar.data.feed import copies_to, fed
-from unipar.data.order import Position, Wanted, WantedSampler, epoch_order, mixed_seed
+from unipar.data.order import Position, Slicing, Wanted, WantedSampler, epoch_order, mixed_seed
 from unipar.data.samples import Collate, Samples, raise_different, same_structure, structure
 from unipar.data.sources import open_source
 from unipar.data.stream import StreamShare
@@ -118,6 +118,11 @@ class Loader:
         return [end - start for start, end in cuts]
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the data comes in an order of its own, from its beginning on."""
+        return self._source.is_stream
+
+    @property
     def num_samples(self) -> int | None:
         """Samples of an epoch over all ranks; ``None`` for a stream that does not know."""
         return self._source.num_samples
@@ -143,11 +148,22 @@ class Loader:
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Loader:
         """The same loader at the same position, with other micro-batches."""
-        other = copy.copy(self)
         old = self._slicing
-        other._slicing = slicing_of(
-            old.global_batch_size, micro_batch_size, old.data_rank, old.data_size, old.shares
+        return self._cut_by(
+            slicing_of(
+                old.global_batch_size, micro_batch_size, old.data_rank, old.data_size, old.shares
+            )
         )
+
+    def with_shares(self, shares: Sequence[float]) -> Loader:
+        """The same loader at the same position, with other shares of each global batch."""
+        old = self._slicing
+        sizes = old.global_batch_size, old.micro_batch_size, old.data_rank, old.data_size
+        return self._cut_by(slicing_of(*sizes, shares))
+
+    def _cut_by(self, slicing: Slicing) -> Loader:
+        other = copy.copy(self)
+        other._slicing = slicing
         other._structure = other._dataset_loader = None
         return other
 
@@ -159,9 +175,19 @@ class Loader:
         return self._position
 
     def peek(self) -> Batch:
-        """The next batch, the position staying where it is."""
+        """The next batch, the position staying where it is.
+
+        Raises:
+            DataError: the data is a stream that cannot be read from its beginning twice.
+        """
         position, stream_state = self._position, self._stream_state
         dataset = self._source.dataset
+        if self.is_stream and iter(dataset) is iter(dataset):
+            raise DataError(
+                f"the stream ({type(dataset).__name__}) gives the same iterator each time, so the "
+                "samples that 'auto' tries would be missing in training. Let its __iter__ begin "
+                "again each time it is called, or give micro_batch_size and shares as numbers."
+            )
         keeps_place = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         place = copy.deepcopy(dataset.state_dict()) if keeps_place else None
         try:
@@ -170,6 +196,16 @@ class Loader:
             self._position, self._stream_state = position, stream_state
             if place is not None:
                 dataset.load_state_dict(place)
+
+    def first(self, num_samples: int) -> MicroBatch:
+        """The first samples of the epoch, the same on every rank, the position staying where it is.
+
+        Args:
+            num_samples: at most those of a global batch.
+        """
+        alone = self._cut_by(Slicing(num_samples, num_samples, data_rank=0, data_size=1))
+        alone._position, alone._stream_state = Position(self._position.epoch, 0), None
+        return alone.peek().microbatches[0]
 
     def rewind(self) -> None:
         """Go back to the first batch of the first epoch."""

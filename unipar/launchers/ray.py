@@ -33,6 +33,7 @@ from unipar.launch.rundir import fresh
 from unipar.launchers import ray_node
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
 from unipar.launchers.handle import Status
+from unipar.launchers.ray_pools import RayPool, check_nodes, check_pools, selectors
 from unipar.launchers.shared import SharedHandle, SharedRun
 from unipar.launchers.task import Task
 from unipar.strategy import Availability
@@ -74,6 +75,9 @@ class RayOptions(LauncherOptions, frozen=True):
     """CPUs that Ray sets aside for each process, which are also its `OMP_NUM_THREADS`."""
     python: str | None = None
     """The interpreter on the nodes; left out: this one's path."""
+    pools: tuple[RayPool, ...] = ()
+    """Nodes of several kinds, as a list of mappings with `nodes` (how many) and `labels` (that Ray
+    knows them by); ranks are in the order of the list. Left out: nodes of any kind."""
 
 
 class RayLauncher(SubmittingLauncher):
@@ -117,6 +121,7 @@ class RayLauncher(SubmittingLauncher):
             raise ConfigError(
                 f"launcher 'ray' takes device='cpu' and device='cuda', not '{device_type}'."
             )
+        check_pools(self.options.pools, num_nodes)
         if (address := self._address) is not None and not _connected():
             _check_reachable(address)
         if not self.elsewhere:
@@ -206,22 +211,26 @@ class RayLauncher(SubmittingLauncher):
         own = ray.get_runtime_context()
         # Inside a task of Ray, such as a trial of Ray Tune, what that task holds is not free.
         held = _assigned(own)
-        fitting, lines = 0, []
+        fitting: list[Any] = []
+        lines = []
         for node in nodes:
             has = dict(node["Resources"])
             taken = ""
             if held and node["NodeID"] == own.get_node_id():
                 taken = ", of which the task that starts the run holds " + _amounts(held)
                 has = {name: has.get(name, 0.0) - held.get(name, 0.0) for name in has}
-            fitting += all(has.get(name, 0.0) >= amount for name, amount in wanted.items())
+            if all(has.get(name, 0.0) >= amount for name, amount in wanted.items()):
+                fitting.append(node)
             amounts = {name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU")}
             lines.append(f"  {node['NodeManagerHostname']}: {_amounts(amounts)}{taken}")
-        if fitting >= task.num_nodes:
+        if len(fitting) >= task.num_nodes:
+            check_nodes(self.options.pools, fitting)
             return
+        found = len(fitting)
         raise ConfigError(
             f"launcher 'ray': the run needs {_amounts(wanted)} on each of {_nodes(task.num_nodes)} "
             f"(devices={task.devices}, cpus={self.options.cpus} for each), and of the "
-            f"{_nodes(len(nodes))} of the cluster {fitting} ha{'s' if fitting == 1 else 've'} "
+            f"{_nodes(len(nodes))} of the cluster {found} ha{'s' if found == 1 else 've'} "
             "that much:\n" + "\n".join(lines) + "\nAsk for fewer devices, num_nodes or cpus, or "
             "add nodes to the cluster."
         )
@@ -401,6 +410,7 @@ def _trainer(task: Task, options: RayOptions, command: list[str]) -> Any:
             num_workers=task.num_nodes,
             use_gpu=task.device_type == "cuda",
             resources_per_worker=_wanted(task, options),
+            label_selector=selectors(options.pools),
             placement_strategy="STRICT_SPREAD" if task.num_nodes > 1 else "PACK",
         ),
         run_config=RunConfig(

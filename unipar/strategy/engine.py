@@ -188,7 +188,7 @@ class Engine(ABC):
 
     @abstractmethod
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
-        """Forward and backward whose gradients are thrown away, to see if it fits in memory.
+        """Forward and backward whose gradients are thrown away: does it fit, how long does it take?
 
         Raises:
             torch.OutOfMemoryError: it does not. Nothing has changed.

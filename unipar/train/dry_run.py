@@ -69,10 +69,14 @@ def resolve_run(settings: Settings) -> ResolvedRun:
         "world size": placement.size,
         **elastic,
         "samples in a micro-batch": "to be found" if found_later else loader.micro_batch_size,
-        "micro-batches in a step": "to be found" if found_later else loader.accumulation,
+        "micro-batches in a step": (
+            "to be found" if found_later or run.shares == "auto" else loader.accumulation
+        ),
         "steps in an epoch": loader.num_batches or "unknown",
     }
-    if run.shares is not None:
+    if run.shares == "auto":
+        facts["samples of each rank"] = "to be found"
+    elif run.shares is not None:
         facts["samples of each rank"] = ", ".join(map(str, loader.share_sizes))
     placements: list[tuple[str, str]] = []
     if isinstance(strategy, Places):

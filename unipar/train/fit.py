@@ -68,7 +68,7 @@ def fit(
     num_nodes: int | Unset = UNSET,
     global_batch_size: int | Unset | None = UNSET,
     micro_batch_size: int | Literal["auto"] | Unset | None = UNSET,
-    shares: Sequence[float] | Unset | None = UNSET,
+    shares: Sequence[float] | Literal["auto"] | Unset | None = UNSET,
     epochs: int | Unset | None = UNSET,
     steps: int | Unset | None = UNSET,
     eval_every: int | Unset | None = UNSET,
@@ -137,7 +137,8 @@ def fit(
             that fits. Accumulation follows from the two and the number of devices.
         shares: one positive number for each data-parallel rank, for devices that are not equally
             fast or large: each takes its part of every global batch in proportion, and
-            ``micro_batch_size`` is that of the largest part; default: equal parts.
+            ``micro_batch_size`` is that of the largest part; ``"auto"`` measures how fast ranks
+            are, before the first step and when that changes; default: equal parts.
         epochs: passes over the data; default 1.
         steps: optimizer steps, instead of ``epochs``.
         eval_every: steps between evaluations; default: each epoch's end.

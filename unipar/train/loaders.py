@@ -20,7 +20,8 @@ def training_loader(
     """A rank's share of the training data, in the global order.
 
     With ``micro_batch_size="auto"`` a micro-batch is the rank's whole share until it is known.
-    ``shares`` of the config are what ranks take of a global batch in proportion to.
+    ``shares`` of the config are what ranks take of a global batch in proportion to; with ``"auto"``
+    they are equal until speeds are known.
 
     Args:
         config: of the run.
@@ -47,7 +48,7 @@ def training_loader(
         micro_batch_size=None if micro == "auto" else micro,
         data_rank=data_rank,
         data_size=data_size,
-        shares=config.shares,
+        shares=None if config.shares == "auto" else config.shares,
         seed=config.seed,
         shuffle=config.shuffle,
         num_workers=config.num_workers,

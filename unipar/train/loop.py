@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import socket
@@ -44,6 +45,7 @@ from unipar.train.job import Job
 from unipar.train.loaders import evaluation_loader, training_loader
 from unipar.train.recording import Recorder
 from unipar.train.resuming import check_same_order, load
+from unipar.train.shares import AutoShares
 from unipar.train.stragglers import Stragglers
 from unipar.utils import progress_marks
 from unipar.utils.devices import device_range, peak_memory
@@ -133,6 +135,10 @@ class TrainingRun:
         self.callbacks = self._callbacks()
         self.recorder = self._recorder()
         self.stragglers = Stragglers(self.world, self.info.hosts, self._note_speed)
+        self.shares: AutoShares | None = None
+        if self.config.shares == "auto" and self.world.data_size > 1:
+            note = functools.partial(self.events.add, "shares")
+            self.shares = AutoShares(self.engine, self.loader, self.loss, self.world, note)
 
     # -- before the first step -------------------------------------------------------------------
 
@@ -144,7 +150,7 @@ class TrainingRun:
             data_size=self.world.data_size,
             pin_memory=pins_for(self.world.device),
         )
-        if self.config.shares is not None:
+        if isinstance(self.config.shares, tuple):
             log.info(
                 "data-parallel ranks take %s of the %d samples of a global batch",
                 ", ".join(map(str, loader.share_sizes)),
@@ -154,6 +160,7 @@ class TrainingRun:
 
     def _engine(self) -> Engine:
         auto = self.config.micro_batch_size == "auto"
+        moves = auto or self.config.shares == "auto"
         return self.session.prepare(
             self.job.model,
             optimizer=self.job.optimizer,
@@ -165,7 +172,7 @@ class TrainingRun:
             initial_weights=self.config.initial_weights,
             global_batch_size=self.loader.global_batch_size,
             micro_batch_size=None if auto else self.loader.micro_batch_size,
-            accumulation=None if auto else self.loader.accumulation,
+            accumulation=None if moves else self.loader.accumulation,
         )
 
     def _find_plateau_metric(self) -> str | None:
@@ -318,6 +325,8 @@ class TrainingRun:
         if self.taken_over is not None:
             began -= time.time() - self.taken_over.began
             self._take_over(self.taken_over)
+        if self.shares is not None:
+            self._measure_speeds(self.shares)
         for batch in self._batches():
             self._train_step(batch)
             if self._hands_over():
@@ -336,13 +345,19 @@ class TrainingRun:
             if epochs is not None and epoch >= epochs:
                 return
             limit = None if steps is None else steps - self.step
+            if self.shares is not None:
+                self.loader = self.shares.cut(self.loader)
             for batch in self.session.feed(self.loader, limit=limit):
                 yield batch
                 if steps is not None and self.step >= steps:
                     return
-            # The end of a stream shows only when nothing follows.
-            if self.config.eval_every is None and self._last_evaluated() != self.step:
-                self._evaluate()
+                # A stream would be read again from its beginning: its parts wait for the next one.
+                if self.shares is not None and self.shares.changed and not self.loader.is_stream:
+                    break
+            else:
+                # The end of a stream shows only when nothing follows.
+                if self.config.eval_every is None and self._last_evaluated() != self.step:
+                    self._evaluate()
 
     def _train_step(self, batch: Batch) -> None:
         started = time.perf_counter() if self.recorder.empty else self._last_end
@@ -361,8 +376,9 @@ class TrainingRun:
         self.step += 1
         launch.mark(self.step, "after the step")
         self._last_end = time.perf_counter()
+        seconds = self._last_end - started
         self.stragglers.end()
-        self.recorder.add(self.step, batch, done, lr, self._last_end - started)
+        self.recorder.add(self.step, batch, done, lr, seconds)
         due = self._evaluation_due(batch)
         self._note_whole(owes_evaluation=due)
         if due:
@@ -378,8 +394,18 @@ class TrainingRun:
             self._save_now()
         if self.world.take_flag(Flag.INTERRUPT):
             self._stop()
+        if self.shares is not None and self.shares.are_due(seconds):
+            self._measure_speeds(self.shares)
         launch.mark(self.step + 1, "loading data")
         self.stragglers.begin()
+
+    def _measure_speeds(self, shares: AutoShares) -> None:
+        if self.step == self.total_steps:
+            return
+        launch.mark(self.step, "measuring speeds")
+        self.recorder.settle()
+        shares.measure()
+        self._last_end = time.perf_counter()
 
     # -- other numbers of ranks ------------------------------------------------------------------
 

@@ -126,10 +126,10 @@ def elastic_sizes(
         ConfigError: the strategy can be on no other number than one of them, or not on as many as
             there are.
     """
-    if config.shares is not None:
+    if isinstance(config.shares, tuple):
         raise ConfigError(
             f"devices='{wanted}' is a range, and shares has {len(config.shares)} numbers, one for "
-            "each data-parallel rank. Leave shares out, or give devices a number."
+            "each data-parallel rank. Set shares='auto' or leave it out, or give devices a number."
         )
     most = wanted.most or placement.size
     found: dict[int, tuple[int, ...]] = {}

@@ -206,9 +206,9 @@ def recovering(module: Any, strategy: str) -> Iterator[None]:
     # torch 2.13, distributed/fsdp/_fully_shard/_fully_shard.py; 2.11 has nothing of the kind.
     if not hasattr(module, "reset_iter_state"):
         raise ConfigError(
-            "micro_batch_size='auto' tries sizes until one fits in memory, and under strategy "
-            f"'{strategy}' torch {torch.__version__} cannot go on after a forward pass that did "
-            "not. Give micro_batch_size as a number, or use torch 2.13 or newer."
+            "micro_batch_size='auto' and shares='auto' try passes, and under strategy "
+            f"'{strategy}' torch {torch.__version__} cannot go on after one that did not fit in "
+            "memory. Give numbers, or use torch 2.13 or newer."
         )
     try:
         yield

@@ -42,6 +42,8 @@ class Flag(IntEnum):
     """A checkpoint that was written in the background is complete."""
     HANDOVER = 5
     """Hand the run over to another number of ranks."""
+    SPEEDS = 6
+    """Measure how fast ranks are, by the clock."""
 
 
 class World:

@@ -173,7 +173,7 @@ def test_native_arguments_that_are_not_proved_are_refused(native: str, said: str
     [
         ("adafactor", "cannot be used where ranks divide what it updates"),
         ("frozen", "'model.norm.weight' is frozen"),
-        ("auto", "Set micro_batch_size to a number"),
+        ("auto", "Give numbers"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(asked: str, said: str, world_pool: WorldPools) -> None:

@@ -189,9 +189,9 @@ class HybridReducer(Reducer):
 
 def refuse_probing() -> NoReturn:
     raise ConfigError(
-        "colossalai: micro_batch_size='auto' tries what fits, and with plugin='hybrid' a rank "
-        "that runs out of memory would leave the others waiting for its part of the model. "
-        "Set micro_batch_size to a number."
+        "colossalai: micro_batch_size='auto' and shares='auto' try passes, and with "
+        "plugin='hybrid' a rank that runs out of memory would leave the others waiting for its "
+        "part of the model. Give numbers."
     )
 
 

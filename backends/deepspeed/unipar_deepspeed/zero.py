@@ -103,9 +103,9 @@ class ZeROReducer(Reducer):
     def probing(self) -> AbstractContextManager[None]:
         if (tp := self.world.layout.tp) > 1:
             raise ConfigError(
-                f"deepspeed: micro_batch_size='auto' tries what fits, and with tp={tp} a rank that "
-                "runs out of memory would leave the others waiting for its part of a layer. Set "
-                "micro_batch_size to a number."
+                "deepspeed: micro_batch_size='auto' and shares='auto' try passes, and with "
+                f"tp={tp} a rank that runs out of memory would leave the others waiting for its "
+                "part of a layer. Give numbers."
             )
         return super().probing()
 

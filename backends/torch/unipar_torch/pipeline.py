@@ -392,9 +392,8 @@ class StageReducer(Reducer):
 
     def probing(self) -> NoReturn:
         raise ConfigError(
-            "mesh: micro_batch_size='auto' tries what fits, and with pp a rank that runs out of "
-            "memory would leave the others waiting for its stages. Set micro_batch_size to a "
-            "number."
+            "mesh: micro_batch_size='auto' and shares='auto' try passes, and with pp a rank that "
+            "runs out of memory would leave the others waiting for its stages. Give numbers."
         )
 
     def share_buffers(self) -> None:

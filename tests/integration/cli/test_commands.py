@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -107,15 +108,24 @@ def test_file_then_environment_then_flags(
     assert not (job / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("given", "shares", "samples"),
+    [("[3, 2]", [3.0, 2.0], "10, 6"), ("auto", "auto", "to be found")],
+)
 def test_a_dry_run_says_what_each_rank_takes(
-    job: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    given: str,
+    shares: Any,
+    samples: str,
+    job: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     in_this_process(job, monkeypatch)
-    flags = ("--strategy", "ddp", "--devices", "2", "--set", "shares=[3, 2]")
+    flags = ("--strategy", "ddp", "--devices", "2", "--set", f"shares={given}")
     assert main(["train", "run.yaml", "--dry-run", *flags]) == 0
     said = capfd.readouterr()
-    assert yaml.safe_load(said.out)["shares"] == [3.0, 2.0]
-    assert re.search(r"samples of each rank\W+10, 6\b", said.out)
+    assert yaml.safe_load(said.out)["shares"] == shares
+    assert re.search(rf"samples of each rank\W+{samples}\b", said.out)
 
 
 def test_what_a_dry_run_prints_is_a_run_file(job: Path) -> None:

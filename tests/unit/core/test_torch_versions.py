@@ -62,7 +62,7 @@ def test_what_recovers_from_a_failed_forward_pass() -> None:
         raise MemoryError
     assert root.resets == 1
     with (
-        pytest.raises(ConfigError, match=r"'fsdp' torch .* as a number, or use torch 2\.13"),
+        pytest.raises(ConfigError, match=r"'fsdp' torch .* Give numbers, or use torch 2\.13"),
         torch_versions.recovering(OldRoot(), "fsdp"),
     ):
         pass

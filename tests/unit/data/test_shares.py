@@ -210,7 +210,8 @@ def test_a_share_that_a_ragged_batch_has_nothing_for_is_padded():
         ([1, True], "positive, finite"),
         ([], "positive, finite"),
         (2, "positive, finite"),
-        ("auto", "shares='auto': give a list of positive"),
+        ("fast", "shares='fast': give a list of positive.* by shares='auto'"),
+        ("auto", r"shares='auto' measures .* of your own numbers, such as shares=\[2, 1\]"),
     ],
 )
 def test_shares_that_cannot_be_are_refused_with_what_to_give(shares: Any, message: str):
@@ -218,11 +219,12 @@ def test_shares_that_cannot_be_are_refused_with_what_to_give(shares: Any, messag
         Loader(list(range(8)), global_batch_size=8, shares=shares, data_size=2)
 
 
-def test_the_config_takes_numbers_only():
+def test_the_config_takes_numbers_and_auto():
     assert RunConfig.build(shares=[2, 1]).shares == (2.0, 1.0)
     assert RunConfig.build(shares=None).shares is None
-    with pytest.raises(ConfigError, match=r"shares='auto': give a list of positive"):
-        RunConfig.build(shares="auto")
+    assert RunConfig.build(shares="auto").shares == "auto"
+    with pytest.raises(ConfigError, match=r"shares='fast': give a list of positive"):
+        RunConfig.build(shares="fast")
 
 
 def test_a_micro_batch_is_at_most_the_largest_share():
