@@ -28,6 +28,12 @@ def check(job: Job) -> None:
     Raises:
         ConfigError: they cannot be written, or another run is using them.
     """
+    if job.remote is not None and job.remote.startswith("memory:"):
+        raise ConfigError(
+            f"{job.remote} is the memory of one process, and this run starts others, with which "
+            "its checkpoints would be gone. Give a path, or the URL of a store, such as "
+            "s3://bucket/run."
+        )
     with _explained():
         lock.refuse_if_held(*_made(job))
     _check_remote(job, restarted=False)
@@ -87,5 +93,5 @@ def _explained() -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"the run's directory cannot be written: {error}. "
-            "Choose another output_dir, or change its permissions."
+            "Choose another output_dir (or checkpoint.directory), or change its permissions."
         ) from error
