@@ -22,13 +22,17 @@ def unused(directory: Path) -> Path:
     return next(one for one in itertools.chain([directory], names) if not one.exists())
 
 
-def check(job: Job) -> None:
+def check(job: Job, *, alone: bool) -> None:
     """Make a run's directories before its processes are started.
+
+    Args:
+        job: whose directories.
+        alone: whether the run is in this process, and starts no others.
 
     Raises:
         ConfigError: they cannot be written, or another run is using them.
     """
-    if job.remote is not None and job.remote.startswith("memory:"):
+    if not alone and job.remote is not None and job.remote.startswith("memory:"):
         raise ConfigError(
             f"{job.remote} is the memory of one process, and this run starts others, with which "
             "its checkpoints would be gone. Give a path, or the URL of a store, such as "
