@@ -65,21 +65,23 @@ def check_rows(
             f"{REMEDY}"
         ) from None
     tolerance = 1e-4 if exact else 3e-2
-    seen, losses = [], []
+    seen, losses, elsewhere = [], [], ""
     for shift, data in enumerate((microbatch.data, other)):
         dropout.seen = []
         piece = replace(microbatch, data=data, copy=None)
         with (
-            trial(module, world.device, dropout=True),
+            trial(module, world.device, dropout=True) as draws,
             torch.no_grad(),
             dropout.drawing(step, piece, shift=shift),
             _Watched(dropout, module),
         ):
             loss = compute(piece)
+        if draws.on_host and not elsewhere:
+            elsewhere = drawn_otherwise("the forward pass or the loss", "Python's or NumPy's")
         losses.append(float(loss.total if isinstance(loss, LossSum) else loss))
         seen.append(dropout.seen)
         dropout.seen = None
-    problem = _first_difference(seen[0], seen[1], tolerance)
+    problem = elsewhere or _first_difference(seen[0], seen[1], tolerance)
     # What is no number shows nothing, and is the run's to find.
     if not problem and abs(losses[0] - losses[1]) > tolerance * max(map(abs, losses)):
         problem = (

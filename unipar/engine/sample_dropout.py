@@ -199,11 +199,11 @@ class SampleDropout:
         )
 
 
-def drawn_otherwise(where: str) -> str:
+def drawn_otherwise(where: str, whose: str = "torch's") -> str:
     """Say that random numbers were drawn that no sample has for itself."""
     return (
         f"{OPTION} gives each sample dropout of its own, and {where} draws other random numbers "
-        "from torch's generators, which would be others on another number of ranks: noise "
+        f"from {whose} generators, which would be others on another number of ranks: noise "
         "(torch.rand), a layer passed by at random, or dropout that is not called as "
         "torch.nn.functional.dropout (by its name alone, after `from torch.nn.functional import "
         f"dropout`; torch.dropout). Draw them in the dataset, call it so, {REMEDY}"

@@ -101,6 +101,10 @@ class StepEngine(Engine):
         self.lr_scheduler = None
         if optimizer is not None and spec.lr_scheduler is not None:
             self.lr_scheduler = spec.lr_scheduler(optimizer)
+            if takes_metric(self.lr_scheduler):
+                # As torch's other schedulers do: what was given is then known when a run goes on.
+                for group in optimizer.param_groups:
+                    group.setdefault("initial_lr", group["lr"])
         self.model = module if model is None else model
         self.eval_model = module if eval_model is None else eval_model
         self.loop_model = self.model if loop_model is None else loop_model

@@ -124,7 +124,8 @@ class Resizing:
                 logger.warning("The state in the ranks' memory is not taken: %s.", why)
         asked = self._asked if self._asked is not None and self._asked <= left else None
         self._devices = asked or left
-        why = f"{name_ranks(lost)} {first.title}" if lost else "asked for"
+        title = first.title if len(lost) == 1 else first.title.replace("was ", "were ", 1)
+        why = f"{name_ranks(lost)} {title}" if lost else "asked for"
         since = complete or first.time
         return self._change(group, asked or largest, why, since, restart)
 

@@ -22,12 +22,22 @@ def unused(directory: Path) -> Path:
     return next(one for one in itertools.chain([directory], names) if not one.exists())
 
 
-def check(job: Job) -> None:
+def check(job: Job, *, alone: bool) -> None:
     """Make a run's directories before its processes are started.
+
+    Args:
+        job: whose directories.
+        alone: whether the run is in this process, and starts no others.
 
     Raises:
         ConfigError: they cannot be written, or another run is using them.
     """
+    if not alone and job.remote is not None and job.remote.startswith("memory:"):
+        raise ConfigError(
+            f"{job.remote} is the memory of one process, and this run starts others, with which "
+            "its checkpoints would be gone. Give a path, or the URL of a store, such as "
+            "s3://bucket/run."
+        )
     with _explained():
         lock.refuse_if_held(*_made(job))
     _check_remote(job, restarted=False)
@@ -87,5 +97,5 @@ def _explained() -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             f"the run's directory cannot be written: {error}. "
-            "Choose another output_dir, or change its permissions."
+            "Choose another output_dir (or checkpoint.directory), or change its permissions."
         ) from error

@@ -256,13 +256,6 @@ class _Launch:
             # Those of the most ranks: with fewer of them, no rank needs more memory.
             micro = {"micro_batch_size": loader.micro_batch_size}
             job = dataclasses.replace(job, config=config.model_copy(update=micro))
-        if not planned.joined:
-            # Ranks that a launcher started learn of it from rank 0, once they have joined: one that
-            # left before would keep the others waiting.
-            directories.check(job)
-        self._refuse_used(job.checkpoint_dir)
-        if planned.joined:
-            return _here(job, self.placement)
         # In this process if it can be the only one and stays usable, else in new ones.
         alone = (
             self.placement.size == 1
@@ -270,6 +263,13 @@ class _Launch:
             and not planned.sizes
             and planned.launcher.starts_here
         )
+        if not planned.joined:
+            # Ranks that a launcher started learn of it from rank 0, once they have joined: one that
+            # left before would keep the others waiting.
+            directories.check(job, alone=alone)
+        self._refuse_used(job.checkpoint_dir)
+        if planned.joined:
+            return _here(job, self.placement)
         keeps_weights = isinstance(model, nn.Module) and (not alone or strategy.rewrites_module)
         if alone and not keeps_weights:
             return _here(job, self.placement)

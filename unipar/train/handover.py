@@ -296,6 +296,8 @@ def say_what_changes(module: nn.Module, dropout_seed: Literal["rank", "sample"])
             | nn.Dropout3d
             | nn.AlphaDropout
             | nn.FeatureAlphaDropout
+            | nn.MultiheadAttention
+            | nn.RNNBase
         )
     found = [what for what, kind in kinds.items() if _has(module, kind)]
     if found:
@@ -307,7 +309,12 @@ def say_what_changes(module: nn.Module, dropout_seed: Literal["rank", "sample"])
 
 
 def _has(module: nn.Module, kind: Any) -> bool:
-    return any(isinstance(one, kind) and getattr(one, "p", 1.0) > 0 for one in module.modules())
+    for one in module.modules():
+        p = getattr(one, "p", getattr(one, "dropout", 1.0))
+        # Between layers, of which one alone has none.
+        if isinstance(one, kind) and p > 0 and getattr(one, "num_layers", 2) > 1:
+            return True
+    return False
 
 
 def _left(places: Iterable[Path]) -> list[Path]:

@@ -419,7 +419,7 @@ class TrainingRun:
             self.recorder.take(taken.missing)
         self.evaluations += taken.evaluations
         if taken.unsaid is not None:
-            self._evaluated(*taken.unsaid)
+            self._evaluated(*taken.unsaid, owes_evaluation=taken.owes_evaluation)
         if taken.owes_evaluation:
             self._evaluate()
         self._note_whole()
@@ -502,11 +502,14 @@ class TrainingRun:
             scheduler: Any = self.engine.lr_scheduler
             scheduler.step(metrics[self._plateau_metric])
         self._evaluated(self.step, metrics)
-        self._note_whole()
 
-    def _evaluated(self, step: int, metrics: dict[str, float]) -> None:
+    def _evaluated(
+        self, step: int, metrics: dict[str, float], *, owes_evaluation: bool = False
+    ) -> None:
         self.evaluations.append((step, metrics))
         self.metrics.update(metrics)
+        # Before callbacks, in which a rank may be lost: the scheduler is not to be stepped again.
+        self._note_whole(owes_evaluation=owes_evaluation)
         for callback in self.callbacks:
             callback.on_evaluate_end(self.info, step, metrics)
         self._last_end = time.perf_counter()

@@ -265,7 +265,7 @@ def test_a_wrong_key_in_a_file_is_named_with_its_line(run: Run, tmp_path: Path):
 @pytest.mark.usefixtures("no_processes")
 def test_a_directory_that_cannot_be_written_is_refused(run: Run, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written.*Choose another output_dir"):
+    with pytest.raises(ConfigError, match=r"cannot be written.*Choose another output_dir \(or"):
         run(output_dir=tmp_path / "file" / "run", devices=2, strategy="ddp")
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from unipar import Callback, RunResult, fit
 from unipar.errors import ConfigError, WorkerError
 from unipar.launch.elastic import ask
+from unipar.train.handover import say_what_changes
 from unipar.train.watching.runs import read_run
 from unipar.train.watching.show import page
 
@@ -346,6 +347,66 @@ def test_an_evaluation_that_a_loss_has_cut_off_is_made_once(elastic: Run, tmp_pa
     result = elastic("1:2", strategy="ddp", checkpoint=False, **settings)
     is_undisturbed(result, tmp_path)
     assert [step for step, _ in result.evaluations] == [4, 8, 12, 16]
+
+
+class LostEvaluating(Callback):
+    """Ranks of which one is lost in what is called after an evaluation, where the others wait."""
+
+    every_rank = True
+
+    def on_evaluate_end(self, run: Any, step: int, metrics: Any) -> None:
+        if step == 4 and not run.restart:
+            if run.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            torch.distributed.barrier()
+
+
+@pytest.mark.thorough
+def test_a_loss_after_an_evaluation_steps_no_scheduler_twice(
+    elastic: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plateau = {"name": "reducelronplateau", "patience": 0, "threshold": 10.0, "factor": 0.5}
+    result = elastic(
+        "2:4",
+        strategy="ddp",
+        checkpoint=False,
+        optimizer={"name": "sgd", "lr": 0.02},
+        lr_scheduler=plateau,
+        eval_data=data(),
+        eval_every=2,
+        callbacks=[LostEvaluating()],
+    )
+    assert worlds(tmp_path) == [4, 3]
+    # By so large a threshold no evaluation is better than the one before.
+    rates = [record.lr for record in result.history]
+    assert rates == [0.02 * 0.5 ** ((step - 1) // 2) for step in range(1, STEPS + 1)]
+    assert [step for step, _ in result.evaluations] == list(range(2, STEPS + 1, 2))
+    assert "not those given" not in caplog.text
+
+
+def test_ranks_that_are_lost_together_are_named_as_several(
+    elastic: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    elastic("1:3", strategy="ddp", callbacks=[Kills(3, 1, 2)], steps=5)
+    assert "1 rank, not 3: ranks 1, 2 were killed by SIGKILL" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("layer", "drops"),
+    [
+        (nn.LSTM(4, 4, num_layers=2, dropout=0.1), True),
+        (nn.MultiheadAttention(4, 2, dropout=0.1), True),
+        (nn.LSTM(4, 4, dropout=0.0), False),
+        (nn.MultiheadAttention(4, 2), False),
+        (nn.Dropout(0.0), False),
+    ],
+    ids=str,
+)
+def test_layers_whose_dropout_changes_are_named(
+    layer: nn.Module, drops: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_what_changes(nn.Sequential(layer), "rank")
+    assert ("the model has dropout" in caplog.text) == drops
 
 
 @pytest.mark.thorough

@@ -155,6 +155,14 @@ def test_a_run_outlives_its_store_and_says_at_its_end_what_is_missing(
     checkpoint.verify(kept)
 
 
+def test_memory_of_processes_that_end_is_no_store(run: Run) -> None:
+    saves = {"directory": "memory://gone"}
+    with pytest.raises(ConfigError, match="memory of one process, and this run starts others"):
+        run(checkpoint=saves, strategy="ddp", devices=2)
+    assert run(checkpoint=saves).checkpoint
+    assert RemoteDirectory("memory://gone").steps() == [6]
+
+
 def test_a_store_that_cannot_be_written_is_known_before_the_run(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/there cannot be written to: .*\. Nothing was tr"):

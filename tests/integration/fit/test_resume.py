@@ -222,6 +222,23 @@ def test_what_the_checkpoint_puts_in_place_of_what_is_given_is_said(
         assert said in caplog.text
 
 
+def test_a_rate_that_a_plateau_has_lowered_is_not_said_to_be_another(
+    run: Run, caplog: pytest.LogCaptureFixture
+):
+    plateau = {"name": "reducelronplateau", "patience": 0, "threshold": 10.0}
+    same: dict[str, Any] = {"checkpoint": {}, "lr_scheduler": plateau, "eval_data": data()}
+
+    def adamw(lr: float) -> dict[str, Any]:
+        return {"name": "adamw", "lr": lr}
+
+    run(steps=2, eval_every=1, optimizer=adamw(0.02), **same)
+    rest = run(steps=3, eval_every=1, optimizer=adamw(0.02), resume="auto", **same)
+    assert rest.history[0].lr == pytest.approx(0.0002)
+    assert "not those given" not in caplog.text
+    run(steps=4, eval_every=1, optimizer=adamw(0.03), resume="auto", **same)
+    assert "initial_lr is 0.02 (given: 0.03)" in caplog.text
+
+
 def test_a_checkpoint_that_does_not_say_its_order_is_taken(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -315,6 +317,13 @@ def test_a_checkpoint_that_draws_anew_is_refused() -> None:
 def test_other_random_numbers_are_refused(forward: Forward, named: str) -> None:
     with pytest.raises(ConfigError, match=rf"and .*{re.escape(named)} draws other random numbers"):
         trained(forward)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_other_generators_are_refused(draw: Callable[[], float]) -> None:
+    """A layer passed by, whose numbers are the same in both passes that are held together."""
+    with pytest.raises(ConfigError, match="other random numbers from Python's or NumPy's generat"):
+        trained(lambda net, x: functional.dropout(x) * (draw() < 0.5))
 
 
 def test_random_numbers_of_a_later_step_are_refused_too() -> None:
