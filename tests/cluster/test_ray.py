@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,11 +46,15 @@ def loss(model, batch):
     with open(f"{marks}/{rank}", "w") as file:
         place = [os.environ.get("GROUP_RANK"), os.environ["LOCAL_RANK"], os.getpid()]
         json.dump([*place, os.environ.get("KIND"), len(batch[0])], file)
-    if fault and fault != "slow" and rank == 1 and calls == 5 and not again:
+    if fault in ("raise", "kill") and rank == 1 and calls == 5 and not again:
         open(marks + "/failed", "w").close()
         if fault == "raise":
             raise ValueError("boom on one")
         os.kill(os.getpid(), 9)
+    if fault == "waits" and rank == torch.distributed.get_world_size() - 1:
+        # For a node to be lost, and to come. One rank alone takes two micro-batches a step.
+        while calls == {"0": 8, "1": 9}.get(os.environ["TORCHELASTIC_RESTART_COUNT"]):
+            time.sleep(0.1)
     if fault == "slow":
         time.sleep(0.1)
         if rank == 0 and calls == 3:
@@ -61,8 +66,8 @@ x = torch.randn(64, 8)
 try:
     result = unipar.fit(
         nn.Linear(8, 1), (x, x.sum(1, keepdim=True)), loss=loss, strategy="ddp", device="cpu",
-        global_batch_size=16, optimizer={"name": "sgd", "lr": 0.05}, checkpoint={"every_steps": 3},
-        log_every=1, progress=False, **arguments,
+        global_batch_size=16, optimizer={"name": "sgd", "lr": 0.05},
+        checkpoint={"every_steps": 3, "async": False}, log_every=1, progress=False, **arguments,
     )
 except (unipar.ConfigError, unipar.WorkerError) as error:
     sys.exit(f"{type(error).__name__}: {error}")
@@ -70,26 +75,34 @@ print("result", result.world_size, flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of two nodes with a CPU each, of which the second is of another kind."""
+NODE = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
+FAST, SLOW = (
+    {**NODE, "labels": {"kind": kind}, "env_vars": {"KIND": kind}} for kind in ("fast", "slow")
+)
+
+
+@contextlib.contextmanager
+def head() -> Iterator[Any]:
+    """A cluster of one node with a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         # One machine under several addresses would do as well, but not every machine has those.
         patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 
-        node = {"num_cpus": 1, "object_store_memory": 100 << 20, "include_dashboard": False}
-        fast, slow = (
-            {**node, "labels": {"kind": kind}, "env_vars": {"KIND": kind}}
-            for kind in ("fast", "slow")
-        )
-        started = Cluster(initialize_head=True, head_node_args=fast)
+        started = Cluster(initialize_head=True, head_node_args=FAST)
         try:
-            started.add_node(**slow)
-            yield started.address
+            yield started
         finally:
             started.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of two nodes with a CPU each, of which the second is of another kind."""
+    with head() as started:
+        started.add_node(**SLOW)
+        yield started.address
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +135,7 @@ def run(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[st
 
 
 def start(script: Path, directory: Path, arguments: dict[str, Any]) -> subprocess.Popen[str]:
-    given = json.dumps({"output_dir": str(directory), "steps": 8, **arguments})
+    given = json.dumps({"output_dir": str(directory), "steps": 12, **arguments})
     return subprocess.Popen(
         [sys.executable, str(script), given],
         stdout=subprocess.PIPE,
@@ -203,12 +216,73 @@ def test_killed_rank_is_started_again_from_the_newest_checkpoint(
     assert rows(tmp_path / "run") == rows(whole)
 
 
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_without_a_node_that_is_lost_and_with_one_that_comes(
+    whole: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    directory = tmp_path / "run"
+    with head() as nodes:
+        second = nodes.add_node(**NODE)
+        launcher = {"name": "ray", "address": nodes.address, "resize_interval": 1.0}
+        arguments = {"launcher": launcher, "devices": "1:2", "fault": "waits"}
+        with start(script, directory, arguments) as process:
+            until(lambda: last_step(directory) >= 7)
+            nodes.remove_node(second, allow_graceful=False)
+            until(lambda: last_step(directory) >= 10 and worlds(directory) == [2, 1])
+            nodes.add_node(**NODE)
+            out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert out.endswith("result 2\n")
+    assert "The run goes on with 1 rank, not 2: Rank" in err
+    assert "The run goes on with 2 ranks, not 1: the cluster has room for more." in err
+    assert worlds(directory) == [2, 1, 2]
+    found, expected = rows(directory), rows(whole)
+    assert [step for step, _ in found] == [step for step, _ in expected]
+    losses = [loss for _, loss in expected]
+    assert [loss for _, loss in found] == pytest.approx(losses, rel=1e-5)
+
+
+def until(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 240
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def last_step(directory: Path) -> int:
+    if not (directory / "metrics.jsonl").exists():
+        return 0
+    return max((step for step, _ in rows(directory)), default=0)
+
+
+def worlds(directory: Path) -> list[int]:
+    """How many ranks there were, one start after the other."""
+    lines = map(json.loads, (directory / "events.jsonl").read_text().splitlines())
+    return [line["world_size"] for line in lines if line["event"] == "started"]
+
+
 def test_what_the_cluster_has_no_room_for_is_refused(cluster: str, run: Callable[..., Any]) -> None:
     done = run("run", **{**on(cluster), "devices": 3})
     assert done.returncode == 1
     assert "needs 3 CPU on each of 2 nodes" in done.stderr
     assert "of the 2 nodes of the cluster 0 have that much" in done.stderr
     assert done.stderr.count(f"{socket.gethostname()}: 1 CPU and 0 GPU") == 2
+    done = run("range", launcher=on(cluster)["launcher"], devices="3:4")
+    assert done.returncode == 1
+    assert "devices='3:4' needs 1 CPU for each of 3 ranks at least" in done.stderr
+    assert "the 2 nodes of the cluster have room for 2" in done.stderr
+
+
+def test_a_rank_that_is_killed_on_a_node_that_lives_takes_a_restart(
+    cluster: str, run: Callable[..., Any]
+) -> None:
+    done = run("run", launcher=on(cluster)["launcher"], devices="1:2", fault="kill")
+    assert done.returncode == 1
+    assert done.stderr.startswith("WorkerError: ")
+    assert "ank 1" in done.stderr
+    assert "The run goes on" not in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])

@@ -34,7 +34,7 @@ FOREIGN = {
     "transformers",
 }  # fmt: skip
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-RAY = [CORE / "launchers" / "ray.py", CORE / "launchers" / "ray_node.py"]
+RAY = [CORE / "launchers" / f"ray{name}.py" for name in ("", "_handle", "_node")]
 TRACKERS = {"mlflow", "prometheus_client", "tensorboard", "trackio", "wandb"}
 
 

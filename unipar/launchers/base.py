@@ -140,7 +140,8 @@ class Launcher(ABC):
                 f"devices='{devices}' is a range, and launcher '{self.name}' starts as many "
                 f"processes as it is told. Give it a number, such as devices={devices.least} (the "
                 "run goes on from its checkpoints on any other, with resume='auto'); or use "
-                "launcher='local', or start the script by torchrun --nnodes=MIN:MAX."
+                "launcher='local', or 'ray' on a running cluster, or start the script by torchrun "
+                "--nnodes=MIN:MAX."
             )
         if num_nodes > 1:
             raise ConfigError(

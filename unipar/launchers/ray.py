@@ -16,27 +16,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
-from pydantic import PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 
 from unipar import launch
 from unipar.callbacks import Callback, RunInfo, RunResult, StepRecord
 from unipar.callbacks.loggers.callback import step_metrics
-from unipar.errors import ConfigError, WorkerError
-from unipar.launch.rundir import fresh
+from unipar.errors import ConfigError
+from unipar.launch.elastic import Elastic, ranks
 from unipar.launchers import ray_node
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
-from unipar.launchers.handle import Status
+from unipar.launchers.ray_handle import RayHandle
 from unipar.launchers.ray_pools import RayPool, check_nodes, check_pools, selectors
-from unipar.launchers.shared import SharedHandle, SharedRun
+from unipar.launchers.shared import SharedRun
 from unipar.launchers.task import Task
 from unipar.strategy import Availability
+from unipar.utils.devices import DeviceChoice, DeviceRange
 from unipar.utils.environ import environ
 
 log = logging.getLogger("unipar.launch")
@@ -44,9 +44,6 @@ log = logging.getLogger("unipar.launch")
 _INSTALL = 'pip install "unipar[ray]"'
 _OBJECT_STORE = 100 << 20
 """Bytes; Ray's least is some 75 MB, and nothing of a run goes through it."""
-# How long the cluster may leave the run without nodes until that is said, and how long Ray has to
-# end what was canceled.
-_PATIENCE, _CANCEL = 60.0, 10.0
 _END, _REACHABLE = 5.0, 10.0
 _REPORT_EVERY = 1.0
 _VARIABLES = {
@@ -60,6 +57,11 @@ _VARIABLES = {
 """Where the user has not set them."""
 _VARIABLES_HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
 """The same for a cluster of this machine alone, of which no node is ever taken away."""
+_VARIABLES_ELASTIC = {
+    # Until it knows that a node is lost, Ray waits for room on it, 60 s by default.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+}
+"""The same where the number of ranks may change."""
 
 
 class RayOptions(LauncherOptions, frozen=True):
@@ -78,6 +80,8 @@ class RayOptions(LauncherOptions, frozen=True):
     pools: tuple[RayPool, ...] = ()
     """Nodes of several kinds, as a list of mappings with `nodes` (how many) and `labels` (that Ray
     knows them by); ranks are in the order of the list. Left out: nodes of any kind."""
+    resize_interval: PositiveFloat = 60.0
+    """Seconds from one look for nodes that have come to the next, where `devices` is a range."""
 
 
 class RayLauncher(SubmittingLauncher):
@@ -88,6 +92,10 @@ class RayLauncher(SubmittingLauncher):
     @property
     def elsewhere(self) -> bool:
         return self._address is not None or _connected()
+
+    @property
+    def elastic(self) -> bool:
+        return self.elsewhere
 
     @property
     def _address(self) -> str | None:
@@ -133,6 +141,33 @@ class RayLauncher(SubmittingLauncher):
                 )
             launch.check(devices, num_nodes, device_type)
 
+    def resolve_range(
+        self, device: DeviceChoice, devices: DeviceRange, num_nodes: int
+    ) -> tuple[str, int]:
+        asked = f"devices='{devices}' is a range, and launcher 'ray'"
+        if not self.elsewhere:
+            raise ConfigError(
+                f"{asked} has no cluster but this machine, of which no node is lost and to which "
+                "none comes. Name a running one, such as launcher='ray:address=auto', or use "
+                "launcher='local'."
+            )
+        if num_nodes > 1:
+            raise ConfigError(
+                f"{asked} counts the ranks on all nodes together, wherever there is room, and "
+                f"num_nodes={num_nodes}. Leave num_nodes out."
+            )
+        if self.options.pools:
+            raise ConfigError(
+                f"{asked} takes what nodes there are, and pools say how many there have to be of "
+                "each kind. Leave pools out, or give devices a number."
+            )
+        if devices.most is None:
+            raise ConfigError(
+                f"{asked} cannot tell how many devices the cluster will have. Say the most, too, "
+                f"such as devices='{devices.least}:{2 * devices.least}'."
+            )
+        return self.resolve_devices(device, devices.most, num_nodes)
+
     def callbacks(self, directory: Path) -> Sequence[Callback]:
         return [_Report(directory)]
 
@@ -141,12 +176,14 @@ class RayLauncher(SubmittingLauncher):
         run = SharedRun(task, python=self.options.python)
         with contextlib.ExitStack() as stack:
             variables = _VARIABLES if self.elsewhere else _VARIABLES | _VARIABLES_HERE
+            if task.elastic:
+                variables = variables | _VARIABLES_ELASTIC
             unset = {name: text for name, text in variables.items() if name not in os.environ}
             stack.enter_context(environ(unset))
             stack.enter_context(self._connection(task))
             self._check_room(task)
             trainer = _trainer(task, self.options, run.command)
-            return RayHandle(run, self.options, trainer, stack.pop_all())
+            return RayHandle(run, _needs(task, self.options), trainer, stack.pop_all())
 
     def run(self, task: Task) -> Any:
         # Restarts are Ray's.
@@ -208,6 +245,9 @@ class RayLauncher(SubmittingLauncher):
 
         wanted = _wanted(task, self.options)
         nodes = [node for node in ray.nodes() if node["Alive"]]
+        if task.elastic:
+            _check_room_for_some(task.elastic, wanted, nodes)
+            return
         own = ray.get_runtime_context()
         # Inside a task of Ray, such as a trial of Ray Tune, what that task holds is not free.
         held = _assigned(own)
@@ -234,121 +274,6 @@ class RayLauncher(SubmittingLauncher):
             "that much:\n" + "\n".join(lines) + "\nAsk for fewer devices, num_nodes or cpus, or "
             "add nodes to the cluster."
         )
-
-
-class RayHandle(SharedHandle):
-    """One run of Ray Train, which a thread of this process waits for.
-
-    Args:
-        run: what is run, and its directory.
-        options: of the launcher.
-        trainer: Ray's own.
-        held: what is given up when the run has ended: the connection to the cluster.
-    """
-
-    name = "the run on Ray"
-
-    def __init__(
-        self, run: SharedRun, options: RayOptions, trainer: Any, held: contextlib.ExitStack
-    ) -> None:
-        self._run, self._task, self._options = run, run.task, options
-        self._trainer, self._held = trainer, held
-        self._failure: BaseException | None = None
-        self._refused: BaseException | None = None
-        self._asked_to_end = self._canceled = self._said = False
-        self._since = time.monotonic()
-        self._thread = threading.Thread(target=self._train, name="unipar-ray", daemon=True)
-        self._thread.start()
-
-    def _train(self) -> None:
-        try:
-            self._trainer.fit()
-        except BaseException as error:
-            self._failure = error
-
-    def status(self) -> Status:
-        self._answer()
-        if self._canceled:
-            return Status.CANCELED
-        if self._thread.is_alive():
-            return Status.RUNNING if self._begun(0) else Status.WAITING
-        return Status.SUCCEEDED if self._failure is None else Status.FAILED
-
-    def interrupt(self, number: signal.Signals) -> None:
-        saves = number == self._task.save_signal
-        self._asked_to_end |= not saves
-        if self._begun(0):
-            self._run.interrupt(number)
-        elif not saves:
-            self.cancel()
-
-    def cancel(self) -> None:
-        self._canceled = True
-        self._stop()
-        self._thread.join(_CANCEL)
-        # What Ray may yet start where it does not end here finds that it was canceled.
-
-    def result(self) -> Any:
-        if self._refused is not None:
-            raise self._refused
-        if self._canceled:
-            raise KeyboardInterrupt
-        return self._run.result(self._ending())
-
-    def close(self) -> None:
-        self._stop()
-        self._held.close()
-        self._thread.join(_CANCEL)
-
-    # -- between what Ray starts -----------------------------------------------------------------
-
-    def _begun(self, restart: int) -> bool:
-        fresh(self._task.directory)
-        return (self._task.directory / f"begin-{restart}").exists()
-
-    def _stop(self) -> None:
-        (self._task.directory / "stop").touch()
-
-    def _answer(self) -> None:
-        """Let the group start again where Ray has decided on that, unless it is not to."""
-        if not self._begun(0):
-            if not self._said and time.monotonic() - self._since > _PATIENCE:
-                self._said = True
-                log.warning(
-                    "Ray has not started the run within %g s. It needs %s on each of %s; maybe "
-                    "others use them (`ray status` shows that).",
-                    _PATIENCE,
-                    _amounts(_wanted(self._task, self._options)),
-                    _nodes(self._task.num_nodes),
-                )
-            return
-        restart = self._run.task.restart
-        if self._refused is not None or self._canceled or not self._begun(restart + 1):
-            return
-        try:
-            if self._asked_to_end:
-                raise KeyboardInterrupt
-            self._run.result(self._ending())
-            raise WorkerError("Ray started the run again after it had ended.")
-        except WorkerError as error:
-            print(self._run.output.read(), end="", flush=True)
-            left = max(0, self._task.max_restarts - restart - 1)
-            headline = str(error).splitlines()[0].rstrip(".")
-            log.warning("%s. Restarting all ranks (%d restarts left).", headline, left)
-            again = replace(self._task, restart=restart + 1)
-            self._run = SharedRun(again, python=self._options.python)
-        except BaseException as error:
-            # What is refused on purpose would be refused again.
-            self._refused = error
-            self._stop()
-
-    def _ending(self) -> str:
-        """How the newest start has ended, as its nodes say it, or else as Ray does."""
-        restart = self._run.task.restart
-        notes = sorted(self._task.directory.glob(f"ending-{restart}-*.txt"))
-        if notes:
-            return "; ".join(note.read_text() for note in notes)
-        return str(self._failure or "Ray has ended it.").strip()
 
 
 class _Report(Callback):
@@ -403,20 +328,23 @@ def _trainer(task: Task, options: RayOptions, command: list[str]) -> Any:
         train_loop_config={
             "directory": str(task.directory),
             "command": command,
-            "devices": task.devices,
+            "devices": _devices(task),
             "cpus": options.cpus,
+            "sizes": task.elastic.sizes if task.elastic else (),
         },
         scaling_config=ScalingConfig(
-            num_workers=task.num_nodes,
+            num_workers=_ends(task.elastic) if task.elastic else task.num_nodes,
             use_gpu=task.device_type == "cuda",
             resources_per_worker=_wanted(task, options),
             label_selector=selectors(options.pools),
             placement_strategy="STRICT_SPREAD" if task.num_nodes > 1 else "PACK",
+            elastic_resize_monitor_interval_s=options.resize_interval,
         ),
         run_config=RunConfig(
             name="ray",
             storage_path=str(task.directory),
-            failure_config=FailureConfig(max_failures=task.max_restarts),
+            # Which ends of a group count is decided here where the number of ranks may change.
+            failure_config=FailureConfig(max_failures=-1 if task.elastic else task.max_restarts),
             callbacks=_callbacks_of_tune(),
         ),
     )
@@ -445,12 +373,49 @@ def _connected() -> bool:
     return ray is not None and ray.is_initialized()
 
 
+def _devices(task: Task) -> int:
+    """How many ranks a worker of Ray starts."""
+    return 1 if task.elastic else task.devices
+
+
 def _wanted(task: Task, options: RayOptions) -> dict[str, float]:
-    """What a node must have."""
-    wanted = {"CPU": float(task.devices * options.cpus)}
+    """What a worker of Ray must have."""
+    wanted = {"CPU": float(_devices(task) * options.cpus)}
     if task.device_type == "cuda":
-        wanted["GPU"] = float(task.devices)
+        wanted["GPU"] = float(_devices(task))
     return wanted
+
+
+def _ends(elastic: Elastic) -> tuple[int, int]:
+    return elastic.sizes[0], elastic.sizes[-1]
+
+
+def _needs(task: Task, options: RayOptions) -> str:
+    """What a run waits for while it has not started."""
+    wanted = _amounts(_wanted(task, options))
+    if task.elastic:
+        return f"{wanted} for each of {ranks(task.elastic.sizes[0])} at least"
+    return f"{wanted} on each of {_nodes(task.num_nodes)}"
+
+
+def _check_room_for_some(
+    elastic: Elastic, wanted: Mapping[str, float], nodes: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse a run of whose ranks the cluster will never have room for the least number."""
+    fitting, lines = 0, []
+    for node in nodes:
+        has = node["Resources"]
+        fitting += min(int(has.get(name, 0.0) // amount) for name, amount in wanted.items())
+        amounts = {name: has.get(name, 0.0) for name in wanted}
+        lines.append(f"  {node['NodeManagerHostname']}: {_amounts(amounts)}")
+    if fitting < elastic.sizes[0]:
+        raise ConfigError(
+            f"launcher 'ray': devices='{elastic.asked}' needs {_amounts(wanted)} for each of "
+            f"{ranks(elastic.sizes[0])} at least, and the {_nodes(len(nodes))} of the cluster "
+            f"ha{'s' if len(nodes) == 1 else 've'} room for {fitting}:\n"
+            + "\n".join(lines)
+            + "\nLower the first number or cpus, or add nodes to the cluster."
+        )
 
 
 def _assigned(context: Any) -> dict[str, float]:

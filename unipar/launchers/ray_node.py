@@ -32,8 +32,9 @@ def run_node(config: dict[str, Any]) -> None:
     """Run one start of the group's ranks that stand on this node.
 
     Args:
-        config: ``directory`` of the run, ``command`` of a process, ``devices`` of a node, and
-            ``cpus`` of a process.
+        config: ``directory`` of the run, ``command`` of a process, ``devices`` of a node,
+            ``cpus`` of a process, and ``sizes``: the numbers of ranks that a run can be on whose
+            number may change, one on each worker; those that are left over are spares.
 
     Raises:
         RuntimeError: a rank has failed; Ray starts the group again, or gives up.
@@ -43,23 +44,25 @@ def run_node(config: dict[str, Any]) -> None:
     context = train.get_context()
     node, nodes = context.get_world_rank(), context.get_world_size()
     directory = Path(config["directory"])
-    meeting = _from_first(_begin(directory) if node == 0 else None, nodes)
+    meeting = _from_first(_begin(directory, nodes) if node == 0 else None, nodes)
     if meeting is None:
         return
     address, port, restart = meeting
-    first, size = node * config["devices"], nodes * config["devices"]
+    training = max((one for one in config["sizes"] if one <= nodes), default=nodes)
+    first, size = node * config["devices"], training * config["devices"]
+    here = config["devices"] if node < training else 0
     log = directory / f"output-{restart}-{node}.log"
     ranks: dict[int, subprocess.Popen[bytes]] = {}
     try:
         with log.open("wb") as output:
-            for local in range(config["devices"]):
+            for local in range(here):
                 variables = {
                     "RANK": first + local,
                     "WORLD_SIZE": size,
                     "LOCAL_RANK": local,
                     "LOCAL_WORLD_SIZE": config["devices"],
                     "GROUP_RANK": node,
-                    "GROUP_WORLD_SIZE": nodes,
+                    "GROUP_WORLD_SIZE": training,
                     "MASTER_ADDR": address,
                     "MASTER_PORT": port,
                     "TORCHELASTIC_RESTART_COUNT": restart,
@@ -89,7 +92,7 @@ def run_node(config: dict[str, Any]) -> None:
             process.wait()
 
 
-def _begin(directory: Path) -> tuple[str, int, int] | None:
+def _begin(directory: Path, nodes: int) -> tuple[str, int, int] | None:
     """Where the ranks of this start meet, and its number; ``None`` if there is not to be one.
 
     What has started the run decides, for it knows whether the start before failed by something that
@@ -105,7 +108,9 @@ def _begin(directory: Path) -> tuple[str, int, int] | None:
     number = 0
     while (asked := directory / f"begin-{number}").exists():
         number += 1
-    asked.touch()
+    partial = asked.with_suffix(".partial")
+    partial.write_text(str(nodes))
+    partial.replace(asked)
     while not (directory / "stop").exists():
         # It may be only half written.
         with contextlib.suppress(ValueError):

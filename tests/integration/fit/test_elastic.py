@@ -133,16 +133,18 @@ def test_any_sequence_of_ranks_trains_as_one(elastic: Run, tmp_path: Path, strat
 
 
 @pytest.mark.thorough
-def test_layers_stay_divided(
+@pytest.mark.parametrize("strategy", ["mesh:tp=2", "fsdp:sharding=hybrid,shard_size=2"])
+def test_what_is_divided_stays_so(
     elastic: Run,
     tmp_path: Path,
+    strategy: str,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Of the three that are left when a rank is lost, one is a spare."""
     result = elastic(
         "1:4",
-        strategy="mesh:tp=2",
+        strategy=strategy,
         callbacks=[Asks({3: [3, 2], 8: [4]}, tmp_path), KillsOf(2, 13, 3)],
         checkpoint={"every_steps": 4},
         log_level="info",
@@ -478,6 +480,13 @@ def test_ranks_of_another_launcher_go_on_by_themselves(tmp_path: Path):
         ("2:3", {"strategy": "mesh:tp=4"}, r"strategy 'mesh'.*cannot be on any of them"),
         ("1:2", {"strategy": "ddp", "launcher": "torchrun"}, r"launcher 'torchrun' starts as many"),
         ("1:2", {"strategy": "ddp", "launcher": "slurm"}, r"launcher 'slurm' .*such as devices=1"),
+        ("1:2", {"strategy": "ddp", "launcher": "ray"}, r"'ray' has no cluster but this machine"),
+        ("2:", {"strategy": "ddp", "launcher": "ray:address=auto"}, r"Say the most.*'2:4'"),
+        (
+            "1:2",
+            {"strategy": "ddp", "launcher": "ray:address=auto", "num_nodes": 2},
+            r"all nodes together.*num_nodes=2\. Leave num_nodes out",
+        ),
         ("1:2", {"strategy": "ddp", "num_nodes": 2}, r"of one machine, and num_nodes=2"),
         ("1:2", {"strategy": "ddp", "shares": [2, 1]}, r"shares has 2 numbers.*Leave shares out"),
         ("4:2", {}, r"first number is the least and the second the most, such as '2:4'"),
