@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from measure.pages import benchmarks, commands, figures, gpu, reliability, surveys  # noqa: E402
+from measure.pages import benchmarks, beside, commands, figures, gpu, reliability, surveys  # noqa: E402
 from unipar.compat.accelerate_names import TABLES as ACCELERATES  # noqa: E402
 from unipar.compat.tables import lines_of  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
@@ -204,6 +204,9 @@ TABLES = {
     "reliability: about kills": reliability.about_kills,
     "reliability: changes": lambda: _table(*reliability.changes()),
     "reliability: about changes": reliability.about_changes,
+    "reliability: beside": lambda: _table(*beside.changes()),
+    "reliability: beside prices": lambda: _table(*beside.prices()),
+    "reliability: about beside": beside.about,
     "gpu: tests": lambda: _gpu("tests.json", gpu.tests, gpu.failures),
     "gpu: bench": lambda: _gpu("bench.json", gpu.bench, gpu.shape),
     "bench: about gpt": lambda: benchmarks.about("gpt"),
