@@ -488,7 +488,7 @@ def test_ranks_of_another_launcher_go_on_by_themselves(tmp_path: Path):
             r"all nodes together.*num_nodes=2\. Leave num_nodes out",
         ),
         ("1:2", {"strategy": "ddp", "num_nodes": 2}, r"of one machine, and num_nodes=2"),
-        ("1:2", {"strategy": "ddp", "shares": [2, 1]}, r"shares has 2 numbers.*Leave shares out"),
+        ("1:2", {"strategy": "ddp", "shares": [2, 1]}, r"shares has 2 numbers.*leave it out"),
         ("4:2", {}, r"first number is the least and the second the most, such as '2:4'"),
         ("2:", {"strategy": "ddp"}, r"a CPU has no number of them.*such as devices='2:4'"),
         ("many", {}, r"'many' was given. Allowed: a whole number above 0, 'auto', or a range such"),
