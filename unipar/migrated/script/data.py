@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from unipar.errors import ConfigError
 from unipar.migrated.script.run import current, world
-from unipar.migrated.script.sharing import SharedLoader
+from unipar.compat.sharing import SharedLoader
 
 
 def split(loader: DataLoader) -> DataLoader:
