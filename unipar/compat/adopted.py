@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer
 from unipar.compat.models import PreparedModel
 from unipar.compat.optimizers import PreparedOptimizer
-from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
 from unipar.world import World
 
@@ -57,10 +55,10 @@ class AdoptedModel(PreparedModel):
             self.__dict__["called"] = True
             self._note(self.training_by, output, inputs)
 
-    def gathered(self) -> GatheredModel:
+    def gathered(self, *, rank0_only: bool = False) -> GatheredModel:
         """The whole of what ranks may have parts of."""
         assert self.training_by is not None
-        return GatheredModel(self.training_by.engine, self.world, rank0_only=False)
+        return GatheredModel(self.training_by.engine, self.world, rank0_only=rank0_only)
 
 
 class AdoptedOptimizer(PreparedOptimizer):
@@ -68,9 +66,10 @@ class AdoptedOptimizer(PreparedOptimizer):
 
     Attributes:
         uncleared: whether it has stepped, and gradients were not cleared since.
+        summed: whether its steps are by the sum over ranks, and not by the mean.
     """
 
-    uncleared = False
+    uncleared = summed = False
 
     @property
     def world(self) -> World:
@@ -79,6 +78,11 @@ class AdoptedOptimizer(PreparedOptimizer):
 
     def take_over(self, model: AdoptedModel, **asked: Any) -> None:
         """:meth:`takes_up`, also with state from a file. Collective."""
+        # Some strategies put other parameters, or fewer, into the groups.
+        self._numbered = [
+            [model.name_of(one) or "" for one in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
         stored = self.optimizer.state_dict() if self.divided and self.optimizer.state else None
         if stored is not None:
             self.optimizer.state.clear()
@@ -119,42 +123,43 @@ class AdoptedOptimizer(PreparedOptimizer):
 
     def export_numbered(self) -> dict[str, Any]:
         """The whole state, whatever ranks divide. Collective."""
-        found = self._gathered().state_dict()
-        names = self._names()
+        found = self.gathered().state_dict()
         state = {
-            number: found["state"][name] for number, name in enumerate(names)
+            number: found["state"][name] for number, name in enumerate(self._names())
             if name in found["state"]
         }  # fmt: skip
         groups, first = [], 0
-        for group in self.optimizer.param_groups:
-            held = len(group["params"])
-            groups.append({**group, "params": list(range(first, first + held))})
-            first += held
+        for group, names in zip(self.optimizer.param_groups, self._numbered, strict=True):
+            groups.append({**group, "params": list(range(first, first + len(names)))})
+            first += len(names)
         return {"state": state, "param_groups": groups}
 
     def import_numbered(self, stored: Mapping[str, Any]) -> None:
-        """Take over state of an optimizer that was one process's. Collective."""
+        """Take over whole state, by numbers or by the names of parameters. Collective."""
         names = self._names()
+
+        def name(one: Any) -> str:
+            return one if isinstance(one, str) else names[one]
+
         state = {
-            names[number]: {
+            name(one): {
                 key: value.item() if isinstance(value, torch.Tensor) and not value.dim() else value
                 for key, value in values.items()
             }
-            for number, values in stored["state"].items()
+            for one, values in stored.get("state", {}).items()
         }
         groups = [
-            {**group, "params": [names[number] for number in group["params"]]}
-            for group in stored["param_groups"]
+            {**group, "params": [name(one) for one in group["params"]]}
+            for group in stored.get("param_groups", ())
         ]
-        self._gathered().load_state_dict({"state": state, "param_groups": groups})
+        self.gathered().load_state_dict({"state": state, "param_groups": groups} if groups else {})
 
-    def _gathered(self) -> GatheredOptimizer:
-        return GatheredOptimizer(self._known().engine, self.world, rank0_only=False)
+    def gathered(self, *, rank0_only: bool = False) -> GatheredOptimizer:
+        """The whole of what ranks may have parts of, by the names of parameters."""
+        return GatheredOptimizer(self._known().engine, self.world, rank0_only=rank0_only)
 
     def _names(self) -> list[str]:
-        assert self.model is not None
-        held = [one for group in self.optimizer.param_groups for one in group["params"]]
-        return [self.model.name_of(one) or "" for one in held]
+        return [name for names in self._numbered for name in names]
 
 
 class _Module:
@@ -180,7 +185,7 @@ class _Module:
             return super().state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         adoption.refuse_parts("model.state_dict()")
         with adoption.engine_calls():
-            return model.gathered().state_dict()
+            return model.gathered(rank0_only=adoption.rank0_only).state_dict()
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         from unipar.compat.adopting import adoption
@@ -258,7 +263,7 @@ class _Optimizer:
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
         if adopted is None:
             super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
-        elif not adopted.divided:
+        elif not adopted.divided and not _named_state(state_dict):
             adopted.optimizer.load_state_dict(state_dict)
         else:
             adoption.refuse_parts("optimizer.load_state_dict()")
@@ -268,6 +273,10 @@ class _Optimizer:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         state = {key: getattr(self, key) for key in _STATE}
         return copyreg.__newobj__, (self._unipar_kind,), state  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _named_state(state_dict: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, str) for one in state_dict.get("state", {}))
 
 
 def _of_engine(name: str) -> property:

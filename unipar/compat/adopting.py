@@ -39,14 +39,21 @@ class Adoption:
         aware: whether the script itself divides its data among ranks, as with DDP or Horovod.
         asked: settings of the run that the script's own calls ask for.
         compiled: modules that the script compiles.
+        sums: optimizers that step by the sum over ranks, and not by the mean.
         share: this rank's and all ranks' samples of the present batch, where it is cut up.
         inside: whether what is called now is called by an engine.
+        gathers: whether the script takes state dicts on all ranks, as under FSDP.
+        rank0_only: whether only the first of them wants those.
+        synchronized: whether the script asks for batch norms over all ranks.
+        scripts_precision: whether the run has the precision that the script asks for.
     """
 
     def __init__(self) -> None:
-        self.aware = self.inside = False
+        self.aware = self.inside = self.gathers = self.rank0_only = False
+        self.synchronized = self.scripts_precision = False
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
         self.share: tuple[int, int] | None = None
         self._pending: list[weakref.ref[Optimizer]] = []
         self._trained: list[weakref.ref[AdoptedOptimizer]] = []
@@ -59,7 +66,7 @@ class Adoption:
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that has just been built."""
-        if self.inside or isinstance(optimizer, AdoptedOptimizer):
+        if self.inside or isinstance(optimizer, AdoptedOptimizer) or hasattr(optimizer, "routed"):
             return
         optimizer.__class__ = optimizer_class(type(optimizer))
         self._pending.append(weakref.ref(optimizer))
@@ -124,6 +131,8 @@ class Adoption:
         session = self._open(module)
         self._names += 1
         name = "model" if "model" not in session.engines else f"model{self._names}"
+        if self.synchronized and not getattr(session.strategy.options, "sync_batchnorm", False):
+            nn.SyncBatchNorm.convert_sync_batchnorm(module)
         with self.engine_calls():
             half = current.config.precision if current.config else "fp32"
             model = AdoptedModel(
@@ -135,6 +144,7 @@ class Adoption:
                 optimizer.own(), session, accumulating=lambda: False, may_skip=half == "fp16"
             )
             compiled = self.compiled.get(module, False)
+            adopted.summed = optimizer in self.sums
             adopted.take_over(model, name=name, compile=compiled)
         optimizer.routed(adopted)
         module.__class__ = model_class(type(module), kind)
@@ -231,7 +241,7 @@ class Adoption:
         if size > 1 and not self.aware:
             loss = self._weighted(loss, size)
         with self.engine_calls():
-            one.add(loss)
+            one.add(loss * size if one.summed else loss)
         return True
 
     def _weighted(self, loss: torch.Tensor, size: int) -> torch.Tensor:
@@ -261,7 +271,7 @@ class Adoption:
 
         A script that knows nothing of ranks calls it on all of them.
         """
-        if self.aware:
+        if self.aware and not self.gathers:
             raise ConfigError(
                 f"strategy '{current.config.strategy if current.config else ''}' divides the run's "
                 f"state among ranks, so {call} is only a part here. Call unipar.compat.torch."

@@ -136,18 +136,31 @@ def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
 # -- state of the whole run ----------------------------------------------------------------------
 
 
-def whole_state_dict(of: Any) -> dict[str, Any]:
-    """The state dict of a model or an optimizer, whatever ranks divide. Collective."""
-    found = _adopted(of)
+def whole_state_dict(of: Any, *, rank0_only: bool = False) -> dict[str, Any]:
+    """The state dict of a model or an optimizer, whatever ranks divide. Collective.
+
+    Args:
+        of: the model or the optimizer.
+        rank0_only: whether the other ranks get nothing of a model.
+    """
+    found = adopted_of(of)
     with adoption.engine_calls():
         if isinstance(found, AdoptedModel):
-            return found.gathered().state_dict()
+            return found.gathered(rank0_only=rank0_only).state_dict()
         return found.export_numbered() if found is not None else of.state_dict()
+
+
+def named_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any]:
+    """The whole state of an optimizer, by the names of its parameters. Collective."""
+    found = adopted_of(optimizer)
+    assert isinstance(found, AdoptedOptimizer)
+    with adoption.engine_calls():
+        return found.gathered(rank0_only=rank0_only).state_dict()
 
 
 def load_whole_state_dict(of: Any, state_dict: dict[str, Any]) -> None:
     """Take over such a state dict. Collective."""
-    found = _adopted(of)
+    found = adopted_of(of)
     with adoption.engine_calls():
         if isinstance(found, AdoptedModel):
             found.gathered().load_state_dict(state_dict)
@@ -189,6 +202,7 @@ def _session() -> Any:
     return current.session
 
 
-def _adopted(of: Any) -> AdoptedModel | AdoptedOptimizer | None:
+def adopted_of(of: Any) -> AdoptedModel | AdoptedOptimizer | None:
+    """The engine's side of a module or an optimizer, once it is trained."""
     of = of.module if getattr(of, "_unipar_passes", False) else of
     return of.__dict__.get("_unipar")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -45,7 +46,12 @@ def find(real: str, name: str) -> Any:
     """
     if holds_face(f"{real}.{name}"):
         return importlib.import_module(f"{FACE}{real.removeprefix(_REAL)}.{name}")
-    return getattr(importlib.import_module(real), name)
+    found = importlib.import_module(real)
+    if not hasattr(found, name):
+        with contextlib.suppress(ModuleNotFoundError):
+            # What `import torch.utils.tensorboard` would have imported.
+            return importlib.import_module(f"{real}.{name}")
+    return getattr(found, name)
 
 
 class _Mirror(ModuleType):

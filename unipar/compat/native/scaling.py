@@ -61,6 +61,7 @@ class GradScaler:
         """Nothing."""
 
 
+ShardedGradScaler = GradScaler
 _SCALERS: weakref.WeakSet[GradScaler] = weakref.WeakSet()
 
 
