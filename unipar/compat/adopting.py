@@ -27,9 +27,11 @@ from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError
 from unipar.session import Session
+from unipar.strategy import Precision
 
 log = logging.getLogger("unipar")
-_PRECISIONS = {dtype: name for name, dtype in COMPUTE_DTYPES.items() if name != "fp32"}
+PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""What a run computes in where a script asks for these."""
 
 
 class Adoption:
@@ -164,7 +166,7 @@ class Adoption:
             asked["device"] = "cpu"
         kind = current.placement(asked.get("device", "auto")).device_type
         if torch.is_autocast_enabled(kind):
-            asked["precision"] = _PRECISIONS[torch.get_autocast_dtype(kind)]
+            asked["precision"] = PRECISIONS[torch.get_autocast_dtype(kind)]
         if isinstance(asked.get("strategy"), dict) and current.placement().size == 1:
             # Options of a wrapper that one process has no use for.
             del asked["strategy"]

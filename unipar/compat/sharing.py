@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch.utils.data import DataLoader, Sampler
 
 from unipar.compat.loaders import settings_of
 from unipar.world import World
+
+_AHEAD = 256
+"""How many batches rank 0 draws at once."""
 
 
 class SharedLoader(DataLoader):
@@ -53,13 +57,21 @@ class _Shares(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._world.data_rank, self._world.data_size
-        order = self._world.broadcast(list(self._batches) if self._world.is_main else None)
         if not self._reseeded and rank > 0:
             # Dropout must differ between ranks; the first keeps the stream of the script.
             torch.manual_seed((torch.initial_seed() + 1_000_003 * rank) % 2**63)
         self._reseeded = True
         self.counts = []
-        for batch in order:
+        for batch in self._order():
             begin, end = len(batch) * rank // size, len(batch) * (rank + 1) // size
             self.counts.append((end - begin, len(batch)))
             yield batch[begin:end] if begin < end else batch[:1]
+
+    def _order(self) -> Iterator[list[int]]:
+        """The batches as rank 0 draws them. It may draw them without end."""
+        drawn = iter(self._batches) if self._world.is_main else iter(())
+        while True:
+            told = self._world.broadcast(list(itertools.islice(drawn, _AHEAD)))
+            yield from told
+            if len(told) < _AHEAD:
+                return

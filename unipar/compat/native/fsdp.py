@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import torch.distributed.fsdp as real
 from torch import nn
 
-from unipar.compat.adopting import adoption
+from unipar.compat.adopting import PRECISIONS, adoption
 from unipar.compat.native.calls import clip_grad_norm_, load_whole_state_dict, named_state_dict
-from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 
 log = logging.getLogger("unipar")
@@ -158,9 +157,8 @@ def _taken(module: Any, kind: type, found: dict[str, Any], half: Any, options: A
             raise ConfigError(f"FSDP's {name} has no counterpart here. Leave it out.")
     known = adoption.asked.get("strategy", {})
     adoption.ask(strategy={"name": "fsdp", **(known if known.get("name") == "fsdp" else {}), **found})
-    if half is not None and half in COMPUTE_DTYPES.values():
-        names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
-        adoption.ask(precision=names[half])
+    if half in PRECISIONS:
+        adoption.ask(precision=PRECISIONS[half])
     adoption.gathers = True
     adoption.note_wrapped(module)
     module.__class__ = _class_of(kind, type(module))
