@@ -166,10 +166,10 @@ class _Module:
     """What is put before the class of a module that an engine trains."""
 
     _unipar_kind: type
+    _unipar_adoption: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from unipar.compat.adopting import adoption
-
+        adoption = self._unipar_adoption
         if adoption.inside:
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return adoption.compute(self.__dict__[_KEY], args, kwargs)
@@ -178,8 +178,7 @@ class _Module:
         self.__dict__[_KEY].zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        from unipar.compat.adopting import adoption
-
+        adoption = self._unipar_adoption
         model: AdoptedModel = self.__dict__[_KEY]
         if not model.divided or adoption.inside or args or kwargs.get("prefix"):
             return super().state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -188,8 +187,7 @@ class _Module:
             return model.gathered(rank0_only=adoption.rank0_only).state_dict()
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        from unipar.compat.adopting import adoption
-
+        adoption = self._unipar_adoption
         model: AdoptedModel = self.__dict__[_KEY]
         if not model.divided or adoption.inside:
             return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -200,13 +198,14 @@ class _Module:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and files are of the script's own class.
         kept = {k: v for k, v in self.__dict__.items() if k not in (_KEY, "__deepcopy__")}
-        return copyreg.__newobj__, (self._unipar_kind,), kept  # pyright: ignore[reportAttributeAccessIssue]
+        return copyreg._reconstructor, (self._unipar_kind, object, None), kept  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Optimizer:
     """What is put before the class of every optimizer that a script builds."""
 
     _unipar_kind: type
+    _unipar_adoption: Any
 
     def own(self: Any) -> Optimizer:
         """An optimizer of the script's class with the same groups and state, for an engine."""
@@ -219,8 +218,7 @@ class _Optimizer:
         self.__dict__[_KEY] = adopted
 
     def step(self: Any, closure: Any = None) -> Any:
-        from unipar.compat.adopting import adoption
-
+        adoption = self._unipar_adoption
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
         if adopted is not None:
             with adoption.engine_calls():
@@ -246,8 +244,7 @@ class _Optimizer:
             adopted.add_param_group(param_group)
 
     def state_dict(self: Any) -> dict[str, Any]:
-        from unipar.compat.adopting import adoption
-
+        adoption = self._unipar_adoption
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
         if adopted is None:
             return super().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
@@ -258,8 +255,7 @@ class _Optimizer:
             return adopted.export_numbered()
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        from unipar.compat.adopting import adoption
-
+        adoption = self._unipar_adoption
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
         if adopted is None:
             super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
@@ -272,7 +268,7 @@ class _Optimizer:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         state = {key: getattr(self, key) for key in _STATE}
-        return copyreg.__newobj__, (self._unipar_kind,), state  # pyright: ignore[reportAttributeAccessIssue]
+        return copyreg._reconstructor, (self._unipar_kind, object, None), state  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _named_state(state_dict: Mapping[str, Any]) -> bool:
@@ -299,20 +295,27 @@ def _of_engine(name: str) -> property:
 
 
 @functools.cache
-def model_class(kind: type, original: type) -> type:
+def model_class(kind: type, original: type, adoption: Any) -> type:
     """The class of a module whose calls go to an engine.
 
     Args:
         kind: as the strategy has made it.
         original: as the script has it.
+        adoption: what hands calls to engines.
     """
-    return _named(original, (_Module, kind), {})
+    return _named(original, (_Module, kind), {"_unipar_adoption": adoption})
 
 
 @functools.cache
-def optimizer_class(kind: type) -> type:
-    """The class of an optimizer whose steps go to an engine, once there is one."""
-    return _named(kind, (_Optimizer, kind), {name: _of_engine(name) for name in _STATE})
+def optimizer_class(kind: type, adoption: Any) -> type:
+    """The class of an optimizer whose steps go to an engine, once there is one.
+
+    Args:
+        kind: as the script has it.
+        adoption: what hands calls to engines.
+    """
+    held = {name: _of_engine(name) for name in _STATE}
+    return _named(kind, (_Optimizer, kind), {**held, "_unipar_adoption": adoption})
 
 
 def _named(original: type, bases: tuple[type, ...], added: dict[str, Any]) -> type:

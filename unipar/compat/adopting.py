@@ -70,7 +70,7 @@ class Adoption:
         """Take notice of an optimizer that has just been built."""
         if self.inside or isinstance(optimizer, AdoptedOptimizer) or hasattr(optimizer, "routed"):
             return
-        optimizer.__class__ = optimizer_class(type(optimizer))
+        optimizer.__class__ = optimizer_class(type(optimizer), self)
         self._pending.append(weakref.ref(optimizer))
         self._passed.clear()
         nn.Module.__call__ = _watched  # pyright: ignore[reportAttributeAccessIssue]
@@ -149,7 +149,7 @@ class Adoption:
             adopted.summed = optimizer in self.sums
             adopted.take_over(model, name=name, compile=compiled)
         optimizer.routed(adopted)
-        module.__class__ = model_class(type(module), kind)
+        module.__class__ = model_class(type(module), kind, self)
         module.__dict__["_unipar"] = model
         self._trained.append(weakref.ref(adopted))
         weakref.finalize(optimizer, _release, session, name)

@@ -155,6 +155,9 @@ def _taken(module: Any, kind: type, found: dict[str, Any], half: Any, options: A
     for name in _REFUSED:
         if options.get(name) is not None:
             raise ConfigError(f"FSDP's {name} has no counterpart here. Leave it out.")
+    if half not in PRECISIONS:
+        # As FSDP does, also where the script has autocast.
+        found = {**found, "param_dtype": "fp32"} if found.get("name") != "ddp" else found
     known = adoption.asked.get("strategy", {})
     adoption.ask(strategy={"name": "fsdp", **(known if known.get("name") == "fsdp" else {}), **found})
     if half in PRECISIONS:
