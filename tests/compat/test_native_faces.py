@@ -54,15 +54,11 @@ def under(program: str, strategy: str, start: list[str]) -> dict[int, list[float
     path = CORPUS / f"{program}.py"
     # What one rank alone writes is refused where all of them have a part of it.
     environ = {"UNIPAR_STRATEGY": strategy, "SAVES": "1" if strategy == "ddp" else "0"}
-    return losses_of(
-        path.parent, path.name, migrated(program), start, timeout=180, environ=environ
-    )
+    return losses_of(path.parent, path.name, migrated(program), start, timeout=180, environ=environ)
 
 
 def cases(*pairs: tuple[str, str]) -> list[object]:
-    return [
-        pytest.param(*one, marks=() if one in QUICK else pytest.mark.thorough) for one in pairs
-    ]
+    return [pytest.param(*one, marks=() if one in QUICK else pytest.mark.thorough) for one in pairs]
 
 
 @pytest.mark.parametrize(("name", "strategy"), cases(*((name, "single") for name in ALONE)))

@@ -141,13 +141,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         def name(one: Any) -> str:
             return one if isinstance(one, str) else names[one]
 
-        state = {
-            name(one): {
-                key: value.item() if isinstance(value, torch.Tensor) and not value.dim() else value
-                for key, value in values.items()
-            }
-            for one, values in stored.get("state", {}).items()
-        }
+        state = {name(one): values for one, values in stored.get("state", {}).items()}
         groups = [
             {**group, "params": [name(one) for one in group["params"]]}
             for group in stored.get("param_groups", ())

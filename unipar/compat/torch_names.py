@@ -25,10 +25,12 @@ REPLACED: dict[str, tuple[str, str]] = {
         "set_optimizer_state_dict set_state_dict",
     ),
     "torch.distributed.fsdp": (
-        f"{_NATIVE}.fsdp", "FSDPModule FullyShardedDataParallel fully_shard"
+        f"{_NATIVE}.fsdp",
+        "FSDPModule FullyShardedDataParallel fully_shard",
     ),
     "torch.distributed.fsdp.fully_sharded_data_parallel": (
-        f"{_NATIVE}.fsdp", "FullyShardedDataParallel"
+        f"{_NATIVE}.fsdp",
+        "FullyShardedDataParallel",
     ),
     "torch.distributed._composable.fsdp": (f"{_NATIVE}.fsdp", "FSDPModule fully_shard"),
     "torch.distributed.fsdp.sharded_grad_scaler": (f"{_NATIVE}.scaling", "ShardedGradScaler"),

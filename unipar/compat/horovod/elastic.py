@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from unipar.compat.horovod import calls as hvd
 from unipar.compat.run import current
 
 
@@ -40,8 +41,6 @@ class TorchState:
 
     def sync(self) -> None:
         """Give all ranks the first one's. Collective."""
-        from unipar.compat.horovod import torch as hvd
-
         if self.model is not None and self.model.__dict__.get("_unipar") is None:
             hvd.broadcast_parameters(self.model.state_dict(), 0)
         if self.optimizer is not None:

@@ -73,7 +73,9 @@ class FullyShardedDataParallel:
         if name == "NO_SHARD":
             found = {"name": "ddp"}
         elif name not in _SHARDING:
-            raise ConfigError(f"the strategy fsdp has no {name}. Use one of {', '.join(_SHARDING)}.")
+            raise ConfigError(
+                f"the strategy fsdp has no {name}. Use one of {', '.join(_SHARDING)}."
+            )
         elif name != "FULL_SHARD":
             found["sharding"] = _SHARDING[name]
         if getattr(cpu_offload, "offload_params", cpu_offload):
@@ -159,7 +161,9 @@ def _taken(module: Any, kind: type, found: dict[str, Any], half: Any, options: A
         # As FSDP does, also where the script has autocast.
         found = {**found, "param_dtype": "fp32"} if found.get("name") != "ddp" else found
     known = adoption.asked.get("strategy", {})
-    adoption.ask(strategy={"name": "fsdp", **(known if known.get("name") == "fsdp" else {}), **found})
+    adoption.ask(
+        strategy={"name": "fsdp", **(known if known.get("name") == "fsdp" else {}), **found}
+    )
     if half in PRECISIONS:
         adoption.ask(precision=PRECISIONS[half])
     adoption.gathers = True

@@ -65,7 +65,12 @@ def set_optimizer_state_dict(
 
 
 def set_state_dict(
-    model: Any, optimizers: Any, *, model_state_dict: Any, optim_state_dict: Any, options: Any = None
+    model: Any,
+    optimizers: Any,
+    *,
+    model_state_dict: Any,
+    optim_state_dict: Any,
+    options: Any = None,
 ) -> None:
     """Both. Collective."""
     set_model_state_dict(model, model_state_dict, options=options)
