@@ -103,8 +103,8 @@ class AdoptedOptimizer(PreparedOptimizer):
         """
         if self.uncleared:
             raise ConfigError(
-                "the optimizer has stepped, and gradients were not cleared since: PyTorch would add "
-                "to those of the last step, and an engine has cleared them. Call "
+                "the optimizer has stepped, and gradients were not cleared since: PyTorch would "
+                "add to those of the last step, which an engine has cleared. Call "
                 "optimizer.zero_grad() before this loss.backward(); p.grad = None is not seen."
             )
         self.backward(loss)

@@ -2,7 +2,7 @@
 
 No line of a script need name its model and optimizer: an optimizer is noted when it is built, and
 its model is the first module that is called and has all of its parameters. From that call on the
-module computes by the engine, ``loss.backward()`` goes to the engine of the model that the loss came
+module computes by the engine, ``loss.backward()`` goes to the engine of the model that it came
 from, and ``optimizer.step()`` to that engine too. What belongs to no engine stays torch's own.
 """
 
@@ -115,8 +115,8 @@ class Adoption:
         odd = isinstance(optimizer, torch.optim.LBFGS) or isinstance(module, torch.jit.ScriptModule)
         if odd and not alone:
             raise ConfigError(
-                f"{type(module).__name__} is trained by {type(optimizer).__name__}: engines train no "
-                "scripted modules, and run a model once in a step. Leave torch.jit.script out, or "
+                f"{type(module).__name__} is trained by {type(optimizer).__name__}: engines train "
+                "no scripted modules, and run a model once in a step. Leave torch.jit.script out, or "
                 "use another optimizer."
             )
         return not odd
@@ -202,9 +202,9 @@ class Adoption:
         half = current.config is not None and current.config.precision != "fp32"
         if under != half and self.scripts_precision and torch.is_grad_enabled() and model.learns:
             raise ConfigError(
-                f"this forward pass is {'' if under else 'not '}under autocast, and the first one of "
-                f"a model in this run was {'not' if under else ''}. Engines compute all forward "
-                "passes that may be trained on in one precision: use autocast around all of them."
+                f"this forward pass is under {'' if under else 'no '}autocast, and the first of the "
+                f"run was {'not' if under else 'under one'}. Engines compute all forward passes that "
+                "may be trained on in one precision: use autocast around all of them."
             )
         with contextlib.ExitStack() as stack:
             if under and not half:
@@ -250,8 +250,8 @@ class Adoption:
         if self.share is None:
             if not self._told:
                 log.warning(
-                    "no DataLoader of torch's gives this script its batches, so each of the %d ranks "
-                    "trains on all of them: results are those of one process, and no faster.", size
+                    "no DataLoader of torch's gives this script its batches, so each of the %d "
+                    "ranks trains on all of them: results are those of one process, and no faster.", size
                 )  # fmt: skip
                 self._told = True
             return loss
@@ -310,6 +310,13 @@ def start() -> None:
     """See optimizers, modules and losses from now on, until the run is closed."""
     Optimizer.__init__ = _noting  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.backward = _routed  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stop() -> None:
+    """End the run, and leave what is built from now on to torch."""
+    close()
+    Optimizer.__init__ = _init  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.backward = _backward  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def close() -> None:

@@ -128,7 +128,8 @@ def test_notes_name_the_cell_and_the_line_in_it() -> None:
 
 
 def test_what_changes_training_is_noted_in_its_cell() -> None:
-    head = "import torch\nfrom accelerate import Accelerator\na = Accelerator(gradient_accumulation_steps=2)"
+    made = "a = Accelerator(gradient_accumulation_steps=2)"
+    head = f"import torch\nfrom accelerate import Accelerator\n{made}"
     loop = CELLS[3].replace(".mean()", ".mean() / 2").replace("loss.backward()", "a.backward(loss)")
     migration = migrate(json.dumps(notebook([head, CELLS[2], loop])))
     (note,) = [one for one in migration.notes if one.kind == "training"]

@@ -123,7 +123,7 @@ def compile(model: Any = None, **options: Any) -> Any:
 
 
 def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-    """torch's; in a script that knows nothing of ranks, the first of them writes. Collective then."""
+    """torch's; in a script that knows nothing of ranks the first one writes. Collective then."""
     if adoption.aware or current.placement().size == 1:
         torch.save(obj, f, *args, **kwargs)
         return

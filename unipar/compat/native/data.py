@@ -17,7 +17,7 @@ log = logging.getLogger("unipar")
 
 
 class DataLoader(data.DataLoader):
-    """torch's. Where the script gives ranks no data of their own, batches for training are cut up."""
+    """torch's. Where the script gives ranks no data of their own, it cuts up training batches."""
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if isinstance(self, SharedLoader) or not self._is_cut():

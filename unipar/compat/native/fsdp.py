@@ -79,7 +79,7 @@ class FullyShardedDataParallel:
         elif name != "FULL_SHARD":
             found["sharding"] = _SHARDING[name]
         if getattr(cpu_offload, "offload_params", cpu_offload):
-            found["cpu_offload"] = True
+            found |= {"cpu_offload": True}
         refused = {"process_group": process_group, **options}
         half = getattr(mixed_precision, "param_dtype", None)
         return _taken(module, FullyShardedDataParallel, found, half, refused)

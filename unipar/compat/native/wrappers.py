@@ -71,8 +71,8 @@ class DistributedDataParallel(_Wrapper):
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:
             raise ConfigError(
-                f"DistributedDataParallel.{name} is DDP's own, and a strategy may be another. Leave "
-                "it out; the strategy ddp has the option `compression`."
+                f"DistributedDataParallel.{name} is DDP's own, and a strategy may be another. "
+                "Leave it out; the strategy ddp has the option `compression`."
             )
         return super().__getattr__(name)
 

@@ -111,8 +111,8 @@ def _rewrite_import(plan: Plan, source: Source, node: cst.Import, *, plain: bool
             # What follows in the name is found when it is asked for.
             plan.replace(alias, f"{FACE} as torch")
             plain = True
-        elif len(node.names) == 1 and len(getattr(line := source.parent(node), "body", ())) == 1:
-            source.remove(line)
+        elif len(node.names) == 1:
+            source.remove(node)
         else:
             plan.replace(alias, f"{FACE} as torch")
 

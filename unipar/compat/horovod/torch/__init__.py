@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from unipar.compat.horovod import elastic
-from unipar.compat.horovod.calls import (
+from unipar.compat.horovod.torch import elastic
+from unipar.compat.horovod.torch.calls import (
     Average,
     Compression,
     DistributedOptimizer,

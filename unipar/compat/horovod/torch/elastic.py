@@ -1,4 +1,4 @@
-"""``hvd.elastic`` with a number of ranks that stays: the loop runs once, and its state is shared."""
+"""``hvd.elastic`` with a number of ranks that stays: the loop runs once, from a shared state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from unipar.compat.horovod import calls as hvd
+from unipar.compat.horovod.torch import calls as hvd
 from unipar.compat.run import current
 
 
