@@ -116,8 +116,8 @@ class Adoption:
         if odd and not alone:
             raise ConfigError(
                 f"{type(module).__name__} is trained by {type(optimizer).__name__}: engines train "
-                "no scripted modules, and run a model once in a step. Leave torch.jit.script out, or "
-                "use another optimizer."
+                "no scripted modules, and run a model once in a step. Leave torch.jit.script out, "
+                "or use another optimizer."
             )
         return not odd
 
@@ -202,9 +202,9 @@ class Adoption:
         half = current.config is not None and current.config.precision != "fp32"
         if under != half and self.scripts_precision and torch.is_grad_enabled() and model.learns:
             raise ConfigError(
-                f"this forward pass is under {'' if under else 'no '}autocast, and the first of the "
-                f"run was {'not' if under else 'under one'}. Engines compute all forward passes that "
-                "may be trained on in one precision: use autocast around all of them."
+                f"this forward pass is under {'' if under else 'no '}autocast, and the first of "
+                f"the run was {'not' if under else 'under one'}. Engines compute all forward "
+                "passes that may be trained on in one precision: use autocast around all of them."
             )
         with contextlib.ExitStack() as stack:
             if under and not half:
@@ -250,9 +250,10 @@ class Adoption:
         if self.share is None:
             if not self._told:
                 log.warning(
-                    "no DataLoader of torch's gives this script its batches, so each of the %d "
-                    "ranks trains on all of them: results are those of one process, and no faster.", size
-                )  # fmt: skip
+                    "no DataLoader of torch's gives this script its batches, so each of %d ranks "
+                    "trains on all of them: results are those of one process, and no faster.",
+                    size,
+                )
                 self._told = True
             return loss
         samples, all_samples = self.share

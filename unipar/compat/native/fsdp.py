@@ -26,8 +26,8 @@ class FSDPModule:
 
     _NOTHING: ClassVar = (
         "set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward",
-        "set_reshard_after_backward", "set_reshard_after_forward", "set_modules_to_forward_prefetch",
-        "set_modules_to_backward_prefetch", "set_unshard_in_backward", "unshard", "reshard",
+        "set_reshard_after_backward", "set_reshard_after_forward", "set_unshard_in_backward",
+        "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "unshard", "reshard",
     )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
@@ -65,9 +65,11 @@ class FullyShardedDataParallel:
         ConfigError: an option has no counterpart.
     """
 
-    def __new__(cls, module: Any, process_group: Any = None, sharding_strategy: Any = None,
-                cpu_offload: Any = None, auto_wrap_policy: Any = None, backward_prefetch: Any = None,
-                mixed_precision: Any = None, **options: Any) -> Any:  # fmt: skip
+    def __new__(
+        cls, module: Any, process_group: Any = None, sharding_strategy: Any = None,
+        cpu_offload: Any = None, auto_wrap_policy: Any = None, backward_prefetch: Any = None,
+        mixed_precision: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
         found = _wrapping(auto_wrap_policy)
         name = getattr(sharding_strategy, "name", "FULL_SHARD")
         if name == "NO_SHARD":
