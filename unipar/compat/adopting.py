@@ -26,6 +26,7 @@ from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError
+from unipar.launch import detect
 from unipar.session import Session
 from unipar.strategy import Precision
 
@@ -98,7 +99,10 @@ class Adoption:
 
     def takes(self, module: nn.Module) -> bool:
         """Put a module under the strategy if it is what an optimizer updates. Collective if so."""
-        if self.inside or module in self._passed or getattr(module, "_unipar_passes", False):
+        # Before training, a model computes by itself; how training is meant is seen when it begins.
+        if self.inside or not torch.is_grad_enabled():
+            return False
+        if module in self._passed or getattr(module, "_unipar_passes", False):
             return False
         held = {id(parameter) for parameter in module.parameters()}
         pending = [one for ref in self._pending if (one := ref()) is not None]
@@ -152,7 +156,7 @@ class Adoption:
         module.__class__ = model_class(type(module), kind, self)
         module.__dict__["_unipar"] = model
         self._trained.append(weakref.ref(adopted))
-        weakref.finalize(optimizer, _release, session, name)
+        weakref.finalize(optimizer, _release, session, name).atexit = False
         self._pending = [ref for ref in self._pending if ref() not in (None, optimizer)]
         if not self._pending:
             nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
@@ -308,7 +312,11 @@ adoption = Adoption()
 
 
 def start() -> None:
-    """See optimizers, modules and losses from now on, until the run is closed."""
+    """See optimizers, modules and losses from now on, until :func:`stop`."""
+    place = detect()
+    if place is not None and place.size > 1 and torch.cuda.is_available():
+        # A script that knows nothing of ranks says "cuda".
+        torch.cuda.set_device(place.local_rank)
     Optimizer.__init__ = _noting  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.backward = _routed  # pyright: ignore[reportAttributeAccessIssue]
 

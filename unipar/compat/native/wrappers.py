@@ -11,6 +11,7 @@ from torch import nn
 
 from unipar.compat.adopting import adoption
 from unipar.compat.run import current
+from unipar.engine import broadcast_tensors
 from unipar.errors import ConfigError
 
 _OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
@@ -52,6 +53,9 @@ class DistributedDataParallel(_Wrapper):
                     f"options that the strategy ddp has are {', '.join(_OPTIONS)}."
                 )
         super().__init__(module)
+        if current.placement().size > 1:
+            with adoption.engine_calls():
+                broadcast_tensors([*module.parameters(), *module.buffers()], current.world())
         adoption.note_wrapped(module)
         asked = {name: value for name, value in options.items() if name in _OPTIONS}
         adoption.ask(strategy={**_ddp(), **asked})
