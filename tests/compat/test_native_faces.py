@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -93,3 +95,63 @@ def test_ranks_of_the_scripts_own_train_as_before(program: str, strategy: str) -
     assert proof.difference <= 1e-5
     assert sorted(proof.original) == [0, 1]
     assert all(len(set(losses)) >= 8 for losses in proof.original.values())
+
+
+ON_RANKS = """\
+import unipar.compat.torch as torch
+import unipar.compat.torch.distributed as dist
+from unipar.compat.torch import nn
+from unipar.compat.torch.nn.parallel import DistributedDataParallel as DDP
+from unipar.errors import ConfigError
+
+
+def said(call):
+    try:
+        call()
+    except ConfigError as error:
+        print(dist.get_rank(), " ".join(str(error).split()), flush=True)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+bare = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+said(lambda: bare(torch.ones(1, 3)))
+ends = [nn.Linear(3, 2), nn.Linear(2, 1)]
+both = torch.optim.SGD([p for one in ends for p in one.parameters()], lr=0.1)
+ends[1](ends[0](torch.ones(1, 3))).sum().backward()
+said(both.step)
+model = DDP(nn.Linear(3, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    said(lambda: next(model.parameters()).grad.sum())
+    optimizer.step()
+said(model.state_dict)
+said(optimizer.state_dict)
+weights = torch.whole_state_dict(model)
+assert weights["weight"].shape == (2, 3)
+state = torch.whole_state_dict(optimizer)
+assert state["state"][0]["exp_avg"].shape == (2, 3) and state["param_groups"][0]["params"] == [0, 1]
+torch.load_whole_state_dict(model, weights)
+torch.load_whole_state_dict(optimizer, state)
+print(dist.get_rank(), "sum", sum(one.sum().item() for one in weights.values()), flush=True)
+"""
+
+
+def test_what_ranks_cannot_do_by_themselves_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ON_RANKS)
+    done = subprocess.run(
+        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
+        check=False, env={**os.environ, "UNIPAR_STRATEGY": "fsdp", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in "01":
+        own = [line[2:] for line in done.stdout.splitlines() if line.startswith(f"{rank} ")]
+        assert "is not wrapped, so its replicas would drift apart. Wrap it" in own[0]
+        assert "updates no module that was called" in own[1]
+        assert any("model.state_dict() is only a part here" in line for line in own)
+        assert any("optimizer.state_dict() is only a part here" in line for line in own)
+    sums = {line.split()[2] for line in done.stdout.splitlines() if " sum " in line}
+    assert len(sums) == 1

@@ -174,11 +174,16 @@ class _Module:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         adoption = self._unipar_adoption
         model: AdoptedModel = self.__dict__[_KEY]
-        if not model.divided or adoption.inside or args or kwargs.get("prefix"):
+        if not model.divided or adoption.inside:
             return super().state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         adoption.refuse_parts("model.state_dict()")
         with adoption.engine_calls():
-            return model.gathered(rank0_only=adoption.rank0_only).state_dict()
+            found = model.gathered(rank0_only=adoption.rank0_only).state_dict()
+        # A module around it hands these on.
+        given = kwargs.get("destination")
+        given = {} if given is None else given
+        given.update({f"{kwargs.get('prefix', '')}{name}": one for name, one in found.items()})
+        return given
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         adoption = self._unipar_adoption

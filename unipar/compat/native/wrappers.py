@@ -37,6 +37,12 @@ class _Wrapper(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.module.zero_grad(set_to_none)
 
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if not all(name.startswith("module.") for name in state_dict):
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        own = {name.removeprefix("module."): one for name, one in state_dict.items()}
+        return self.module.load_state_dict(own, *args, **kwargs)
+
 
 class DistributedDataParallel(_Wrapper):
     """torch's: its options are those of the strategy ``ddp``, if the run has it.
