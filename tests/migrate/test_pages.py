@@ -38,13 +38,17 @@ def examples(dialect: str) -> tuple[str, str, str]:
     """A page's script before and after, and its settings."""
     page = (PAGES / f"{dialect}.md").read_text()
     before, after = fences(page, "py")
-    if dialect == "accelerate":
+    configs = fences(page, "yaml")
+    if not configs:
         # The lines that change, and no other.
-        changed = iter(after.splitlines(keepends=True))
+        changed = after.splitlines(keepends=True)
+        names = [line.replace("unipar.compat.", "").split(" as ")[0].strip() for line in changed]
         lines = before.splitlines(keepends=True)
-        after = "".join(next(changed) if "from accelerate" in line else line for line in lines)
-        return before, after, "{}"
-    (config,) = fences(page, "yaml")
+        places = [i for i, line in enumerate(lines) if line.split(" as ")[0].strip() in names]
+        for place, line in zip(places, changed, strict=True):
+            lines[place] = line
+        return before, "".join(lines), "{}"
+    (config,) = configs
     return before, after, config
 
 

@@ -20,7 +20,6 @@ Switch = Parameter(negative="")
 Framework = Literal[
     "auto", "torch", "ddp", "fsdp", "horovod", "deepspeed", "accelerate", "colossalai", "fabric"
 ]
-Target = Literal["loop", "fit"]
 REFUSED, REMAINS, DIFFERS = 2, 1, 1
 
 
@@ -35,7 +34,6 @@ def migrate(
     check: Annotated[bool, Switch] = False,
     report: Path | None = None,
     from_: Annotated[Framework, Parameter(name="--from")] = "auto",
-    to: Target = "loop",
     verify: Annotated[bool, Switch] = False,
     args: str = "",
     script: str | None = None,
@@ -57,7 +55,6 @@ def migrate(
         check: write nothing; exit code 1 where something is to be migrated.
         report: file for a report in Markdown.
         from_: what the script is written for.
-        to: loop keeps the script's loop; fit folds one that is simple enough into unipar.fit.
         verify: run the original and the migrated script, and compare their losses; where they
             differ, nothing is written and the exit code is 1. The code of a notebook is run as a
             script, without its magics.
@@ -77,7 +74,7 @@ def migrate(
     from unipar.migrate.writing import plan_output, read, write
 
     program = read(paths)
-    migrations = migrate_files(program.files, dialect=from_, settings=program.settings, to=to)
+    migrations = migrate_files(program.files, dialect=from_, settings=program.settings)
     for note in all_notes(migrations):
         print(note)
     refused = any(one.refused for one in migrations.values())
@@ -93,7 +90,7 @@ def migrate(
     if diff and changed:
         print(diff_of(program.files, migrations), end="")
     if verify and changed:
-        proof = _prove(program, migrations, script, args, steps, processes, in_order=to == "fit")
+        proof = _prove(program, migrations, script, args, steps, processes)
     differs = proof is not None and not proof.agrees
     if found is not None and (force or not differs):
         for path in write(found):
@@ -118,7 +115,7 @@ def _check_installed() -> None:
 
 def _prove(
     program: Program, migrations: Mapping[str, Migration], script: str | None, args: str,
-    steps: int, processes: int, *, in_order: bool,
+    steps: int, processes: int,
 ) -> Proof:  # fmt: skip
     from unipar.migrate.report import losses
     from unipar.migrate.verify import verify
@@ -142,10 +139,7 @@ def _prove(
         arguments=shlex.split(args),
         steps=steps,
         processes=processes,
-        in_order=in_order,
     )
-    if in_order:
-        print("Both read their data in the order in which it is, for fit shuffles by itself.")
     print(losses(proof))
     return proof
 

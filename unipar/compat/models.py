@@ -201,6 +201,11 @@ def _refuse_untrained(gradient: torch.Tensor) -> None:
     )
 
 
+def marks_output(node: Any) -> bool:
+    """Whether a node of a graph is the output of a model, as :func:`led_to` finds it."""
+    return _LEADS_TO in node.metadata
+
+
 def led_to(tensors: Iterable[torch.Tensor]) -> tuple[Training, ...]:
     """What trains the models that these tensors were computed by.
 

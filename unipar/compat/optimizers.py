@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.compat.models import PreparedModel, Training
+from unipar.compat.models import PreparedModel, Training, led_to
 from unipar.compat.norms import StepNorm
 from unipar.compat.run import own_randomness
 from unipar.engine import StepEngine
@@ -253,3 +253,33 @@ class PreparedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
+
+
+Chosen = TypeVar("Chosen", bound=PreparedOptimizer)
+
+
+def trained_by(loss: torch.Tensor, trained: Sequence[Chosen]) -> Chosen:
+    """The optimizer whose model a loss is to train.
+
+    Args:
+        loss: computed by models of some of them.
+        trained: those that engines step.
+
+    Raises:
+        ConfigError: none of them trains a model that the loss came from.
+    """
+    led = led_to([loss])
+    found = [one for training in led for one in trained if one.training is training]
+    if not found:
+        raise ConfigError(
+            "this loss was computed by no model whose optimizer is prepared. Prepare the model "
+            "and its optimizer, and call the model that prepare gives back."
+        )
+    # A GAN's loss of its generator goes through the critic, which only its own loss is to
+    # train: the script clears the gradients of the one that it trains, or that comes first.
+    cleared = [one for one in found if one.cleared]
+    chosen = cleared[0] if len(cleared) == 1 else found[0]
+    for one in trained:
+        one.cleared = False
+        one.strayed |= one in found and one is not chosen
+    return chosen

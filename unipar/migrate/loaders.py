@@ -2,55 +2,13 @@
 
 from __future__ import annotations
 
-import libcst as cst
-
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
-from unipar.migrate.source import Source
 
 LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 SAMPLER = (
     "torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler"
 )  # fmt: skip
-
-
-def split_loaders(plan: Plan) -> set[cst.Call]:
-    """Let each rank have its share of the batches that the script trains on.
-
-    Returns:
-        The calls that build the loaders of these.
-    """
-    training = _training_functions(plan)
-    split: set[cst.Call] = set()
-    for source in plan.sources:
-        for loop in source.all(cst.For):
-            if not _trains(plan, source, loop, training):
-                continue
-            for one in plan.flow.values(loop.iter):
-                if one.name in LOADER and isinstance(one.node, cst.Call):
-                    split.add(one.node)
-    for _, call in plan.calls(*LOADER):
-        if call in split:
-            plan.replace(call, "script.split(", call, ")")
-    for source in plan.sources:
-        for call in source.all(cst.Call):
-            if split and constant(argument(call, None, "reduction")) == "sum":
-                plan.tell(
-                    call,
-                    "if this is trained on, its gradient on n processes is about 1/n of what it is "
-                    "on one: ranks are averaged, as is right for means.",
-                    "Use a mean, or stay on one process.",
-                )
-    if not split and plan.optimizers:
-        node = next(iter(plan.optimizers)).node
-        if node is not None:
-            plan.tell(
-                node,
-                "no DataLoader is seen that training goes over: on several processes each "
-                "computes the same batches.",
-                "Iterate over a DataLoader to divide the work.",
-            )
-    return split
 
 
 def rewrite_samplers(plan: Plan) -> None:
@@ -82,32 +40,3 @@ def rewrite_samplers(plan: Plan) -> None:
             )  # fmt: skip
         if constant(argument(call, None, "drop_last")) is True:
             plan.tell(call, "drop_last leaves samples out of each epoch, as before.")
-
-
-def _training_functions(plan: Plan) -> set[cst.CSTNode]:
-    """The functions that run a backward pass, themselves or through others."""
-    found: set[cst.CSTNode] = {
-        source.function(call) for source, call, _ in plan.methods("backward")
-    }
-    found = {one for one in found if isinstance(one, cst.FunctionDef)}
-    while True:
-        more = {
-            source.function(call)
-            for source in plan.sources
-            for call in source.all(cst.Call)
-            if any(one in found for one in plan.flow.functions(call.func))
-        }
-        more = {one for one in more if isinstance(one, cst.FunctionDef)}
-        if more <= found:
-            return found
-        found |= more
-
-
-def _trains(plan: Plan, source: Source, loop: cst.For, training: set[cst.CSTNode]) -> bool:
-    for call in source.all(cst.Call):
-        if loop not in source.loops(call):
-            continue
-        named = isinstance(call.func, cst.Attribute) and call.func.attr.value == "backward"
-        if named or any(one in training for one in plan.flow.functions(call.func)):
-            return True
-    return False

@@ -14,8 +14,6 @@ from unipar.migrate.precision import SCALER
 from unipar.migrate.source import Function, Source
 
 # What the names of functions and classes that build schedulers begin with.
-SCHEDULERS = ("torch.optim.lr_scheduler.", "transformers.get_", "transformers.optimization.get_")
-_OTHER_STEPS = ("torch.optim.lr_scheduler.", "torch.profiler.", "torch.optim.swa_utils.")
 
 
 @dataclass(frozen=True)

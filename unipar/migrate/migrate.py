@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from unipar.errors import ConfigError
 from unipar.migrate.migrated_files import done, module_of
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from unipar.migrate.dialects import Dialect
     from unipar.migrate.plan import Plan
 
-Target = Literal["loop", "fit"]
-
 
 def migrate_source(
     source: str,
@@ -27,7 +25,6 @@ def migrate_source(
     dialect: str = "auto",
     file: str = "script.py",
     settings: Mapping[str, str] | None = None,
-    to: Target = "loop",
 ) -> Migration:
     """Rewrite one training script or notebook, without running it.
 
@@ -36,12 +33,11 @@ def migrate_source(
         dialect: what it is written for; ``auto`` finds out.
         file: its name, for messages; one that ends in ``.ipynb`` is a notebook's.
         settings: see :func:`migrate_files`.
-        to: likewise.
 
     Raises:
         ConfigError: it has a syntax error, or there is no such dialect.
     """
-    return migrate_files({file: source}, dialect=dialect, settings=settings, to=to)[file]
+    return migrate_files({file: source}, dialect=dialect, settings=settings)[file]
 
 
 def migrate_files(
@@ -49,7 +45,6 @@ def migrate_files(
     *,
     dialect: str = "auto",
     settings: Mapping[str, str] | None = None,
-    to: Target = "loop",
 ) -> dict[str, Migration]:
     """Rewrite a script of several files together, without running any.
 
@@ -60,7 +55,6 @@ def migrate_files(
         dialect: what they are written for; ``auto`` finds out.
         settings: the text of JSON and YAML files beside them, by paths likewise, for the
             frameworks whose settings stand in such.
-        to: ``loop`` keeps the script's loop; ``fit`` folds it into ``unipar.fit``.
 
     Raises:
         ConfigError: one has a syntax error, or there is no such dialect.
@@ -68,7 +62,7 @@ def migrate_files(
     _check_dialect(dialect)
     notebooks = {name: Notebook(name, files[name]) for name in files if name.endswith(SUFFIX)}
     scripts = {**files, **{name: one.script for name, one in notebooks.items()}}
-    migrations = _migrate_scripts(scripts, dialect, settings or {}, to)
+    migrations = _migrate_scripts(scripts, dialect, settings or {})
     for name, notebook in notebooks.items():
         migrations[name] = _in_cells(notebook, files[name], migrations[name])
     return migrations
@@ -85,7 +79,7 @@ def _in_cells(notebook: Notebook, text: str, one: Migration) -> Migration:
 
 
 def _migrate_scripts(
-    files: Mapping[str, str], dialect: str, settings: Mapping[str, str], to: Target
+    files: Mapping[str, str], dialect: str, settings: Mapping[str, str]
 ) -> dict[str, Migration]:
     trees = {name: _parsed(name, text) for name, text in files.items()}
     alone = {name: Migration(text) for name, text in files.items()}
@@ -94,7 +88,7 @@ def _migrate_scripts(
     if not any(_mentions(trees[name]) for name in read):
         return alone
     try:
-        return {**alone, **_migrate(read, dialect, settings, to)}
+        return {**alone, **_migrate(read, dialect, settings)}
     except RecursionError:
         name = max(read, key=lambda one: len(read[one]))
         note = Note(name, 1, "refused", name, "it nests too deeply to be read.", "Split it up.")
@@ -110,7 +104,7 @@ def _check_dialect(name: str) -> None:
 
 
 def _migrate(
-    files: Mapping[str, str], wanted: str, settings: Mapping[str, str], to: Target
+    files: Mapping[str, str], wanted: str, settings: Mapping[str, str]
 ) -> dict[str, Migration]:
     import libcst as cst
 
@@ -137,15 +131,9 @@ def _migrate(
             return {name: Migration(text, notes=(note,))}
     plan = Plan(sources, settings)
     dialect = _dialect(plan, wanted)
-    if to == "fit":
-        from unipar.migrate.fit import fold
-
-        fold(plan, dialect)
-    else:
-        dialect.rewrite(plan)
+    dialect.rewrite(plan)
     if any(source.edits for source in plan.sources):
-        if to == "loop":
-            tell_of_lone_ranks(plan, dialect.engines)
+        tell_of_lone_ranks(plan, dialect.engines)
         plan.check_names()
         plan.finish()
     notes = sorted(set(plan.notes))

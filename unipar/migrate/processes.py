@@ -13,25 +13,6 @@ from unipar.migrate.tree import inside
 
 INIT = ("torch.distributed.init_process_group",
         "torch.distributed.distributed_c10d.init_process_group")  # fmt: skip
-_SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
-
-
-def rewrite_spawn(plan: Plan) -> bool:
-    """Start processes through the run.
-
-    Returns:
-        Whether the script starts its processes itself.
-    """
-    spawned = False
-    for source, call in plan.calls(*_SPAWN):
-        join = argument(call, 3, "join")
-        if source.statement(call) is None or (join is not None and constant(join) is not True):
-            plan.refuse(call, "the processes are not waited for.", "Leave join out.")
-        plan.replace(call.func, "script.spawn")
-        spawned = True
-    for _, call in plan.calls("torch.multiprocessing.Process", "multiprocessing.Process"):
-        plan.refuse(call, "processes are started one by one.", "Use torchrun, or mp.spawn.")
-    return spawned
 
 
 def rewrite_group(plan: Plan, *, spawned: bool) -> bool:

@@ -9,7 +9,6 @@ import libcst as cst
 from unipar.migrate.loaders import LOADER
 from unipar.migrate.models import optimizers_of
 from unipar.migrate.plan import Plan
-from unipar.migrate.precision import SCALER
 from unipar.migrate.processes import tells_rank
 from unipar.migrate.source import Source
 from unipar.migrate.tracing import bindings, given_to
@@ -263,36 +262,6 @@ def _is_counted(source: Source, node: cst.BaseExpression) -> bool:
     return any(
         isinstance(one, cst.Call) and source.code(one.func) == "enumerate" for one in inside(node)
     )
-
-
-def refuse_parting(plan: Plan, shared: Collection[cst.Call]) -> None:
-    """Refuse what ranks do together under tests that each of them decides for itself.
-
-    For scripts of one device, which have not thought of ranks.
-
-    Args:
-        plan: the program.
-        shared: the calls that build loaders of which each rank will have a share.
-    """
-    parting = Parting(plan, shared, ranks=False)
-    for _, call in plan.calls("torch.save"):
-        parting.refuse(call, "on several ranks all of them wait here until the file is written")
-    for _, call, func in plan.methods("backward"):
-        if not plan.flow.functions(func):
-            parting.refuse(call, "on several ranks all of them compute gradients together")
-    for _, call, func in plan.methods("step"):
-        given = plan.flow.values(func.value)
-        if optimizers_of(given) or plan.made_by(given, *SCALER):
-            parting.refuse(call, "on several ranks all of them step together")
-        elif any(one.name.startswith("torch.optim.lr_scheduler.") for one in given):
-            for one in call.args:
-                why = parting.differs(one.value)
-                if why is not None:
-                    plan.refuse(
-                        call, f"on several ranks it would get another value on each: {why}. "
-                        "Their learning rates would part.",
-                        "Give it a figure over all of the validation data.",
-                    )  # fmt: skip
 
 
 def refuse_lone_saves(plan: Plan, names: Collection[str], *owners: str) -> None:

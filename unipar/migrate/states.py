@@ -18,9 +18,3 @@ def rewrite_states(plan: Plan) -> None:
     for _, call, func in plan.methods("save_pretrained"):
         if plan.flow.values(func.value) & plan.models and not argument(call, None, "state_dict"):
             plan.replace(func.value, "script.whole(", func.value, ")")
-
-
-def rewrite_saves(plan: Plan) -> None:
-    """Let one process write what the single one of the script wrote."""
-    for _, call in plan.calls("torch.save"):
-        plan.replace(call.func, "script.save")

@@ -83,7 +83,6 @@ def verify(
     seed: int = 0,
     timeout: float = 600.0,
     environ: Mapping[str, str] | None = None,
-    in_order: bool = False,
 ) -> Proof:
     """Run a script as it is under its own launcher, then migrated under unipar.
 
@@ -101,21 +100,18 @@ def verify(
         seed: of the generators, in both.
         timeout: seconds for each run.
         environ: more variables for the migrated run.
-        in_order: whether both read shuffled data in the order in which it is, as is needed to
-            compare with ``fit``, which shuffles in an order of its own.
 
     Raises:
         ConfigError: a run fails or computes no loss, or no loss of either is a number other than
             zero.
     """
-    ordered = {"UNIPAR_CAPTURE_IN_ORDER": "1", "UNIPAR_SHUFFLE": "false"} if in_order else {}
     where = {"arguments": arguments, "steps": steps, "seed": seed, "timeout": timeout}
     start = command(launcher, processes)
-    original = losses_of(root, script, {}, start, name="original", environ=ordered, **where)
+    original = losses_of(root, script, {}, start, name="original", **where)
     files = {**migrated, (PurePosixPath(script).parent / "unipar.yaml").as_posix(): config}
     proof = Proof(
         original,
-        losses_of(root, script, files, start, environ={**ordered, **(environ or {})}, **where),
+        losses_of(root, script, files, start, environ=environ, **where),
     )
     if not proof.shows:
         raise ConfigError(

@@ -22,7 +22,7 @@ for step in range(12):
     loss.backward()
     opt.step()
 """
-CONFIG = "strategy: auto\ndevice: cpu\n"
+FACED = "import unipar.compat.torch as torch"
 
 
 @pytest.fixture
@@ -42,8 +42,9 @@ def commit(script: Path) -> None:
 def test_the_result_goes_beside_the_original(script: Path) -> None:
     assert main(["migrate", str(script)]) == 0
     assert script.read_text() == SCRIPT
-    assert "script.backward(loss, opt)" in script.with_name("train_unipar.py").read_text()
-    assert script.with_name("unipar.yaml").read_text().endswith(CONFIG)
+    written = script.with_name("train_unipar.py").read_text()
+    assert written == SCRIPT.replace("import torch", FACED)
+    assert script.with_name("unipar.yaml").exists()
 
 
 def test_what_is_there_is_not_written_over(
@@ -54,13 +55,13 @@ def test_what_is_there_is_not_written_over(
     assert "is there already. Pass --force" in capsys.readouterr().err
     assert not script.with_name("train_unipar.py").exists()
     assert main(["migrate", str(script), "--force"]) == 0
-    assert script.with_name("unipar.yaml").read_text().endswith(CONFIG)
+    assert "fsdp" not in script.with_name("unipar.yaml").read_text()
 
 
 def test_check_and_diff_write_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", str(script), "--check"]) == 1
     assert main(["migrate", str(script), "--diff"]) == 0
-    assert "\n-    loss.backward()\n" in capsys.readouterr().out
+    assert "\n-import torch\n" in capsys.readouterr().out
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
 
@@ -76,7 +77,7 @@ def test_in_place_wants_a_clean_tree_and_keeps_the_original(
     script.write_text(SCRIPT)
     assert main(["migrate", str(script), "--in-place"]) == 0
     assert script.with_name("train.py.orig").read_text() == SCRIPT
-    assert "script.engine(opt).step()" in script.read_text()
+    assert FACED in script.read_text()
     assert main(["migrate", str(script), "--check"]) == 0
     assert "Nothing is to be migrated." in capsys.readouterr().out
 
@@ -84,11 +85,11 @@ def test_in_place_wants_a_clean_tree_and_keeps_the_original(
 def test_a_refused_script_is_left_alone_and_reported(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script.write_text(SCRIPT.replace("backward()", "backward(retain_graph=True)"))
+    script.write_text(f"from horovod.torch import Adasum\n{SCRIPT}")
     report = script.with_name("report.md")
     assert main(["migrate", str(script), "--report", str(report)]) == 2
-    assert "train.py:7: refused: loss.backward(retain_graph=True): " in capsys.readouterr().out
-    assert "| train.py:7 | `loss.backward(retain_graph=True)` |" in report.read_text()
+    assert "train.py:1: refused: Adasum: the face has no Adasum. " in capsys.readouterr().out
+    assert "| train.py:1 | `Adasum` |" in report.read_text()
     assert sorted(path.name for path in script.parent.iterdir()) == ["report.md", "train.py"]
 
 
@@ -100,9 +101,8 @@ def test_a_directory_is_migrated_together(tmp_path: Path) -> None:
     (root / "run.py").write_text(f"import torch\nfrom parts import model, opt\nfor step{tail}")
     assert main(["migrate", str(root)]) == 0
     written = tmp_path / "program_unipar"
-    assert "script.prepare(model" in (written / "parts.py").read_text()
-    assert "script.engine(model)(torch.randn(4, 2))" in (written / "run.py").read_text()
-    assert (written / "unipar.yaml").read_text().endswith(CONFIG)
+    assert FACED in (written / "parts.py").read_text()
+    assert FACED in (written / "run.py").read_text()
 
 
 def test_a_syntax_error_is_reported(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,8 +66,6 @@ def _record(torch):
     _SUMS.losses = losses
     torch.Tensor.backward = recording
     _note_scale(torch.amp.GradScaler, "scale", lambda scaler: scaler.get_scale())
-    if "UNIPAR_CAPTURE_IN_ORDER" in os.environ:
-        torch.utils.data.RandomSampler.__iter__ = lambda self: iter(range(len(self)))
     # Seen with torch 2.13: a gloo thread that lets go of a tensor while the interpreter ends aborts
     # the process. Scripts whose last act is a collective end so now and then; with a moment
     # without the GIL the thread is done before.

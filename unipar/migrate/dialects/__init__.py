@@ -5,12 +5,10 @@ from __future__ import annotations
 from unipar.migrate.dialects.accelerate import Accelerate
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.dialects.colossalai import ColossalAI
-from unipar.migrate.dialects.ddp import Ddp
 from unipar.migrate.dialects.deepspeed import DeepSpeed
 from unipar.migrate.dialects.fabric import Fabric
-from unipar.migrate.dialects.fsdp import Fsdp
 from unipar.migrate.dialects.horovod import Horovod
-from unipar.migrate.dialects.torch import Torch
+from unipar.migrate.dialects.native import Ddp, Fsdp, Torch
 
 DIALECTS: tuple[Dialect, ...] = (
     Fabric(),

@@ -1,23 +1,19 @@
-"""Plain PyTorch on one device."""
+"""A loop by PyTorch's own calls, rewritten for the frameworks that have no face yet."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 from unipar.migrate.averages import warn_of_means
 from unipar.migrate.clipping import drop_clipping
 from unipar.migrate.devices import rewrite_devices
-from unipar.migrate.dialects.base import Dialect, Row
+from unipar.migrate.dialects.base import Row
 from unipar.migrate.divisions import warn_of_divisions
 from unipar.migrate.dropping import warn_of_dropped
-from unipar.migrate.loaders import split_loaders
 from unipar.migrate.loop import TrainingLoop
-from unipar.migrate.models import find_optimizers, rewrite_calls, rewrite_optimizers
+from unipar.migrate.models import rewrite_calls, rewrite_optimizers
 from unipar.migrate.plan import Plan
 from unipar.migrate.precision import rewrite_precision
-from unipar.migrate.rank_divergence import refuse_parting
 from unipar.migrate.refusals import REFUSED, refuse_around
-from unipar.migrate.states import rewrite_saves, rewrite_states
+from unipar.migrate.states import rewrite_states
 from unipar.migrate.zeroing import drop_zero_grads
 
 LOOP_ROWS = (
@@ -71,41 +67,6 @@ LOOP_REFUSED = (
     Row("clip before scaler.unscale_()", "It clips to max_norm / 65536. Unscale first."),
     *(Row(name, f"{why[0].upper()}{why[1:]} {todo}") for name, (why, todo) in REFUSED.items()),
 )  # fmt: skip
-
-
-class Torch(Dialect):
-    """A script that trains on one device."""
-
-    name: ClassVar[str] = "torch"
-    title: ClassVar[str] = "plain PyTorch"
-    marks: ClassVar[tuple[str, ...]] = ("torch.",)
-    rows: ClassVar[tuple[Row, ...]] = (
-        *LOOP_ROWS,
-        NORM_ROW,
-        Row("DataLoader(...) that is trained on", "script.split(DataLoader(...))"),
-        Row("torch.save(state, path)", "script.save(state, path), which rank 0 does"),
-    )
-
-    refused: ClassVar[tuple[Row, ...]] = (
-        Row("if train_loss < best: torch.save(state, path)",
-            "On several ranks each has a loss of its own share, and some would wait for the others "
-            "for ever. Decide by the number of steps, or by a figure over the validation data."),
-        Row("if loss.isnan(): continue", "Likewise: gradients are computed by all ranks together."),
-        Row("scheduler.step(train_loss)",
-            "On several ranks learning rates would part. Give it a figure over the validation "
-            "data."),
-        *LOOP_REFUSED,
-    )  # fmt: skip
-
-    def rewrite(self, plan: Plan) -> None:
-        find_optimizers(plan)
-        if not check_trains(plan):
-            return
-        plan.config["strategy"] = "auto"
-        rewrite_training(plan, wrapped=False)
-        shared = split_loaders(plan)
-        rewrite_saves(plan)
-        refuse_parting(plan, shared)
 
 
 def rewrite_training(plan: Plan, *, wrapped: bool) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.utils.data import DataLoader
 
+from unipar.compat.sharing import SharedLoader
 from unipar.errors import ConfigError
 from unipar.migrated.script.run import current, world
-from unipar.migrated.script.sharing import SharedLoader
 
 
 def split(loader: DataLoader) -> DataLoader:

@@ -1,0 +1,157 @@
+"""Scripts that train by PyTorch's and Horovod's calls train the same when their imports change."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unipar.migrate import migrate_files
+from unipar.migrate.launchers import command
+from unipar.migrate.verify import Proof, losses_of
+
+# A script does the same however its interpreter has begun.
+pytestmark = [
+    pytest.mark.usefixtures("forked_programs"), pytest.mark.slow, pytest.mark.timeout(400),
+]  # fmt: skip
+
+CORPUS = Path(__file__).parent / "corpus"
+TORCHRUN = command("torchrun", 2)
+HOROVODRUN = command("horovodrun", 2)
+PYTHON = [sys.executable]
+ALONE = ("amp_recipe", "dcgan", "mingpt", "mnist", "vae", "word_language_model")
+STARTS = {
+    "torch/imagenet": PYTHON, "torch/multigpu_torchrun": TORCHRUN, "torch/nanogpt": TORCHRUN,
+    "horovod/elastic": HOROVODRUN, "horovod/imagenet": HOROVODRUN, "horovod/mnist": HOROVODRUN,
+    "horovod/synthetic_benchmark": HOROVODRUN,
+}  # fmt: skip
+"""Programs of several ranks, and what starts them; one starts its ranks itself."""
+
+# A class of its own with an endless sampler; ranks of a script's own, with half precision where
+# variables say so; Horovod's collectives.
+QUICK = {("mingpt", "single"), ("torch/nanogpt", "fsdp"), ("horovod/mnist", "zero2")}
+
+
+def migrated(program: str) -> dict[str, str]:
+    path = CORPUS / f"{program}.py"
+    found = migrate_files({path.name: path.read_text()})[path.name]
+    assert not found.notes
+    pairs = zip(path.read_text().splitlines(), found.code.splitlines(), strict=False)
+    changed = [after for before, after in pairs if before != after and "unipar.compat" in after]
+    assert changed
+    return {path.name: found.code}
+
+
+@functools.cache
+def original(program: str, start: tuple[str, ...]) -> dict[int, list[float]]:
+    path = CORPUS / f"{program}.py"
+    return losses_of(path.parent, path.name, {}, list(start), name="original", timeout=180)
+
+
+def under(program: str, strategy: str, start: list[str]) -> dict[int, list[float]]:
+    path = CORPUS / f"{program}.py"
+    # What one rank alone writes is refused where all of them have a part of it.
+    environ = {"UNIPAR_STRATEGY": strategy, "SAVES": "1" if strategy == "ddp" else "0"}
+    return losses_of(path.parent, path.name, migrated(program), start, timeout=180, environ=environ)
+
+
+def cases(*pairs: tuple[str, str]) -> list[object]:
+    return [pytest.param(*one, marks=() if one in QUICK else pytest.mark.thorough) for one in pairs]
+
+
+@pytest.mark.parametrize(("name", "strategy"), cases(*((name, "single") for name in ALONE)))
+def test_one_process_trains_as_before(name: str, strategy: str) -> None:
+    program = f"torch/{name}"
+    proof = Proof(original(program, tuple(PYTHON)), under(program, strategy, PYTHON))
+    assert proof.difference <= 1e-6
+    assert all(len(set(losses)) >= 8 for losses in proof.original.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    cases(*((name, s) for name in ("mingpt", "mnist", "vae") for s in ("ddp", "fsdp", "zero2"))),
+)
+def test_ranks_share_what_was_one_process_s(name: str, strategy: str) -> None:
+    program = f"torch/{name}"
+    alone = original(program, tuple(PYTHON))[0]
+    both = under(program, strategy, TORCHRUN)
+    means = [(a + b) / 2 for a, b in zip(both[0], both[1], strict=True)]
+    assert means[:10] == pytest.approx(alone[:10], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("program", "strategy"),
+    cases(*((program, s) for program in STARTS for s in ("ddp", "fsdp", "zero2"))),
+)
+def test_ranks_of_the_scripts_own_train_as_before(program: str, strategy: str) -> None:
+    if program.startswith("horovod/"):
+        pytest.importorskip("horovod")
+    start = STARTS[program]
+    proof = Proof(original(program, tuple(start)), under(program, strategy, start))
+    assert proof.difference <= 1e-5
+    assert sorted(proof.original) == [0, 1]
+    assert all(len(set(losses)) >= 8 for losses in proof.original.values())
+
+
+ON_RANKS = """\
+import unipar.compat.torch as torch
+import unipar.compat.torch.distributed as dist
+from unipar.compat.torch import nn
+from unipar.compat.torch.nn.parallel import DistributedDataParallel as DDP
+from unipar.errors import ConfigError
+
+
+def said(call):
+    try:
+        call()
+    except ConfigError as error:
+        print(dist.get_rank(), " ".join(str(error).split()), flush=True)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+bare = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
+said(lambda: bare(torch.ones(1, 3)))
+ends = [nn.Linear(3, 2), nn.Linear(2, 1)]
+both = torch.optim.SGD([p for one in ends for p in one.parameters()], lr=0.1)
+ends[1](ends[0](torch.ones(1, 3))).sum().backward()
+said(both.step)
+model = DDP(nn.Linear(3, 2))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    said(lambda: next(model.parameters()).grad.sum())
+    optimizer.step()
+said(model.state_dict)
+said(optimizer.state_dict)
+weights = torch.whole_state_dict(model)
+assert weights["weight"].shape == (2, 3)
+state = torch.whole_state_dict(optimizer)
+assert state["state"][0]["exp_avg"].shape == (2, 3) and state["param_groups"][0]["params"] == [0, 1]
+torch.load_whole_state_dict(model, weights)
+torch.load_whole_state_dict(optimizer, state)
+print(dist.get_rank(), "sum", sum(one.sum().item() for one in weights.values()), flush=True)
+"""
+
+
+def test_what_ranks_cannot_do_by_themselves_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ON_RANKS)
+    done = subprocess.run(
+        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
+        check=False, env={**os.environ, "UNIPAR_STRATEGY": "fsdp", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in "01":
+        own = [line[2:] for line in done.stdout.splitlines() if line.startswith(f"{rank} ")]
+        assert "is not wrapped, so its replicas would drift apart. Wrap it" in own[0]
+        assert "updates no module that was called" in own[1]
+        assert any("model.state_dict() is only a part here" in line for line in own)
+        assert any("optimizer.state_dict() is only a part here" in line for line in own)
+    sums = {line.split()[2] for line in done.stdout.splitlines() if " sum " in line}
+    assert len(sums) == 1

@@ -1,0 +1,262 @@
+"""The faces of PyTorch and Horovod have the real names, and say what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unipar.compat import adopting
+from unipar.compat.horovod_names import HOROVOD
+from unipar.compat.reductions import refuse_inexact
+from unipar.compat.torch_names import FACE, REPLACED, holds_face
+from unipar.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def seen() -> Iterator[None]:
+    """What a script builds is seen, and afterwards torch is as it was."""
+    importlib.import_module(FACE)
+    adopting.start()
+    yield
+    adopting.stop()
+
+
+def trained(**asked: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, **asked)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", REPLACED)
+def test_all_names_but_those_replaced_are_torchs(module: str) -> None:
+    real = importlib.import_module(module)
+    face = importlib.import_module(FACE + module.removeprefix("torch"))
+    own = set(REPLACED[module][1].split())
+    for name in own:
+        assert hasattr(real, name), f"{module}.{name} is none of torch's"
+        assert getattr(face, name) is not getattr(real, name)
+    for name in set(vars(real)) - own:
+        if not name.startswith("__") and not isinstance(getattr(real, name), ModuleType):
+            assert getattr(face, name) is getattr(real, name), name
+    below = [name for name in vars(real) if holds_face(f"{module}.{name}")]
+    assert all(getattr(face, name).__name__.startswith(FACE) for name in below)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.nn.parallel.DistributedDataParallel", "torch.distributed.init_process_group",
+        "torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_value_",
+        "torch.distributed.fsdp.FullyShardedDataParallel", "torch.distributed.fsdp.fully_shard",
+        "torch.distributed.checkpoint.state_dict.get_model_state_dict",
+        "torch.distributed.checkpoint.state_dict.set_state_dict", "torch.amp.GradScaler",
+        "torch.save",
+    ],
+)  # fmt: skip
+def test_what_replaces_a_name_takes_its_arguments(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    real = getattr(importlib.import_module(module), last)
+    face = getattr(importlib.import_module(FACE + module.removeprefix("torch")), last)
+    wanted = inspect.signature(real).parameters
+    call = face.__new__ if last.startswith("Fully") else face
+    own = inspect.signature(call).parameters
+    loose = any(one.kind is one.VAR_KEYWORD for one in own.values())
+    assert loose or set(wanted) <= set(own)
+    positional = [
+        n for n, one in own.items() if one.kind is one.POSITIONAL_OR_KEYWORD and n != "cls"
+    ]
+    expected = [n for n, one in wanted.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    shared = [n for n in positional if n in expected]
+    assert shared == expected[: len(shared)]
+
+
+def test_every_name_of_horovods_has_one_fate() -> None:
+    pytest.importorskip("horovod")
+    listing = (
+        "import json, types, horovod.torch as hvd\n"
+        "print(json.dumps([n for n in dir(hvd) if not n.startswith('_')]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=60
+    )
+    names = json.loads(done.stdout.splitlines()[-1])
+    assert len(names) > 40
+    face = importlib.import_module("unipar.compat.horovod.torch")
+    for name in names:
+        row = HOROVOD.find(name)
+        assert row is not None, f"{name} is in none of the rows"
+        if row.fate == "refused":
+            with pytest.raises(ImportError, match=f"has no {name}. "):
+                getattr(face, name)
+        else:
+            assert hasattr(face, name)
+
+
+def test_horovods_face_imports_nothing_of_horovod() -> None:
+    code = (
+        "import sys, unipar.compat.horovod.torch\n"
+        "print([n for n in sys.modules if n.split('.')[0] == 'horovod'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["[]"]
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def test_a_model_is_taken_over_when_it_is_called_and_stays_what_it_was() -> None:
+    model, optimizer = trained(momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    first = step(model, optimizer)
+    assert adopting.adoption.trained
+    assert step(model, optimizer) < first
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert isinstance(model, nn.Sequential)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.state_dict()["state"][0]["momentum_buffer"].shape == (3, 4)
+
+
+def test_copies_and_files_are_of_the_scripts_own_class() -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    copied = copy.deepcopy(model)
+    assert type(copied) is nn.Sequential
+    file = io.BytesIO()
+    torch.save([model, optimizer], file)
+    file.seek(0)
+    loaded, again = torch.load(file, weights_only=False)
+    assert type(loaded) is nn.Sequential
+    assert again.param_groups[0]["lr"] == 0.1
+    assert torch.equal(loaded.state_dict()["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_two_networks_train_by_turns() -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, two)]
+    before = [each.weight.clone() for each in (one, two)]
+    two.zero_grad()
+    two(one(torch.ones(3, 2)).detach()).mean().backward()
+    optimizers[1].step()
+    assert torch.equal(one.weight, before[0])
+    one.zero_grad()
+    two(one(torch.ones(3, 2))).mean().backward()
+    after = two.weight.clone()
+    optimizers[0].step()
+    assert not torch.equal(one.weight, before[0])
+    assert torch.equal(two.weight, after)
+
+
+def test_what_belongs_to_no_engine_is_torchs() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    weight.sum().backward(retain_graph=True)
+    optimizer.step()
+    assert weight.tolist() == [0.5, 0.5]
+    model = nn.Linear(1, 1)
+    closing = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> torch.Tensor:
+        closing.zero_grad()
+        loss = model(torch.ones(1, 1)).square().sum()
+        loss.backward()
+        return loss
+
+    closing.step(closure)  # pyright: ignore[reportArgumentType]
+    assert not adopting.adoption.trained
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("loss(model).backward(retain_graph=True)", "takes a loss and nothing else"),
+        ("step(model, optimizer); loss(model).backward()", "gradients were not cleared since"),
+        ("loss(model).backward(); optimizer.zero_grad(); optimizer.step()", "without a gradient"),
+        ("loss(model).backward(); optimizer.step(lambda: 0)", "runs the model several times"),
+        ("loss(model).backward(); utils.clip_grad_value_(model.parameters(), 1.0)",
+         "by the 2-norm"),
+        ("loss(model).backward(); utils.clip_grad_norm_(model[0].parameters(), 1.0)", "as a whole"),
+        ("loss(model).backward(); utils.clip_grad_norm_(model.parameters(), 1.0, 1)", "a 2-norm"),
+        ("with torch.autocast('cpu', torch.bfloat16): loss(model)", "in one precision"),
+        ("scaler.scale(loss(model)).backward(); utils.clip_grad_norm_(model.parameters(), 1.0)",
+         "before scaler.unscale_"),
+        ("DDP(model).register_comm_hook", "is DDP's own"),
+        ("DDP(model, process_group=object())", "process_group=…"),
+    ],
+)  # fmt: skip
+def test_what_no_engine_does_is_refused_where_it_is_called(code: str, said: str) -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    optimizer.zero_grad()
+    face = importlib.import_module(FACE)
+    names = {
+        "model": model, "optimizer": optimizer, "step": step, "torch": torch,
+        "utils": face.nn.utils, "DDP": face.nn.parallel.DistributedDataParallel,
+        "scaler": face.amp.GradScaler("cpu"),
+        "loss": lambda model: model(torch.ones(2, 4)).square().mean(),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=said):
+        exec(code, names)
+
+
+def test_a_norm_that_is_clipped_to_can_be_read_after_the_step() -> None:
+    model, optimizer = trained()
+    utils = importlib.import_module(f"{FACE}.nn.utils")
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    norm = utils.clip_grad_norm_(model.parameters(), 1e-3)
+    before = [one.detach().clone() for one in model.parameters()]
+    optimizer.step()
+    moved = [(a - b).square().sum() for a, b in zip(before, model.parameters(), strict=True)]
+    assert torch.stack(moved).sum().sqrt().item() == pytest.approx(1e-4, rel=1e-3)
+    assert float(norm) > 1e-3
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compute", "kind"),
+    [
+        (lambda x: x.square().mean(), "mean"),
+        (lambda x: x.square().sum(1).mean() / 2, "mean"),
+        (lambda x: nn.functional.mse_loss(x, x.detach() + 1), "mean"),
+        (lambda x: nn.functional.cross_entropy(x, torch.zeros(3).long()) + x.mean(), "mean"),
+        (lambda x: x.square().sum(), "sum"),
+        (lambda x: nn.functional.mse_loss(x, x.detach(), reduction="sum") + 0.5 * x.sum(), "sum"),
+        (lambda x: x.sum() / len(x), "divided afterwards"),
+        (lambda x: x.sum() + x.mean(), "added to a mean"),
+    ],
+)
+def test_how_a_loss_reduces_is_read_from_its_graph(compute: Any, kind: str) -> None:
+    loss = compute(torch.randn(3, 4, requires_grad=True) * 2)
+    if kind in ("mean", "sum"):
+        assert refuse_inexact(loss) == kind
+    else:
+        with pytest.raises(ConfigError, match=kind):
+            refuse_inexact(loss)

@@ -1,0 +1,373 @@
+"""Training by PyTorch's own calls, which an engine takes over when the script runs.
+
+No line of a script need name its model and optimizer: an optimizer is noted when it is built, and
+its model is the first module that is called and has all of its parameters. From that call on the
+module computes by the engine, ``loss.backward()`` goes to the engine of the model that it came
+from, and ``optimizer.step()`` to that engine too. What belongs to no engine stays torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer, model_class, optimizer_class
+from unipar.compat.models import led_to
+from unipar.compat.optimizers import trained_by
+from unipar.compat.reductions import refuse_inexact
+from unipar.compat.run import current, own_randomness
+from unipar.engine import COMPUTE_DTYPES
+from unipar.engine.inner import in_backward_pass
+from unipar.errors import ConfigError
+from unipar.launch import detect
+from unipar.session import Session
+from unipar.strategy import Precision
+
+log = logging.getLogger("unipar")
+PRECISIONS: dict[Any, Precision] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""What a run computes in where a script asks for these."""
+
+
+class Adoption:
+    """What a script has built so far, and what engines train of it.
+
+    Attributes:
+        aware: whether the script itself divides its data among ranks, as with DDP or Horovod.
+        asked: settings of the run that the script's own calls ask for.
+        compiled: modules that the script compiles.
+        sums: optimizers that step by the sum over ranks, and not by the mean.
+        share: this rank's and all ranks' samples of the present batch, where it is cut up.
+        inside: whether what is called now is called by an engine.
+        gathers: whether the script takes state dicts on all ranks, as under FSDP.
+        rank0_only: whether only the first of them wants those.
+        synchronized: whether the script asks for batch norms over all ranks.
+        scripts_precision: whether the run has the precision that the script asks for.
+    """
+
+    def __init__(self) -> None:
+        self.aware = self.inside = self.gathers = self.rank0_only = False
+        self.synchronized = self.scripts_precision = False
+        self.asked: dict[str, Any] = {}
+        self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.share: tuple[int, int] | None = None
+        self._pending: list[weakref.ref[Optimizer]] = []
+        self._trained: list[weakref.ref[AdoptedOptimizer]] = []
+        self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._names = 0
+        self._told = False
+
+    # -- what the script builds ------------------------------------------------------------------
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Take notice of an optimizer that has just been built."""
+        if self.inside or isinstance(optimizer, AdoptedOptimizer) or hasattr(optimizer, "routed"):
+            return
+        optimizer.__class__ = optimizer_class(type(optimizer), self)
+        self._pending.append(weakref.ref(optimizer))
+        self._passed.clear()
+        nn.Module.__call__ = _watched  # pyright: ignore[reportAttributeAccessIssue]
+
+    def note_wrapped(self, one: Any) -> None:
+        """Take notice of a model, or an optimizer, that the script gives to a framework."""
+        self._wrapped.add(one)
+        self.aware = True
+
+    def ask(self, **settings: Any) -> None:
+        """Ask for settings of the run, unless it is open."""
+        if current.session is None:
+            self.asked |= settings
+
+    @property
+    def trained(self) -> list[AdoptedOptimizer]:
+        """The optimizers that engines step."""
+        return [one for ref in self._trained if (one := ref()) is not None]
+
+    def models(self) -> list[AdoptedModel]:
+        """The models that engines train."""
+        return [one.model for one in self.trained if isinstance(one.model, AdoptedModel)]
+
+    # -- taking up -------------------------------------------------------------------------------
+
+    def takes(self, module: nn.Module) -> bool:
+        """Put a module under the strategy if it is what an optimizer updates. Collective if so."""
+        # Before training, a model computes by itself; how training is meant is seen when it begins.
+        if self.inside or not torch.is_grad_enabled():
+            return False
+        if module in self._passed or getattr(module, "_unipar_passes", False):
+            return False
+        held = {id(parameter) for parameter in module.parameters()}
+        pending = [one for ref in self._pending if (one := ref()) is not None]
+        touching = [one for one in pending if held & _parameters(one)]
+        found = [one for one in touching if _parameters(one) <= held]
+        if len(touching) != 1 or not found or not self._may_take(module, found[0]):
+            self._passed.add(module)
+            return False
+        self._take(module, found[0])
+        return True
+
+    def _may_take(self, module: nn.Module, optimizer: Optimizer) -> bool:
+        alone = current.placement().size == 1
+        odd = isinstance(optimizer, torch.optim.LBFGS) or isinstance(module, torch.jit.ScriptModule)
+        if odd and not alone:
+            raise ConfigError(
+                f"{type(module).__name__} is trained by {type(optimizer).__name__}: engines train "
+                "no scripted modules, and run a model once in a step. Leave torch.jit.script out, "
+                "or use another optimizer."
+            )
+        return not odd
+
+    def _take(self, module: nn.Module, optimizer: Any) -> None:
+        alone = current.placement().size == 1
+        known = any(one in self._wrapped for one in (module, optimizer))
+        if self.aware and not alone and not known:
+            raise ConfigError(
+                f"this {type(module).__name__} is trained on {current.placement().size} ranks that "
+                "have data of their own, and is not wrapped, so its replicas would drift apart. "
+                "Wrap it: DistributedDataParallel(model), or hvd.DistributedOptimizer(optimizer)."
+            )
+        session = self._open(module)
+        self._names += 1
+        name = "model" if "model" not in session.engines else f"model{self._names}"
+        if self.synchronized and not getattr(session.strategy.options, "sync_batchnorm", False):
+            nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        with self.engine_calls():
+            half = current.config.precision if current.config else "fp32"
+            model = AdoptedModel(
+                module, session, half=None if half == "fp32" else COMPUTE_DTYPES[half],
+                device=session.world.device,
+            )  # fmt: skip
+            kind = type(module)
+            adopted = AdoptedOptimizer(
+                optimizer.own(), session, accumulating=lambda: False, may_skip=half == "fp16"
+            )
+            compiled = self.compiled.get(module, False)
+            adopted.summed = optimizer in self.sums
+            adopted.take_over(model, name=name, compile=compiled)
+        optimizer.routed(adopted)
+        module.__class__ = model_class(type(module), kind, self)
+        module.__dict__["_unipar"] = model
+        self._trained.append(weakref.ref(adopted))
+        weakref.finalize(optimizer, _release, session, name).atexit = False
+        self._pending = [ref for ref in self._pending if ref() not in (None, optimizer)]
+        if not self._pending:
+            nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _open(self, module: nn.Module) -> Session:
+        if current.session is not None:
+            return current.session
+        asked = dict(self.asked)
+        first = next(module.parameters())
+        if first.device.type == "cpu":
+            asked["device"] = "cpu"
+        kind = current.placement(asked.get("device", "auto")).device_type
+        if torch.is_autocast_enabled(kind):
+            asked["precision"] = PRECISIONS[torch.get_autocast_dtype(kind)]
+        if isinstance(asked.get("strategy"), dict) and current.placement().size == 1:
+            # Options of a wrapper that one process has no use for.
+            del asked["strategy"]
+        with self.engine_calls(), own_randomness(current.device()):
+            session = current.open(asked)
+        world = session.world
+        if self.aware and world.data_size != world.size:
+            raise ConfigError(
+                f"strategy '{session.strategy.name}' lets {world.size // world.data_size} ranks "
+                "share their samples, and the script gives each its own. Use a strategy of data "
+                "parallelism, or take the division of data out of the script."
+            )
+        self.scripts_precision = current.config is not None and (
+            current.config.precision == asked.get("precision", "fp32")
+        )
+        return session
+
+    @contextlib.contextmanager
+    def engine_calls(self) -> Iterator[None]:
+        """Leave what is called to torch: an engine calls it."""
+        before, self.inside = self.inside, True
+        try:
+            yield
+        finally:
+            self.inside = before
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def compute(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
+        """A forward pass of an adopted model."""
+        kind = model.world.device.type
+        under = torch.is_autocast_enabled(kind)
+        half = current.config is not None and current.config.precision != "fp32"
+        if under != half and self.scripts_precision and torch.is_grad_enabled() and model.learns:
+            raise ConfigError(
+                f"this forward pass is under {'' if under else 'no '}autocast, and the first of "
+                f"the run was {'not' if under else 'under one'}. Engines compute all forward "
+                "passes that may be trained on in one precision: use autocast around all of them."
+            )
+        with contextlib.ExitStack() as stack:
+            if under and not half:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            stack.enter_context(self.engine_calls())
+            output = model.forward(*args, **kwargs)
+        model.note(output, (args, kwargs))
+        return output
+
+    def backward(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
+        """Hand a loss to the engine of the model that it came from.
+
+        Returns:
+            Whether there is such an engine.
+
+        Raises:
+            ConfigError: it asks for what no engine does.
+        """
+        trained = self.trained
+        if not trained or self.inside or in_backward_pass():
+            return False
+        if led_to([loss]):
+            one = trained_by(loss, trained)
+        else:
+            called = [one for one in trained if isinstance(one.model, AdoptedModel)
+                      and one.model.called]  # fmt: skip
+            if len(called) != 1:
+                return False
+            one = called[0]
+        if given:
+            raise ConfigError(
+                f"loss.backward({', '.join(given)}=…): an engine's backward pass takes a loss and "
+                "nothing else. Add losses, and call backward once."
+            )
+        size = one.world.data_size
+        if size > 1 and not self.aware:
+            loss = self._weighted(loss, size)
+        with self.engine_calls():
+            one.add(loss * size if one.summed else loss)
+        return True
+
+    def _weighted(self, loss: torch.Tensor, size: int) -> torch.Tensor:
+        if self.share is None:
+            if not self._told:
+                log.warning(
+                    "no DataLoader of torch's gives this script its batches, so each of %d ranks "
+                    "trains on all of them: results are those of one process, and no faster.",
+                    size,
+                )
+                self._told = True
+            return loss
+        samples, all_samples = self.share
+        factor = size if refuse_inexact(loss) == "sum" else samples * size / all_samples
+        return loss if factor == 1 else loss * factor
+
+    def check_alone(self, optimizer: Optimizer) -> None:
+        """Refuse a step by gradients that several ranks would have to sum."""
+        if not self.inside and current.placement().size > 1:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} updates no module that was called: on several "
+                "ranks an engine sums gradients, and trains the parameters of one nn.Module that "
+                "is called as a whole. Put them into one, with one optimizer."
+            )
+
+    def refuse_parts(self, call: str) -> None:
+        """Refuse what only some ranks may call, of what ranks have parts of.
+
+        A script that knows nothing of ranks calls it on all of them.
+        """
+        if self.aware and not self.gathers:
+            raise ConfigError(
+                f"strategy '{current.config.strategy if current.config else ''}' divides the run's "
+                f"state among ranks, so {call} is only a part here. Call unipar.compat.torch."
+                "whole_state_dict(model_or_optimizer) on all ranks, and load_whole_state_dict."
+            )
+
+    def optimizer_of(self, parameters: list[torch.Tensor]) -> AdoptedOptimizer | None:
+        """The optimizer whose model has these parameters; ``None`` if no engine trains them.
+
+        Raises:
+            ConfigError: they are some of a model's.
+        """
+        for one in self.trained:
+            model = one.model
+            assert model is not None
+            names = {model.name_of(parameter) for parameter in parameters}
+            if names == {None}:
+                continue
+            wanted = {name for name, p in model.module.named_parameters() if p.requires_grad}
+            if wanted <= names and None not in names:
+                return one
+            raise ConfigError(
+                f"clip_grad_norm_ was given {len(parameters)} parameters that are not those of one "
+                "model: a strategy clips the gradient of a model as a whole. Give "
+                "model.parameters() of one model."
+            )
+        return None
+
+
+adoption = Adoption()
+
+
+def start() -> None:
+    """See optimizers, modules and losses from now on, until :func:`stop`."""
+    place = detect()
+    if place is not None and place.size > 1 and torch.cuda.is_available():
+        # A script that knows nothing of ranks says "cuda".
+        torch.cuda.set_device(place.local_rank)
+    Optimizer.__init__ = _noting  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.backward = _routed  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stop() -> None:
+    """End the run, and leave what is built from now on to torch."""
+    close()
+    Optimizer.__init__ = _init  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.backward = _backward  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def close() -> None:
+    """End the run; what is built afterwards is of another."""
+    current.close()
+    adoption.__init__()
+    nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_init, _call, _backward = Optimizer.__init__, nn.Module.__call__, torch.Tensor.backward
+
+
+def _noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    adoption.note_optimizer(self)
+
+
+def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if adoption.takes(self):
+        # It has another class now.
+        return self(*args, **kwargs)
+    return _call(self, *args, **kwargs)
+
+
+def _routed(
+    self: torch.Tensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    asked = {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph,
+             "inputs": inputs}  # fmt: skip
+    given = {name: one for name, one in asked.items() if one is not None and one is not False}
+    if not adoption.backward(self, given):
+        _backward(self, gradient, retain_graph, create_graph, inputs)
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+
+def _release(session: Session, name: str) -> None:
+    if name in session.engines and current.session is session:
+        session.release(name)

@@ -1,0 +1,1 @@
+"""Horovod's face: ``import unipar.compat.horovod.torch as hvd``."""

@@ -1,0 +1,326 @@
+"""Horovod's functions, made of the run and of ``torch.distributed``.
+
+A step is on Horovod's average: the mean over ranks of the sum of the losses since the last step.
+Whatever collective is asynchronous there is done here when it is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from unipar.compat.adopting import adoption, close, start
+from unipar.compat.horovod_names import CALLS
+from unipar.compat.run import current
+from unipar.errors import ConfigError
+
+Average, Sum, Min, Max, Product = range(5)
+_OPS = {
+    Average: dist.ReduceOp.SUM, Sum: dist.ReduceOp.SUM, Min: dist.ReduceOp.MIN,
+    Max: dist.ReduceOp.MAX, Product: dist.ReduceOp.PRODUCT,
+}  # fmt: skip
+global_process_set: Any = None
+
+
+class HorovodInternalError(RuntimeError):
+    """Raised by nothing: where a rank is lost, the run ends."""
+
+
+class Compression:
+    """How gradients travel."""
+
+    none = "none"
+    fp16 = "fp16"
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the processes. Collective."""
+    if comm or process_sets:
+        CALLS.refuse("process_set=…", "hvd.init of some ranks")
+    start()
+    adoption.aware = True
+    current.world()
+
+
+def shutdown() -> None:
+    """End the run."""
+    close()
+
+
+def is_initialized() -> bool:
+    """Whether the processes are joined."""
+    return adoption.aware
+
+
+def size() -> int:
+    """How many processes there are."""
+    return current.placement().size
+
+
+def rank() -> int:
+    """The number of this one."""
+    return current.placement().rank
+
+
+def local_rank() -> int:
+    """Its number on its node."""
+    return current.placement().local_rank
+
+
+def local_size() -> int:
+    """How many there are on this node."""
+    return current.placement().local_size
+
+
+def cross_rank() -> int:
+    """The number of this node."""
+    return current.placement().node_rank
+
+
+def cross_size() -> int:
+    """How many nodes there are."""
+    return current.placement().num_nodes
+
+
+def barrier(process_set: Any = None) -> None:
+    """Wait for all. Collective."""
+    _check_set(process_set)
+    current.world().barrier()
+
+
+def join(device: int = -1) -> int:
+    """The number of the last rank, on one; refused on several."""
+    if size() > 1:
+        CALLS.refuse("join()", "hvd.join()")
+    return 0
+
+
+def start_timeline(*args: Any, **kwargs: Any) -> None:
+    """Nothing."""
+
+
+def stop_timeline() -> None:
+    """Nothing."""
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+class _Distributed:
+    """What is put before the class of an optimizer that Horovod averages for."""
+
+    def synchronize(self) -> None:
+        """Nothing: an engine reduces gradients when its optimizer steps."""
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Nothing, likewise."""
+        yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Nothing: a step is on all passes since the last one."""
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    named_parameters: Any = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Any = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = None,
+) -> Any:
+    """The optimizer itself, whose steps are on the average over ranks.
+
+    Raises:
+        ConfigError: another operation is asked for, or a part of the ranks.
+    """
+    _check_set(process_set)
+    if op not in (Average, Sum):
+        raise ConfigError("DistributedOptimizer takes op=hvd.Average or hvd.Sum.")
+    if compression == Compression.fp16:
+        adoption.ask(strategy={"name": "ddp", "compression": "fp16"})
+    adoption.note_optimizer(optimizer)
+    adoption.note_wrapped(optimizer)
+    if op == Sum:
+        adoption.sums.add(optimizer)
+    # Horovod builds another optimizer from the groups, without the state.
+    optimizer.state.clear()
+    optimizer.__class__ = _class_of(type(optimizer))
+    return optimizer
+
+
+@functools.cache
+def _class_of(kind: type) -> type:
+    told = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (_Distributed, kind), told)
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Give all ranks one rank's weights. Collective."""
+    pairs = params.items() if hasattr(params, "items") else params
+    for _, tensor in sorted(pairs):
+        if isinstance(tensor, torch.Tensor):
+            broadcast_(tensor.data, root_rank)
+
+
+def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None) -> None:
+    """Give all ranks one rank's optimizer state. Collective.
+
+    Where there is none yet, Horovod takes a step on gradients of zero, which makes some, counts as
+    the first, and decays weights; and so does this.
+    """
+    if optimizer.__dict__.get("_unipar") is not None:
+        # An engine keeps it equal, or divides it.
+        return
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    if not optimizer.state_dict()["state"]:
+        for one in parameters:
+            one.grad = torch.zeros_like(one) if one.requires_grad else None
+        with adoption.engine_calls():
+            optimizer.step()
+        for one in parameters:
+            one.grad = None
+    if size() > 1 and optimizer.state_dict()["state"]:
+        mine = rank() == root_rank
+        sent = [optimizer.state_dict() if mine else None]
+        dist.broadcast_object_list(sent, src=root_rank)
+        if not mine:
+            optimizer.load_state_dict(sent[0])
+
+
+# -- exchange ------------------------------------------------------------------------------------
+
+
+def allreduce(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
+    compression: Any = None, op: int | None = None, prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0, process_set: Any = None,
+) -> torch.Tensor:  # fmt: skip
+    """One tensor made of all ranks', without gradient. Collective."""
+    _check_set(process_set)
+    op = op if op is not None else Sum if average is False else Average
+    result = tensor.detach().clone()
+    result = result * prescale_factor if prescale_factor != 1 else result
+    if size() > 1:
+        current.world()
+        dist.all_reduce(result, _OPS[op])
+    if op == Average and size() > 1:
+        result = result / size() if result.is_floating_point() else result // size()
+    return result * postscale_factor if postscale_factor != 1 else result
+
+
+def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Likewise, in place."""
+    with torch.no_grad():
+        return tensor.copy_(allreduce(tensor, *args, **kwargs))
+
+
+def allreduce_async(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Likewise; :func:`synchronize` gives the result."""
+    return allreduce(tensor, average, name, **kwargs)
+
+
+def allreduce_async_(
+    tensor: torch.Tensor, average: bool | None = None, name: str | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Likewise, in place."""
+    return allreduce_(tensor, average, name, **kwargs)
+
+
+def grouped_allreduce(tensors: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """:func:`allreduce` of each."""
+    return [allreduce(one, *args, **kwargs) for one in tensors]
+
+
+def grouped_allreduce_(tensors: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Likewise, in place."""
+    return [allreduce_(one, *args, **kwargs) for one in tensors]
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: Any = None
+) -> torch.Tensor:
+    """All ranks' tensors, one behind the other, without gradient. Collective."""
+    _check_set(process_set)
+    parts = current.world().gather(tensor.detach().cpu())
+    return torch.cat([one if one.dim() else one[None] for one in parts]).to(tensor.device)
+
+
+allgather_async = allgather
+
+
+def grouped_allgather(tensors: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """:func:`allgather` of each."""
+    return [allgather(one, *args, **kwargs) for one in tensors]
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """All ranks' objects. Collective."""
+    return current.world().gather(obj)
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> torch.Tensor:
+    """One rank's tensor. Collective."""
+    return broadcast_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> torch.Tensor:
+    """Likewise, in place."""
+    _check_set(process_set)
+    if size() > 1:
+        current.world()
+        with torch.no_grad():
+            whole = tensor.contiguous()
+            dist.broadcast(whole, src=root_rank)
+            if whole is not tensor:
+                tensor.copy_(whole)
+    return tensor
+
+
+broadcast_async, broadcast_async_ = broadcast, broadcast_
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: Any = None
+) -> Any:
+    """One rank's object. Collective."""
+    _check_set(process_set)
+    sent = [tree_map_only(torch.Tensor, lambda one: one.cpu(), obj)]
+    if size() > 1:
+        current.world()
+        dist.broadcast_object_list(sent, src=root_rank)
+    return obj if rank() == root_rank else sent[0]
+
+
+def synchronize(handle: Any) -> Any:
+    """The result of an operation, which is there already."""
+    return handle
+
+
+def poll(handle: Any) -> bool:
+    """Whether an operation is done, which it is."""
+    return True
+
+
+def _check_set(process_set: Any) -> None:
+    if process_set is not None:
+        CALLS.refuse("process_set=…", "hvd's process_set")

@@ -1,0 +1,208 @@
+"""Functions of PyTorch's that reach the run: groups of processes, clipping, files, compiling."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
+from unipar.compat.adopting import adoption, close
+from unipar.compat.native.scaling import refuse_scaled
+from unipar.compat.run import current
+from unipar.errors import ConfigError
+from unipar.launch import detect
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    **kwargs: Any,
+) -> None:
+    """Join the processes, which a launcher or the script has started. Collective.
+
+    Raises:
+        ConfigError: it cannot be told where they meet.
+    """
+    adoption.aware = True
+    if detect() is None:
+        _describe(init_method or "env://", world_size, rank, store)
+    if timeout is not None:
+        adoption.ask(timeout=timeout.total_seconds())
+    # What gloo joins may be CPUs on a machine with GPUs.
+    current.placement("cpu" if backend == "gloo" and not _on_gpus() else "auto")
+    current.world()
+
+
+def _on_gpus() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def _describe(init_method: str, world_size: int, rank: int, store: Any) -> None:
+    """Say by the variables of torchrun where this process stands, as the script has said it."""
+    where = urllib.parse.urlsplit(init_method)
+    told = dict(urllib.parse.parse_qsl(where.query))
+    rank = int(told.get("rank", os.environ.get("RANK", rank) if rank < 0 else rank))
+    size = int(
+        told.get(
+            "world_size", os.environ.get("WORLD_SIZE", world_size) if world_size < 0 else world_size
+        )
+    )
+    if store is not None or where.scheme not in ("tcp", "env") or rank < 0 or size < 0:
+        raise ConfigError(
+            f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={size}): the "
+            "processes meet at tcp://host:port or as variables say. Start them with torchrun, or "
+            "give init_method='tcp://host:port', rank and world_size."
+        )
+    if where.scheme == "tcp":
+        os.environ |= {"MASTER_ADDR": where.hostname or "", "MASTER_PORT": str(where.port)}
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local),
+                   "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", str(size))}  # fmt: skip
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """End the run; a group of ranks alone is torch's own to end."""
+    if group is None or group is dist.group.WORLD:
+        close()
+    else:
+        dist.destroy_process_group(group)
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """torch's; what an engine trains has its gradient clipped in the step that follows.
+
+    Returns:
+        The norm before; of what an engine trains, a scalar that can be read after the step.
+
+    Raises:
+        ConfigError: a strategy cannot clip so.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    one = adoption.optimizer_of(given)
+    if one is None:
+        return nn.utils.clip_grad_norm_(given, max_norm, norm_type, *args, **kwargs)
+    if norm_type != 2 or not max_norm > 0:
+        raise ConfigError(
+            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): strategies clip to a "
+            "2-norm above 0."
+        )
+    if current.session is None or not current.session.capabilities.clipping:
+        raise ConfigError("this strategy cannot clip gradients. Use another, or leave it out.")
+    refuse_scaled()
+    return one.clip(float(max_norm), one.world.device)
+
+
+def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+    """torch's; refused for what an engine trains."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if adoption.optimizer_of(given) is not None:
+        raise ConfigError("clip_grad_value_: strategies clip by the 2-norm. Use clip_grad_norm_.")
+    nn.utils.clip_grad_value_(given, clip_value, foreach)
+
+
+def compile(model: Any = None, **options: Any) -> Any:
+    """torch's; a module is compiled by the strategy, as it has divided it."""
+    if isinstance(model, nn.Module):
+        inner = getattr(model, "module", model) if getattr(model, "_unipar_passes", 0) else model
+        adoption.compiled[inner] = options or True
+        return model
+    return torch.compile(model, **options)
+
+
+def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    """torch's; in a script that knows nothing of ranks the first one writes. Collective then."""
+    if adoption.aware or current.placement().size == 1:
+        torch.save(obj, f, *args, **kwargs)
+        return
+    world = current.world()
+    if world.is_main:
+        torch.save(obj, f, *args, **kwargs)
+    world.barrier()
+
+
+# -- state of the whole run ----------------------------------------------------------------------
+
+
+def whole_state_dict(of: Any, *, rank0_only: bool = False) -> dict[str, Any]:
+    """The state dict of a model or an optimizer, whatever ranks divide. Collective.
+
+    Args:
+        of: the model or the optimizer.
+        rank0_only: whether the other ranks get nothing of a model.
+    """
+    found = adopted_of(of)
+    with adoption.engine_calls():
+        if isinstance(found, AdoptedModel):
+            return found.gathered(rank0_only=rank0_only).state_dict()
+        return found.export_numbered() if found is not None else of.state_dict()
+
+
+def named_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any]:
+    """The whole state of an optimizer, by the names of its parameters. Collective."""
+    found = adopted_of(optimizer)
+    assert isinstance(found, AdoptedOptimizer)
+    with adoption.engine_calls():
+        return found.gathered(rank0_only=rank0_only).state_dict()
+
+
+def load_whole_state_dict(of: Any, state_dict: dict[str, Any]) -> None:
+    """Take over such a state dict. Collective."""
+    found = adopted_of(of)
+    with adoption.engine_calls():
+        if isinstance(found, AdoptedModel):
+            found.gathered().load_state_dict(state_dict)
+        elif found is not None:
+            found.import_numbered(state_dict)
+        else:
+            of.load_state_dict(state_dict)
+
+
+def save_state(directory: str | Path) -> Path:
+    """Write a checkpoint of all that engines train, each rank its part. Collective.
+
+    Raises:
+        ConfigError: nothing is trained yet.
+    """
+    with adoption.engine_calls():
+        return _session().save(directory)
+
+
+def load_state(path: str | Path) -> int:
+    """Take over a checkpoint of any strategy and number of ranks. Collective.
+
+    Returns:
+        The number of steps that it was saved after.
+
+    Raises:
+        ConfigError: nothing is trained yet: call it after the first forward pass.
+    """
+    with adoption.engine_calls():
+        return _session().load(path)
+
+
+def _session() -> Any:
+    if current.session is None:
+        raise ConfigError(
+            "no engine trains a model yet: the first call of a model puts it under the strategy. "
+            "Call it after that."
+        )
+    return current.session
+
+
+def adopted_of(of: Any) -> AdoptedModel | AdoptedOptimizer | None:
+    """The engine's side of a module or an optimizer, once it is trained."""
+    of = of.module if getattr(of, "_unipar_passes", False) else of
+    return of.__dict__.get("_unipar")

@@ -1,0 +1,195 @@
+"""FSDP's two faces: they ask for the strategy ``fsdp``, and leave the model as it is."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch.distributed.fsdp as real
+from torch import nn
+
+from unipar.compat.adopting import PRECISIONS, adoption
+from unipar.compat.native.calls import clip_grad_norm_, load_whole_state_dict, named_state_dict
+from unipar.errors import ConfigError
+
+log = logging.getLogger("unipar")
+_SHARDING = {"FULL_SHARD": "full", "SHARD_GRAD_OP": "grad_op", "HYBRID_SHARD": "hybrid"}
+_REFUSED = ("process_group", "ignored_modules", "ignored_states", "ignored_params", "param_init_fn",
+            "shard_placement_fn")  # fmt: skip
+
+
+class FSDPModule:
+    """What ``fully_shard`` puts before a module's class; all of it is the strategy's business."""
+
+    _NOTHING: ClassVar = (
+        "set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward",
+        "set_reshard_after_backward", "set_reshard_after_forward", "set_unshard_in_backward",
+        "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "unshard", "reshard",
+    )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FSDPModule._NOTHING:
+            return lambda *args, **kwargs: None
+        return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: Any = None,
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: Any = None,
+    offload_policy: Any = None,
+    **options: Any,
+) -> Any:
+    """Have the strategy ``fsdp`` divide the model that a module is, or is a part of."""
+    found: dict[str, Any] = {}
+    if reshard_after_forward is False:
+        found["sharding"] = "grad_op"
+    if isinstance(offload_policy, real.CPUOffloadPolicy):
+        found["cpu_offload"] = True
+    for one in module if isinstance(module, (list, tuple)) else [module]:
+        _taken(one, FSDPModule, found, getattr(mp_policy, "param_dtype", None), options)
+    return module
+
+
+class FullyShardedDataParallel:
+    """FSDP's wrapper, which gives the module itself back; names of parameters are the module's.
+
+    Its state dicts are whole, of all ranks or of the first alone, whatever type is asked for.
+
+    Raises:
+        ConfigError: an option has no counterpart.
+    """
+
+    def __new__(
+        cls, module: Any, process_group: Any = None, sharding_strategy: Any = None,
+        cpu_offload: Any = None, auto_wrap_policy: Any = None, backward_prefetch: Any = None,
+        mixed_precision: Any = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        found = _wrapping(auto_wrap_policy)
+        name = getattr(sharding_strategy, "name", "FULL_SHARD")
+        if name == "NO_SHARD":
+            found = {"name": "ddp"}
+        elif name not in _SHARDING:
+            raise ConfigError(
+                f"the strategy fsdp has no {name}. Use one of {', '.join(_SHARDING)}."
+            )
+        elif name != "FULL_SHARD":
+            found["sharding"] = _SHARDING[name]
+        if getattr(cpu_offload, "offload_params", cpu_offload):
+            found |= {"cpu_offload": True}
+        refused = {"process_group": process_group, **options}
+        half = getattr(mixed_precision, "param_dtype", None)
+        return _taken(module, FullyShardedDataParallel, found, half, refused)
+
+    # It is called on the module, which is complete.
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    @property
+    def module(self) -> Any:
+        """The module itself."""
+        return self
+
+    def clip_grad_norm_(self: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Have the next step clip the gradient."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: an engine reduces gradients when its optimizer steps."""
+        yield
+
+    @staticmethod
+    def set_state_dict_type(
+        module: Any, state_dict_type: Any, state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> None:  # fmt: skip
+        """Say which ranks want state dicts."""
+        adoption.rank0_only = bool(getattr(state_dict_config, "rank0_only", False))
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: Any, state_dict_type: Any, state_dict_config: Any = None,
+        optim_state_dict_config: Any = None,
+    ) -> Iterator[None]:  # fmt: skip
+        """Say so within a block."""
+        before = adoption.rank0_only
+        FullyShardedDataParallel.set_state_dict_type(module, state_dict_type, state_dict_config)
+        try:
+            yield
+        finally:
+            adoption.rank0_only = before
+
+    @staticmethod
+    def optim_state_dict(model: Any, optim: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The optimizer's whole state, by names. Collective."""
+        return named_state_dict(optim, rank0_only=adoption.rank0_only)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: Any, optim: Any, optim_input: Any = None, rank0_only: bool = True, group: Any = None
+    ) -> dict[str, Any]:
+        """Likewise, on the first rank."""
+        return named_state_dict(optim, rank0_only=rank0_only)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: Any, optim: Any, optim_state_dict: Any, load_directly: bool = False, **kwargs: Any
+    ) -> Any:
+        """The state as it is, which ``optimizer.load_state_dict`` takes."""
+        if load_directly:
+            load_whole_state_dict(optim, optim_state_dict)
+        return optim_state_dict
+
+    @staticmethod
+    def summon_full_params(*args: Any, **kwargs: Any) -> Any:
+        """Refused."""
+        raise ConfigError(
+            "summon_full_params: weights are put together in state dicts alone. Read "
+            "model.state_dict() on all ranks."
+        )
+
+
+def _taken(module: Any, kind: type, found: dict[str, Any], half: Any, options: Any) -> Any:
+    for name in _REFUSED:
+        if options.get(name) is not None:
+            raise ConfigError(f"FSDP's {name} has no counterpart here. Leave it out.")
+    if half not in PRECISIONS:
+        # As FSDP does, also where the script has autocast.
+        found = {**found, "param_dtype": "fp32"} if found.get("name") != "ddp" else found
+    known = adoption.asked.get("strategy", {})
+    adoption.ask(
+        strategy={"name": "fsdp", **(known if known.get("name") == "fsdp" else {}), **found}
+    )
+    if half in PRECISIONS:
+        adoption.ask(precision=PRECISIONS[half])
+    adoption.gathers = True
+    adoption.note_wrapped(module)
+    module.__class__ = _class_of(kind, type(module))
+    return module
+
+
+@functools.cache
+def _class_of(kind: type, own: type[nn.Module]) -> type:
+    told = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (kind, own), told)
+
+
+def _wrapping(policy: Any) -> dict[str, Any]:
+    """Which modules are units; other policies than these leave that to the strategy."""
+    given = getattr(policy, "keywords", {})
+    classes = given.get("transformer_layer_cls") or getattr(policy, "_module_classes", None)
+    if isinstance(policy, (set, frozenset)):
+        classes = policy
+    if classes:
+        return {"wrap": tuple(sorted(one.__name__ for one in classes))}
+    if given.get("min_num_params"):
+        return {"wrap_min_params": int(given["min_num_params"])}
+    if policy is not None:
+        log.info("FSDP's auto_wrap_policy is left to the strategy; results are the same.")
+    return {}

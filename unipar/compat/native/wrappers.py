@@ -1,0 +1,141 @@
+"""Wrappers of models: they tell of how the script trains, and leave training to the strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from unipar.compat.adopting import adoption
+from unipar.compat.run import current
+from unipar.engine import broadcast_tensors
+from unipar.errors import ConfigError
+
+_OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
+            "broadcast_buffers")  # fmt: skip
+_PLACED = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
+_OWN = ("register_comm_hook", "join", "reducer", "logger", "_set_static_graph",
+        "will_sync_module_buffers", "process_group")  # fmt: skip
+
+
+class _Wrapper(nn.Module):
+    """A module of which the parameters are called ``module.…``."""
+
+    _unipar_passes = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.module.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if not all(name.startswith("module.") for name in state_dict):
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        own = {name.removeprefix("module."): one for name, one in state_dict.items()}
+        return self.module.load_state_dict(own, *args, **kwargs)
+
+
+class DistributedDataParallel(_Wrapper):
+    """torch's: its options are those of the strategy ``ddp``, if the run has it.
+
+    Raises:
+        ConfigError: an option has no counterpart.
+    """
+
+    def __init__(self, module: nn.Module, device_ids: Any = None, **options: Any) -> None:
+        for name, value in options.items():
+            if name not in (*_OPTIONS, *_PLACED) and value not in (None, False):
+                raise ConfigError(
+                    f"DistributedDataParallel({name}=…) has no counterpart here. Leave it out; the "
+                    f"options that the strategy ddp has are {', '.join(_OPTIONS)}."
+                )
+        super().__init__(module)
+        if current.placement().size > 1:
+            with adoption.engine_calls():
+                broadcast_tensors([*module.parameters(), *module.buffers()], current.world())
+        adoption.note_wrapped(module)
+        asked = {name: value for name, value in options.items() if name in _OPTIONS}
+        adoption.ask(strategy={**_ddp(), **asked})
+        self.require_backward_grad_sync = True
+        self.device_ids = device_ids
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is."""
+        return next(self.module.parameters()).device
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing: an engine reduces gradients when its optimizer steps."""
+        yield
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:
+            raise ConfigError(
+                f"DistributedDataParallel.{name} is DDP's own, and a strategy may be another. "
+                "Leave it out; the strategy ddp has the option `compression`."
+            )
+        return super().__getattr__(name)
+
+
+class DataParallel(_Wrapper):
+    """torch's for several GPUs in one process, which are a process each here."""
+
+    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        super().__init__(module)
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """torch's; models are converted by the strategy."""
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: Any, process_group: Any = None) -> Any:
+        """Ask the strategy ``ddp`` for it.
+
+        Raises:
+            ConfigError: it is for a group of ranks, or the run has another strategy.
+        """
+        if process_group is not None:
+            raise ConfigError("convert_sync_batchnorm(process_group=…): it is over all ranks here.")
+        adoption.ask(strategy={**_ddp(), "sync_batchnorm": True})
+        adoption.synchronized = True
+        return module
+
+
+class ZeroRedundancyOptimizer:
+    """Refused."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "ZeroRedundancyOptimizer: the strategy divides the optimizer's state. Build the "
+            "optimizer itself, and set strategy: {name: ddp, shard_optimizer: true} in unipar.yaml."
+        )
+
+
+class Join:
+    """Refused on several ranks."""
+
+    def __init__(self, joinables: Any, *args: Any, **kwargs: Any) -> None:
+        if current.placement().size > 1:
+            raise ConfigError(
+                "Join lets ranks run different numbers of steps, and an engine's steps are of all "
+                "ranks. Use a DistributedSampler, which pads."
+            )
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _ddp() -> dict[str, Any]:
+    known = adoption.asked.get("strategy")
+    return known if isinstance(known, dict) and known["name"] == "ddp" else {"name": "ddp"}

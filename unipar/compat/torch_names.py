@@ -1,0 +1,98 @@
+"""What the face of PyTorch has in the place of PyTorch's own names; everything else is the same."""
+
+from __future__ import annotations
+
+from unipar.compat.tables import Row, Table
+
+FACE = "unipar.compat.torch"
+_NATIVE = "unipar.compat.native"
+
+REPLACED: dict[str, tuple[str, str]] = {
+    "torch": (f"{_NATIVE}.calls", "compile save"),
+    "torch.nn": (f"{_NATIVE}.wrappers", "DataParallel SyncBatchNorm"),
+    "torch.nn.parallel": (f"{_NATIVE}.wrappers", "DataParallel DistributedDataParallel"),
+    "torch.nn.parallel.distributed": (f"{_NATIVE}.wrappers", "DistributedDataParallel"),
+    "torch.nn.utils": (f"{_NATIVE}.calls", "clip_grad_norm_ clip_grad_value_"),
+    "torch.nn.utils.clip_grad": (f"{_NATIVE}.calls", "clip_grad_norm_ clip_grad_value_"),
+    "torch.optim.lr_scheduler": (f"{_NATIVE}.scheduling", "ReduceLROnPlateau"),
+    "torch.distributed": (f"{_NATIVE}.calls", "destroy_process_group init_process_group"),
+    "torch.distributed.optim": (f"{_NATIVE}.wrappers", "ZeroRedundancyOptimizer"),
+    "torch.distributed.algorithms.join": (f"{_NATIVE}.wrappers", "Join"),
+    "torch.distributed.checkpoint.state_dict": (
+        f"{_NATIVE}.states",
+        "get_model_state_dict get_optimizer_state_dict get_state_dict set_model_state_dict "
+        "set_optimizer_state_dict set_state_dict",
+    ),
+    "torch.distributed.fsdp": (
+        f"{_NATIVE}.fsdp",
+        "FSDPModule FullyShardedDataParallel fully_shard",
+    ),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": (
+        f"{_NATIVE}.fsdp",
+        "FullyShardedDataParallel",
+    ),
+    "torch.distributed._composable.fsdp": (f"{_NATIVE}.fsdp", "FSDPModule fully_shard"),
+    "torch.distributed.fsdp.sharded_grad_scaler": (f"{_NATIVE}.scaling", "ShardedGradScaler"),
+    "torch.amp": (f"{_NATIVE}.scaling", "GradScaler"),
+    "torch.amp.grad_scaler": (f"{_NATIVE}.scaling", "GradScaler"),
+    "torch.cuda.amp": (f"{_NATIVE}.scaling", "GradScaler"),
+    "torch.cuda.amp.grad_scaler": (f"{_NATIVE}.scaling", "GradScaler"),
+    "torch.utils.data": (f"{_NATIVE}.data", "DataLoader"),
+    "torch.utils.data.dataloader": (f"{_NATIVE}.data", "DataLoader"),
+}
+"""By module of PyTorch: the module that has the face's, and their names."""
+
+
+def holds_face(module: str) -> bool:
+    """Whether a module of PyTorch, or one below it, has names that the face replaces."""
+    return any(one == module or one.startswith(f"{module}.") for one in REPLACED)
+
+
+REFUSED = Table(
+    "calls",
+    Row("loss.backward(retain_graph=True)", "refused",
+        "An engine's backward pass takes a loss and nothing else. Add losses, and call it once."),
+    Row("optimizer.step(closure) LBFGS", "refused",
+        "On several ranks: an engine runs the model once in a step. Use an optimizer that steps by "
+        "the gradient alone."),
+    Row("SGD([*a.parameters(),*b.parameters()])", "refused",
+        "On several ranks: an engine trains one nn.Module that is called as a whole. Put them into "
+        "one."),
+    Row("loss.backward();opt1.step();opt2.step()", "refused",
+        "A loss trains one model. Put both into one nn.Module with one optimizer."),
+    Row("p.grad", "refused",
+        "On several ranks it is not the gradient of the step: strategies scale and divide it. "
+        "Scale the loss, or clip by clip_grad_norm_."),
+    Row("loss.backward()", "refused",
+        "After optimizer.step() without optimizer.zero_grad(): PyTorch would add to the gradients "
+        "of the last step."),
+    Row("loss.sum()/n", "refused",
+        "In a script that knows nothing of ranks, on several: what a sum over a part of a batch is "
+        "for all of it cannot be told once it is divided. Take loss.mean(), or the sum alone."),
+    Row("clip_grad_value_ clip_grad_norm_(norm_type=1)", "refused",
+        "Strategies clip by the 2-norm. Use clip_grad_norm_."),
+    Row("clip_grad_norm_", "refused",
+        "Before scaler.unscale_(optimizer), where it would clip scaled gradients; or of some "
+        "parameters of a model alone."),
+    Row("autocast()", "refused",
+        "Around some forward passes of training and not around others: engines compute all of them "
+        "in one precision, that of the first."),
+    Row("DistributedDataParallel(process_group=…) ddp.register_comm_hook ddp.join ddp.reducer",
+        "refused", "They are DDP's own. The strategy ddp has the option `compression`."),
+    Row("FSDP(process_group=…,ignored_modules=…,param_init_fn=…)", "refused",
+        "The strategy fsdp divides whole models over all ranks, or by its option `sharding`."),
+    Row("FSDP.summon_full_params", "refused", "Read model.state_dict() on all ranks."),
+    Row("ZeroRedundancyOptimizer", "refused",
+        "The strategy divides the state: strategy: {name: ddp, shard_optimizer: true}."),
+    Row("Join", "refused", "Ranks run as many steps as each other. Use a DistributedSampler."),
+    Row("torch.jit.script", "refused",
+        "Of a model that is trained, on several ranks. Leave it out, or use torch.compile."),
+    Row("model.state_dict() optimizer.state_dict()", "refused",
+        "In a script with ranks of its own, under a strategy that divides state: call "
+        "unipar.compat.torch.whole_state_dict(model) on all ranks."),
+    Row("init_process_group(init_method='file://…')", "refused",
+        "Start the processes with torchrun, or give tcp://host:port, rank and world_size."),
+)  # fmt: skip
+"""Calls that are refused where they are made: each names itself, and what to do."""
+
+TABLES = (REFUSED,)
