@@ -41,9 +41,7 @@ TOP = Table(
         "checkpointing",
         "kept",
     ),
-    Row(
-        "PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule pipe", "refused", _PIPELINE
-    ),
+    Row("PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule pipe", "refused", _PIPELINE),
     Row("moe", "refused", _EXPERTS),
     Row(
         "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig "
@@ -98,7 +96,7 @@ ENGINE = Table(
         "It is of DeepSpeed's memory and logs.",
     ),
     Row(
-        "compile compile_* *_compile* is_deepcompile_* register_compile_pass get_compile_time "
+        "compile compile_* *_compile_* *deepcompile_* "
         "get_autosp_backend get_autotp_backend",
         "refused",
         "The strategy compiles the model as it has divided it: use unipar.Session.prepare with "

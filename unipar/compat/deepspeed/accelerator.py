@@ -155,6 +155,8 @@ class DeepSpeedAccelerator:
             # Nobody counts the memory of tensors on a host.
             name = _OTHERWISE.get(name, name)
             return getattr(torch.cuda, name) if self._name == "cuda" else lambda *_: 0
+        if name == "default_stream" and self._name == "cpu":
+            name = "current_stream"
         if name in _RANDOM and self._name == "cpu":
             return getattr(torch.random, name)
         if name == "default_generator":

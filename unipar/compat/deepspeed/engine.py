@@ -382,5 +382,3 @@ class DeepSpeedEngine(Keeping):
             "an engine cannot be copied. Copy the model before deepspeed.initialize, or "
             "engine.module where the strategy does not divide it."
         )
-
-

@@ -128,7 +128,7 @@ def _configuration(args: Any, given: Any) -> dict[str, Any]:
     key = find_auto(settings)
     if key is not None:
         raise ConfigError(
-            f"DeepSpeed's configuration has \"auto\" as its {key}, which nobody fills in. Write a "
+            f'DeepSpeed\'s configuration has "auto" as its {key}, which nobody fills in. Write a '
             "value, or leave it out."
         )
     return settings

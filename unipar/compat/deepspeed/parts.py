@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
 
 from unipar.compat.deepspeed_names import refuse
-from unipar.compat.models import Calls, PreparedModel
+from unipar.compat.models import Calls, PreparedModel, led_to
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -53,6 +56,19 @@ class EngineOptimizer(PreparedOptimizer):
     """An optimizer that an engine steps, and nobody else."""
 
     calls: ClassVar[Calls] = _CALLS
+    _all: ClassVar[WeakSet[EngineOptimizer]] = WeakSet()
+
+    def takes_up(self, model: PreparedModel, **asked: Any) -> None:
+        super().takes_up(model, **asked)
+        self._all.add(self)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if len(self._all) > 1:
+            led = led_to([loss])
+            for other in self._all:
+                # What it leaves there would be added to by that engine's own loss, or lost.
+                other.strayed |= other is not self and other.training in led
+        super().backward(loss)
 
     def take_step(self) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce, clip, step and clear.

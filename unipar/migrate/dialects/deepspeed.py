@@ -26,11 +26,9 @@ from unipar.compat.deepspeed_names import (
 from unipar.compat.tables import Table
 from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
-from unipar.migrate.divisions import warn_of_divisions
 from unipar.migrate.plan import Plan
 
 FACE = "unipar.compat.deepspeed"
-_INITIALIZE = "deepspeed.initialize"
 _ENGINE = "deepspeed.engine"
 
 
@@ -65,9 +63,3 @@ class DeepSpeed(FaceDialect):
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "torchrun"
         super().rewrite(plan)
-        losses = [
-            (plan.flow.source(call), call, call.args[0].value)
-            for _, call, func in plan.methods("backward")
-            if call.args and plan.made_by(plan.flow.values(func.value), _ENGINE)
-        ]
-        warn_of_divisions(plan, losses, divided_by="engine.backward")

@@ -85,8 +85,7 @@ class WarmupLR(_Schedule):
             return self.min_lrs
         share = self._share()
         return [
-            low + (high - low) * share
-            for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+            low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
         ]
 
     def _share(self) -> float:
