@@ -43,10 +43,8 @@ def examples(dialect: str) -> tuple[str, str, str]:
         (package,) = (one.package for one in DIALECTS if one.name == dialect)  # pyright: ignore
         changed = iter(after.splitlines(keepends=True))
         lines = before.splitlines(keepends=True)
-        after = "".join(
-            next(changed) if f"import {package}" in line or f"from {package}" in line else line
-            for line in lines
-        )
+        imports = f"import {package}", f"from {package}"
+        after = "".join(next(changed) if line.startswith(imports) else line for line in lines)
         return before, after, "{}"
     (config,) = fences(page, "yaml")
     return before, after, config

@@ -179,7 +179,8 @@ def test_every_name_of_the_accelerator_has_one_fate() -> None:
     made = face.get_accelerator()
     for name in real()["accelerator"]:
         row = ACCELERATOR.find(name)
-        assert row is not None and hasattr(made, name) == (row.fate != "refused"), name
+        assert row is not None, name
+        assert hasattr(made, name) == (row.fate != "refused"), name
 
 
 def test_every_key_of_a_configuration_has_one_fate() -> None:

@@ -71,7 +71,7 @@ def test_every_form_of_import(before: str, after: str) -> None:
     ("change", "said"),
     [
         (("from torch", "from deepspeed.pipe import PipelineModule\nfrom torch"),
-         "train.py:3: refused: PipelineModule: the face has no PipelineModule. The pipeline engine"),
+         "train.py:3: refused: PipelineModule: the face has no PipelineModule. The pipeline"),
         (("from torch", "from deepspeed.moe.layer import MoE\nfrom torch"),
          "the face has no MoE. Experts are layers of the model here"),
         (("from torch", "from deepspeed.ops.lamb import FusedLamb\nfrom torch"),

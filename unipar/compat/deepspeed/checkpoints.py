@@ -28,6 +28,7 @@ class Keeping(nn.Module):
 
     module: nn.Module
     lr_scheduler: Any
+    global_steps: int
     _model: EngineModel
     _precision: str
 

@@ -155,12 +155,12 @@ def _batch(settings: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     train = settings.get("train_batch_size")
     micro = settings.get("train_micro_batch_size_per_gpu")
     steps = settings.get("gradient_accumulation_steps")
-    if train is None and micro is None:
-        raise ConfigError(
-            "DeepSpeed's configuration has neither train_batch_size nor "
-            "train_micro_batch_size_per_gpu. Write one of them."
-        )
     if micro is None:
+        if train is None:
+            raise ConfigError(
+                "DeepSpeed's configuration has neither train_batch_size nor "
+                "train_micro_batch_size_per_gpu. Write one of them."
+            )
         micro = train // ranks // (steps or 1)
     if steps is None:
         steps = 1 if train is None else train // max(1, micro) // ranks

@@ -34,7 +34,9 @@ class EngineModel(PreparedModel):
         """Refuse ``module.state_dict()`` of parts, and weights put into what has copies of them."""
         name, sharded = session.strategy.name, session.capabilities.sharded
 
-        def refuse_parts(*args: Any) -> None:
+        def refuse_parts(module: Any, prefix: str, keep_vars: bool) -> None:
+            if keep_vars:  # As engines look at their own.
+                return
             raise ConfigError(
                 f"strategy '{name}' divides the model among ranks, so its state_dict() here is "
                 f"only a part. Call {self.calls.whole}, on all ranks."

@@ -112,9 +112,10 @@ class FaceDialect(Dialect):
         """Refuse ``L.Trainer``, of a package that is imported as a whole."""
         name, table = node.attr.value, self.modules.get("")
         row = table.find(name) if table is not None else None
-        if row is not None and row.fate == "refused":
-            if f"{self.package}.{name}" in plan.flow.names(node):
-                plan.refuse(node, f"the face has no {name}.", row.why)
+        if row is None or row.fate != "refused":
+            return
+        if f"{self.package}.{name}" in plan.flow.names(node):
+            plan.refuse(node, f"the face has no {name}.", row.why)
 
     def _refuse_module(self, plan: Plan, node: cst.CSTNode, inside: str) -> None:
         known = ", ".join(f"{self.package}.{one}".rstrip(".") for one in sorted(self.modules))

@@ -35,7 +35,7 @@ class FusedAdam(torch.optim.Adam):
                 "corrects for bias always, and FusedAdam knows no AMSGrad. Leave both out."
             )
         super().__init__(
-            params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay,
+            params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay,
             decoupled_weight_decay=adam_w_mode,
         )  # fmt: skip
 
