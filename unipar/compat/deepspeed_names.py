@@ -127,8 +127,8 @@ ENGINE = Table(
         "zero_* *_enabled *_config aio_* amp_* autotp_* autotuning_* bf16_* fp16_* clip_* "
         "collect_* communication_data_type cpuadam_* flops_profiler_* get_data_types "
         "get_optimizer_configuration get_wall_clock_timers gradient_predivide_factor is_* "
-        "log_level managed_* memory_breakdown optimizer_legacy_fusion postscale_gradients super_offload "
-        "torch_autocast_* use_node_local_storage uses_*",
+        "log_level managed_* memory_breakdown optimizer_legacy_fusion postscale_gradients "
+        "super_offload torch_autocast_* use_node_local_storage uses_*",
         "refused",
         _READ,
     ),
