@@ -242,7 +242,8 @@ def test_training_data_become_a_loader_of_one_order() -> None:
     [
         (lambda e: e.backward(e(torch.ones(1, 3)).sum(), retain_graph=True), "takes a loss and no"),
         (lambda e: e.backward(e.module(torch.ones(1, 3)).sum()), r"without engine\(…\) since the"),
-        (lambda e: e.step(), r"engine.backward\(loss\) was not called"),
+        (lambda e: e.step(), r"engine.step\(\) came without engine.backward\(loss\)"),
+        (lambda e: e(torch.ones(1, 3)).sum().backward() is e.step(), r"and not loss.backward\(\)"),
         (lambda e: e.optimizer.step(), r"Call engine.step\(\)"),
         (
             lambda e: e.backward(e(torch.ones(1, 3)).sum()) is e.zero_grad(),
@@ -299,6 +300,21 @@ def test_the_precision_is_that_of_the_run(tmp_path: Path) -> None:
     assert engine(torch.ones(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
+def test_half_precision_weights_are_trained_in_fp32() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).bfloat16()
+    given = {"model": model, "model_parameters": model.parameters()}
+    small = {"optimizer": {"type": "SGD", "params": {"lr": 1e-5}}, "train_batch_size": 2}
+    with pytest.raises(ConfigError, match=r"weight and 1 more are bfloat16, and.*model.float\(\)"):
+        deepspeed.initialize(**given, config=small)
+    current.close()
+    engine, *_ = deepspeed.initialize(**given, config={**small, "bf16": {"enabled": True}})
+    before = engine.module.weight.detach().clone()
+    step(engine)
+    assert engine.module.weight.dtype == torch.float32
+    assert 0 < (engine.module.weight - before).abs().max() < 1e-3
+
+
 def test_checkpoints_bring_back_weights_counts_and_state(tmp_path: Path) -> None:
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 3}}
     model, (engine, _, _, scheduler) = start(
@@ -319,7 +335,7 @@ def test_checkpoints_bring_back_weights_counts_and_state(tmp_path: Path) -> None
     assert path == str(tmp_path / "all" / "global_step2")
     assert state == {"epoch": 4}
     assert torch.equal(model.weight, weight)
-    assert (engine.micro_steps, engine.global_steps, scheduler.last_batch_iteration) == (5, 2, 1)
+    assert (engine.global_steps, scheduler.last_batch_iteration) == (2, 1)
     assert engine.get_lr() == rates
     engine.save_16bit_model(tmp_path / "whole")
     stored = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from unipar.compat.deepspeed.parts import EngineModel
 
 _OWN = "engine.pt"
-_COUNTS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+"""As in DeepSpeed, micro-batches go on from where they are."""
 
 
 class Keeping(nn.Module):

@@ -115,6 +115,11 @@ class DeepSpeedEngine(Keeping):
         self._applied = False
         optimizer = self._stepping()
         if self.is_gradient_accumulation_boundary():
+            if not optimizer.begun:
+                raise ConfigError(
+                    "engine.step() came without engine.backward(loss) since the last step. Call "
+                    "that, and not loss.backward(), which an engine does not see."
+                )
             result = optimizer.take_step()
             skipped = optimizer.step_was_skipped
             self.global_steps += 1

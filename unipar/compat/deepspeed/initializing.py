@@ -72,6 +72,7 @@ def initialize(
     clip = float(settings.get("gradient_clipping", _DEFAULT_CLIPPING))
     size, accumulation = _batch(settings, session.world.data_size)
     half = None if precision == "fp32" else COMPUTE_DTYPES[precision]
+    _widen(model, precision)
     prepared = EngineModel(model, session, half=half, device=session.world.device, widens=False)
     own = _optimizer(settings, model, optimizer, model_parameters)
     taken = None
@@ -148,6 +149,20 @@ def _open(settings: Mapping[str, Any]) -> Session:
 def _unused_name(session: Session) -> str:
     number = len(session.engines)
     return f"model{number + 1}" if number else "model"
+
+
+def _widen(model: nn.Module, precision: str) -> None:
+    """Give half-precision weights the fp32 that DeepSpeed keeps copies of them in."""
+    halves = [n for n, one in model.named_parameters() if one.dtype in (torch.bfloat16, torch.half)]
+    if halves and precision == "fp32":
+        dtype = str(model.get_parameter(halves[0]).dtype).removeprefix("torch.")
+        more = f" and {len(halves) - 1} more are" if len(halves) > 1 else " is"
+        raise ConfigError(
+            f"the model's {halves[0]}{more} {dtype}, and DeepSpeed's configuration enables neither "
+            "bf16 nor fp16. Enable one, or give initialize model.float()."
+        )
+    if halves:
+        model.float()
 
 
 def _batch(settings: Mapping[str, Any], ranks: int) -> tuple[int, int]:
