@@ -36,7 +36,6 @@ REFUSED = {
     ("accelerate/adversarial", "zero2"): "strategy 'zero2' holds one model in a session",
     ("accelerate/package", "zero2"): "strategy 'zero2' holds one model in a session",
     ("accelerate/flat", "fsdp"): "'0.weight' is only a part here: the strategy divides the model",
-    ("deepspeed/adversarial", "zero2"): "strategy 'zero2' holds one model in a session",
 }
 """What is refused rightly: a remedy is in the message."""
 

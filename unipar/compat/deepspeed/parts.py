@@ -67,9 +67,13 @@ class EngineOptimizer(PreparedOptimizer):
     def backward(self, loss: torch.Tensor) -> None:
         if len(self._all) > 1:
             led = led_to([loss])
-            for other in self._all:
-                # What it leaves there would be added to by that engine's own loss, or lost.
-                other.strayed |= other is not self and other.training in led
+            if any(other is not self and other.training in led for other in self._all):
+                raise ConfigError(
+                    "this loss goes through the model of another engine, too, which would have "
+                    "its gradients beside those of its own loss. Freeze that model meanwhile, by "
+                    "other.module.requires_grad_(False), and thaw it for its own loss; or put "
+                    "both models into one nn.Module."
+                )
         super().backward(loss)
 
     def take_step(self) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
