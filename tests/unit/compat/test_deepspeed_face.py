@@ -309,10 +309,10 @@ def test_half_precision_weights_are_trained_in_fp32() -> None:
         deepspeed.initialize(**given, config=small)
     current.close()
     engine, *_ = deepspeed.initialize(**given, config={**small, "bf16": {"enabled": True}})
-    before = engine.module.weight.detach().clone()
+    before = model.weight.detach().clone()
     step(engine)
-    assert engine.module.weight.dtype == torch.float32
-    assert 0 < (engine.module.weight - before).abs().max() < 1e-3
+    assert model.weight.dtype == torch.float32
+    assert 0 < (model.weight - before).abs().max() < 1e-3
 
 
 def test_checkpoints_bring_back_weights_counts_and_state(tmp_path: Path) -> None:
