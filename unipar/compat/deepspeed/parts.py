@@ -10,6 +10,7 @@ import torch
 from unipar.compat.deepspeed_names import refuse
 from unipar.compat.models import Calls, PreparedModel, led_to
 from unipar.compat.optimizers import PreparedOptimizer
+from unipar.engine import StepEngine
 from unipar.errors import ConfigError
 from unipar.session import Session
 
@@ -63,6 +64,10 @@ class EngineOptimizer(PreparedOptimizer):
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:
         super().takes_up(model, **asked)
         self._all.add(self)
+        assert self.training is not None
+        if isinstance(self.training.engine, StepEngine):
+            # As in DeepSpeed, each rank has statistics of its own batches.
+            self.training.engine.reducer.keeps_buffers = True
 
     def backward(self, loss: torch.Tensor) -> None:
         if len(self._all) > 1:
