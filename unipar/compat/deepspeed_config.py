@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from unipar.compat.deepspeed_names import CONFIG, NATIVE, ZERO
 from unipar.errors import ConfigError
 
-_ZERO = {
-    "overlap_comm": "overlap_comm",
-    "reduce_bucket_size": "reduce_bucket_size",
-    "allgather_bucket_size": "allgather_bucket_size",
-    "contiguous_gradients": "contiguous_gradients",
-    "round_robin_gradients": "round_robin_gradients",
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_param_persistence_threshold": "persistence_threshold",
-    "stage3_max_live_parameters": "max_live_parameters",
-    "sub_group_size": "sub_group_size",
+log = logging.getLogger("unipar")
+
+_OPTIONS = {
+    "overlap_comm": ("overlap_comm", (1, 2, 3)),
+    "reduce_bucket_size": ("reduce_bucket_size", (0, 1, 2, 3)),
+    "allgather_bucket_size": ("allgather_bucket_size", (0, 1, 2)),
+    "contiguous_gradients": ("contiguous_gradients", (1, 2, 3)),
+    "round_robin_gradients": ("round_robin_gradients", (1, 2)),
+    "stage3_prefetch_bucket_size": ("prefetch_bucket_size", (3,)),
+    "stage3_param_persistence_threshold": ("persistence_threshold", (3,)),
+    "stage3_max_live_parameters": ("max_live_parameters", (3,)),
+    "sub_group_size": ("sub_group_size", (3,)),
 }
-_OFFLOAD = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
-_WITHOUT_EFFECT = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "steps_per_print", "wall_clock_breakdown",
-    "dump_state", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
-    "prescale_gradients", "gradient_predivide_factor",
-}  # fmt: skip
-_WITHOUT_EFFECT_OF_ZERO = {
-    "stage", "allgather_partitions", "reduce_scatter", "stage3_max_reuse_distance",
-    "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
-}  # fmt: skip
-_REFUSED = {
-    "optimizer": "Build the optimizer in the script, and prepare it.",
-    "scheduler": "Build the scheduler in the script, and prepare it.",
-    "amp": "Use bf16 or fp16.",
+"""Options of the strategies, and the stages in which DeepSpeed looks at them."""
+_OFFLOAD = {
+    "offload_optimizer": ("offload_optimizer", (1, 2, 3)),
+    "offload_param": ("offload_parameters", (3,)),
 }
+_PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
 
-def read_config(given: Any) -> dict[str, Any]:
+def read_config(given: Any, *, builds: bool = False) -> dict[str, Any]:
     """What a configuration asks for.
 
     Args:
         given: a mapping, the path of a JSON file, or an object with ``config``. Values that are
             ``"auto"`` are left to unipar.
+        builds: whether the caller builds the optimizer and the scheduler that it names.
 
     Returns:
         ``strategy``; and ``precision``, ``max_grad_norm`` and ``accumulation`` where it says so.
@@ -50,36 +47,37 @@ def read_config(given: Any) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or asks for what cannot be had.
     """
-    config = _loaded(getattr(given, "config", given))
+    config = _without_auto(load_config(given))
     zero = config.pop("zero_optimization", {})
-    stage = int(zero.get("stage", 0))
-    options: dict[str, Any] = {}
-    native: dict[str, Any] = {}
-    for key, value in zero.items():
-        if key in _ZERO:
-            options[_ZERO[key]] = value
-        elif key in _OFFLOAD:
-            options |= _offloading(key, value)
-        elif key not in _WITHOUT_EFFECT_OF_ZERO:
-            native.setdefault("zero_optimization", {})[key] = value
     found: dict[str, Any] = {}
+    native: dict[str, Any] = {}
     for key, value in config.items():
-        if key in ("bf16", "fp16") and value.get("enabled"):
-            found["precision"] = key
+        if key in (*_PRECISIONS, "torch_autocast"):
+            _add_precision(found, key, value)
         elif key == "gradient_clipping":
             found |= {"max_grad_norm": float(value)} if value else {}
         elif key == "gradient_accumulation_steps":
             found["accumulation"] = int(value)
-        elif key in _REFUSED:
-            raise ConfigError(f"DeepSpeed's configuration has '{key}'. {_REFUSED[key]}")
-        elif key not in (*_WITHOUT_EFFECT, "bf16", "fp16", "bfloat16"):
+        elif key in NATIVE:
             native[key] = value
-    name = {"name": f"zero{stage}"} if stage else {"name": "deepspeed", "stage": 0}
-    found["strategy"] = {**name, **options, **({"native": native} if native else {})}
+        elif key in ("optimizer", "scheduler") and not builds:
+            raise ConfigError(
+                f"DeepSpeed's configuration has '{key}'. Build the {key} in the script, and "
+                "prepare it."
+            )
+        else:
+            _check(key, value)
+    found["strategy"] = _strategy(zero, native)
     return found
 
 
-def _loaded(given: Any) -> dict[str, Any]:
+def load_config(given: Any) -> dict[str, Any]:
+    """The configuration itself, for the caller to keep.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    given = getattr(given, "config", given)
     if isinstance(given, (str, Path)):
         try:
             given = json.loads(Path(given).read_text())
@@ -93,7 +91,18 @@ def _loaded(given: Any) -> dict[str, Any]:
             f"DeepSpeed's configuration is a {type(given).__name__}. Give a dict, or the path of "
             "a JSON file."
         )
-    return _without_auto(given)
+    return {key: dict(one) if isinstance(one, Mapping) else one for key, one in given.items()}
+
+
+def find_auto(config: Mapping[str, Any], before: str = "") -> str | None:
+    """The first key whose value is ``"auto"``; ``None`` if there is none."""
+    for key, value in config.items():
+        if value == "auto":
+            return f"{before}{key}"
+        found = find_auto(value, f"{before}{key}.") if isinstance(value, Mapping) else None
+        if found is not None:
+            return found
+    return None
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,11 +113,77 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _offloading(key: str, value: Mapping[str, Any] | None) -> dict[str, Any]:
+def _check(key: str, value: Any) -> None:
+    """Refuse a setting that would change training; name one that is nobody's."""
+    row = CONFIG.find(key)
+    if row is None:
+        log.warning("DeepSpeed's configuration has '%s', which DeepSpeed does not read.", key)
+    elif row.fate == "refused" and _is_on(key, value):
+        raise ConfigError(f"DeepSpeed's configuration has '{key}'. {row.why}")
+
+
+_HARMLESS = {"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True}
+
+
+def _is_on(key: str, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        if "enabled" in value:
+            return bool(value["enabled"])
+        return any(_is_on(inner, one) for inner, one in value.items())
+    if key in _HARMLESS:
+        return value != _HARMLESS[key]
+    return value is True or value not in (None, False, 0, 1, "none")
+
+
+def _add_precision(found: dict[str, Any], key: str, value: Any) -> None:
+    if not (value.get("enabled") if isinstance(value, Mapping) else value):
+        return
+    precision = _PRECISIONS.get(key)
+    if precision is None:
+        asked = str(value.get("dtype", "bfloat16")).removeprefix("torch.")
+        if asked not in _DTYPES:
+            raise ConfigError(f"torch_autocast's dtype is {asked!r}. Use bfloat16 or float16.")
+        precision = _DTYPES[asked]
+    if found.setdefault("precision", precision) != precision:
+        raise ConfigError(
+            f"DeepSpeed's configuration asks for {found['precision']} and for {precision}. Enable "
+            "one of fp16, bf16 and torch_autocast."
+        )
+
+
+def _strategy(zero: Any, native: dict[str, Any]) -> dict[str, Any]:
+    """The strategy of a stage of ZeRO; options of other stages are left out, as there."""
+    if not isinstance(zero, Mapping):
+        zero = {"stage": int(bool(zero))}
+    stage = int(zero.get("stage", 0))
+    options: dict[str, Any] = {}
+    for key, value in zero.items():
+        row = ZERO.find(key)
+        if key in _OPTIONS:
+            name, stages = _OPTIONS[key]
+            # Bucket sizes are written as 5e8.
+            number = int(value) if isinstance(value, float) and value == int(value) else value
+            options |= {name: number} if stage in stages and value is not None else {}
+        elif key in _OFFLOAD or key == "cpu_offload":
+            options |= _offloading(key, value, stage)
+        elif row is not None and row.fate == "refused":
+            if _is_on(key, value):
+                raise ConfigError(f"DeepSpeed's zero_optimization has '{key}'. {row.why}")
+        elif stage > 0 and (row is None or key in NATIVE):
+            # DeepSpeed itself refuses what it does not know.
+            native.setdefault("zero_optimization", {})[key] = value
+    name = {"name": f"zero{stage}"} if stage else {"name": "deepspeed", "stage": 0}
+    return {**name, **options, **({"native": native} if native else {})}
+
+
+def _offloading(key: str, value: Any, stage: int) -> dict[str, Any]:
+    if key == "cpu_offload":
+        key, value = "offload_optimizer", {"device": "cpu" if value else "none"}
+    name, stages = _OFFLOAD[key]
     device = (value or {}).get("device", "none")
-    if value is None or device in (None, "none"):
+    if device in (None, "none") or stage not in stages:
         return {}
-    found: dict[str, Any] = {_OFFLOAD[key]: True}
+    found: dict[str, Any] = {name: True}
     if device == "nvme":
         found["nvme_path"] = value.get("nvme_path")
     if "pin_memory" in value:

@@ -113,7 +113,7 @@ class DDPReducer(Reducer):
             # have yet to add would be written over the gradients of this step.
             self._reducing.pop().wait()
         # A loop of the user's own goes around the wrapper's forward pass, which does it else.
-        if not whole_step and self.ddp.broadcast_buffers:
+        if not whole_step and self.ddp.broadcast_buffers and not self.keeps_buffers:
             self.share_buffers()
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:

@@ -141,3 +141,26 @@ def test_an_optimizer_that_has_not_stepped_has_moments_to_load_into() -> None:
     assert not optimizer.state
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(model.weight, before)
+
+
+def test_where_a_process_stands_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    script.open()
+    monkeypatch.setenv("RANK", "7")  # As frameworks set it while they start.
+    assert script.placement().rank == 0
+
+
+def test_a_new_optimizers_broadcast_is_a_step_on_zeros() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = script.prepare(
+        model,
+        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], 0.1, weight_decay=0.5),
+    ).optimizer
+    assert optimizer is not None
+    weight = model.weight.detach().clone()
+    script.broadcast_optimizer(optimizer, counted=False)
+    assert torch.allclose(model.weight, weight * 0.95)
+    assert not optimizer.state
+    script.broadcast_optimizer(optimizer)
+    assert [state["step"].item() for state in optimizer.state.values()] == [1.0]
+    script.broadcast_optimizer(optimizer)
+    assert [state["step"].item() for state in optimizer.state.values()] == [1.0]

@@ -1,0 +1,215 @@
+"""Checkpoints and weights of an engine."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from unipar import checkpoint
+from unipar.compat.deepspeed_names import refuse
+from unipar.compat.run import current
+from unipar.engine import COMPUTE_DTYPES
+from unipar.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from unipar.compat.deepspeed.parts import EngineModel
+
+_OWN = "engine.pt"
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+"""As in DeepSpeed, micro-batches go on from where they are."""
+
+
+class Keeping(nn.Module):
+    """What is kept of an engine."""
+
+    module: nn.Module
+    lr_scheduler: Any
+    global_steps: int
+    _model: EngineModel
+    _precision: str
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write a checkpoint that any strategy and number of ranks loads. Collective.
+
+        Args:
+            save_dir: holds checkpoints, each in a directory of its tag.
+            tag: left out: ``global_step`` and the number of updates.
+            client_state: kept beside it; plain values and tensors.
+            save_latest: whether it is what ``load_checkpoint`` takes without a tag.
+            exclude_frozen_parameters: refused.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            ConfigError: ``client_state`` holds other objects.
+        """
+        if exclude_frozen_parameters:
+            refuse("save_checkpoint(exclude_frozen_parameters=True)")
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        scheduler = self.lr_scheduler
+        own = {
+            "client_state": dict(client_state or {}),
+            "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
+            **{key: getattr(self, key) for key in _COUNTS},
+        }
+        _check_readable(own)
+        session, world = current.session, current.world()
+        assert session is not None
+        path = checkpoint.save(
+            Path(save_dir) / name, self._engines(), world, step=self.global_steps,
+            progress={"seed": 0}, strategy=session.strategy.name,
+        )  # fmt: skip
+        if world.is_main:
+            torch.save(own, path / _OWN)
+            if save_latest:
+                (Path(save_dir) / "latest").write_text(name)
+        world.barrier()
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Take over a checkpoint of :meth:`save_checkpoint`. Collective.
+
+        Args:
+            load_dir: holds checkpoints.
+            tag: which; left out: the latest.
+            load_module_strict: has to be true.
+            load_optimizer_states: whether more than weights is restored.
+            load_lr_scheduler_states: whether the scheduler is set to where it was.
+            load_module_only: whether weights alone are loaded, and the scheduler stays.
+            custom_load_fn: refused.
+
+        Returns:
+            Where it is, and its ``client_state``; ``None`` and nothing where there is none.
+
+        Raises:
+            CheckpointError: it is of another program, or DeepSpeed's own.
+        """
+        if not load_module_strict:
+            refuse("load_checkpoint(load_module_strict=False)")
+        if custom_load_fn is not None:
+            refuse("load_checkpoint(custom_load_fn=…)")
+        world, latest = current.world(), Path(load_dir) / "latest"
+        if tag is None:
+            tag = world.broadcast(latest.read_text().strip() if latest.is_file() else None)
+        if tag is None:
+            return None, {}
+        directory = Path(load_dir) / str(tag)
+        if any(directory.glob("*model_states.pt")):
+            raise CheckpointError(
+                f"{directory} is DeepSpeed's own checkpoint. Convert it: unipar convert --from "
+                f"deepspeed {directory} {directory}-unipar, and load what that writes."
+            )
+        path = checkpoint.find(directory)
+        everything = load_optimizer_states and not load_module_only
+        checkpoint.load(path, self._engines(), world, optimizer=everything)
+        own = torch.load(path / _OWN, weights_only=True, map_location="cpu")
+        for key in _COUNTS:
+            setattr(self, key, own[key])
+        scheduled = load_lr_scheduler_states and not load_module_only
+        if scheduled and self.lr_scheduler is not None and own["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(own["lr_scheduler"])
+        return str(directory), own["client_state"]
+
+    def _engines(self) -> dict[str, Any]:
+        training = self._model.training_by
+        if training is None:
+            raise ConfigError(
+                "this engine has no optimizer, so there is nothing to go on with. Save "
+                "engine.module.state_dict()."
+            )
+        # Whichever it is of several, it is saved as the only one.
+        return {"model": training.engine}
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's state dict at full shapes. Collective where ranks divide it.
+
+        Where they do, only rank 0 has it, and the others get an empty one.
+        """
+        state = self._model.whole_state_dict()
+        if exclude_frozen_parameters:
+            frozen = {n for n, one in self.module.named_parameters() if not one.requires_grad}
+            state = {name: one for name, one in state.items() if name not in frozen}
+        named = {f"{prefix}{name}": one for name, one in state.items()}
+        if destination is None:
+            return named
+        destination.update(named)
+        return destination
+
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Any = None,
+        fetch_z3_params: bool = False, z3_params_to_fetch: Any = None,
+        allowed_missing_keys: Any = None,
+    ) -> None:  # fmt: skip
+        """Take over the weights below ``module``, where the strategy has no copies of them."""
+        if custom_load_fn is not None:
+            refuse("load_checkpoint(custom_load_fn=…)")
+        self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's weights in the run's precision, at full shapes. Collective."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        dtype = COMPUTE_DTYPES[self._precision] if self._precision != "fp32" else None  # pyright: ignore[reportArgumentType]
+        if current.placement().rank == 0:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            halved = {n: one.to(dtype) if one.is_floating_point() else one
+                      for n, one in state.items()}  # fmt: skip
+            torch.save(halved, Path(save_dir) / save_filename)
+        current.world().barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        """:meth:`module_state_dict` on rank 0, which scripts for stage 3 save."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return state if current.placement().rank == 0 else None
+
+    def destroy(self) -> None:
+        """Nothing: the run ends with the script."""
+
+
+def _check_readable(own: Mapping[str, Any]) -> None:
+    """Refuse what could be written, and not read again without running code of a file."""
+    file = io.BytesIO()
+    torch.save(own["client_state"], file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except Exception as error:
+        raise ConfigError(
+            "save_checkpoint: client_state holds objects that a checkpoint is not read with. Give "
+            "plain values and tensors, as vars(args) instead of args, and tolist() of an array."
+        ) from error

@@ -1,0 +1,103 @@
+"""The model and the optimizer of an engine, as faces share them, in DeepSpeed's words."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+
+from unipar.compat.deepspeed_names import refuse
+from unipar.compat.models import Calls, PreparedModel, led_to
+from unipar.compat.optimizers import PreparedOptimizer
+from unipar.engine import StepEngine
+from unipar.errors import ConfigError
+from unipar.session import Session
+
+_INITIALIZE = "engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, …)"
+_CALLS = Calls(
+    prepare="deepspeed.initialize",
+    optimized=_INITIALIZE,
+    backward="engine.backward(loss)",
+    whole="engine.module_state_dict(), or engine.save_checkpoint(directory)",
+    save="engine.save_checkpoint(directory)",
+    load="engine.load_checkpoint(directory)",
+    unwrap="engine.module",
+)
+
+
+class EngineModel(PreparedModel):
+    """A model in the run's precision, whose outputs are what they are there."""
+
+    calls: ClassVar[Calls] = _CALLS
+
+    def whole_alone(self, session: Session) -> None:
+        """Refuse ``module.state_dict()`` of parts, and weights put into what has copies of them."""
+        name, sharded = session.strategy.name, session.capabilities.sharded
+
+        def refuse_parts(module: Any, prefix: str, keep_vars: bool) -> None:
+            if keep_vars:  # As engines look at their own.
+                return
+            raise ConfigError(
+                f"strategy '{name}' divides the model among ranks, so its state_dict() here is "
+                f"only a part. Call {self.calls.whole}, on all ranks."
+            )
+
+        def refuse_weights(*args: Any) -> None:
+            raise ConfigError(
+                f"strategy '{name}' divides the run's state among ranks, so weights cannot be put "
+                "into the module here. Load them before deepspeed.initialize."
+            )
+
+        if "parameters" in sharded:
+            self.module.register_state_dict_pre_hook(refuse_parts)
+        if sharded:
+            self.module.register_load_state_dict_pre_hook(refuse_weights)
+
+
+class EngineOptimizer(PreparedOptimizer):
+    """An optimizer that an engine steps, and nobody else."""
+
+    calls: ClassVar[Calls] = _CALLS
+    _all: ClassVar[WeakSet[EngineOptimizer]] = WeakSet()
+
+    def takes_up(self, model: PreparedModel, **asked: Any) -> None:
+        super().takes_up(model, **asked)
+        self._all.add(self)
+        assert self.training is not None
+        if isinstance(self.training.engine, StepEngine):
+            # As in DeepSpeed, each rank has statistics of its own batches.
+            self.training.engine.reducer.keeps_buffers = True
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if len(self._all) > 1:
+            led = led_to([loss])
+            if any(other is not self and other.training in led for other in self._all):
+                raise ConfigError(
+                    "this loss goes through the model of another engine, too, which would have "
+                    "its gradients beside those of its own loss. Freeze that model meanwhile, by "
+                    "other.module.requires_grad_(False), and thaw it for its own loss; or put "
+                    "both models into one nn.Module."
+                )
+        super().backward(loss)
+
+    def take_step(self) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Reduce, clip, step and clear.
+
+        Returns:
+            The gradient's norm before it was clipped, if it is.
+        """
+        super().take_step()
+        assert self._last is not None
+        return self._last.grad_norm
+
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse("optimizer.step()")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.begun:
+            raise ConfigError(
+                "zero_grad() came in the midst of a step, after engine.backward(loss). What it "
+                "drops there depends on ZeRO's stage. Leave it out: engine.step() clears."
+            )
+        self.drop()
