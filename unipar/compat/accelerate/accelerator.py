@@ -37,8 +37,8 @@ from unipar.compat.accelerate.scheduler import Paced
 from unipar.compat.accelerate.state import AcceleratorState, GradientState
 from unipar.compat.accelerate.tracking import Trackers
 from unipar.compat.accelerate_names import ACCELERATOR, refuse
-from unipar.compat.models import PreparedModel, led_to
-from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.models import PreparedModel
+from unipar.compat.optimizers import PreparedOptimizer, trained_by
 from unipar.compat.run import current
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
@@ -360,29 +360,9 @@ class Accelerator(Exchange, Keeping):
         """
         if kwargs:
             refuse("Accelerator.backward(loss, retain_graph=…)")
-        optimizer = self._trained_by(loss)
+        optimizer = trained_by(loss, self._optimizers)
         num = self.gradient_accumulation_steps
         optimizer.backward(loss / num if num != 1 else loss)
-
-    def _trained_by(self, loss: torch.Tensor) -> PreparedOptimizer:
-        trained = [one for one in self._optimizers if one.training is not None]
-        if len(trained) == 1:
-            return trained[0]
-        led = led_to([loss])
-        found = [one for training in led for one in trained if one.training is training]
-        if not found:
-            raise ConfigError(
-                "this loss was computed by no model whose optimizer is prepared. Prepare the model "
-                "and its optimizer, and call the model that prepare gives back."
-            )
-        # A GAN's loss of its generator goes through the critic, which only its own loss is to
-        # train: the script clears the gradients of the one that it trains, or that comes first.
-        cleared = [one for one in found if one.cleared]
-        chosen = cleared[0] if len(cleared) == 1 else found[0]
-        for one in trained:
-            one.cleared = False
-            one.strayed |= one in found and one is not chosen
-        return chosen
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: engines unscale gradients before they clip them."""

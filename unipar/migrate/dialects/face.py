@@ -49,6 +49,8 @@ class FaceDialect(Dialect):
                 self._rewrite_from(plan, source, node)
             for node in source.all(cst.Import):
                 self._rewrite_import(plan, source, node)
+            for node in source.all(cst.Attribute):
+                self._refuse_attribute(plan, node)
         self._refuse_members(plan)
 
     def inside(self, module: str) -> str | None:
@@ -105,6 +107,15 @@ class FaceDialect(Dialect):
                     node, f"import {module} binds the name {module.partition('.')[0]}.",
                     f"Write import {module} as …, or from {module} import ….",
                 )  # fmt: skip
+
+    def _refuse_attribute(self, plan: Plan, node: cst.Attribute) -> None:
+        """Refuse ``L.Trainer``, of a package that is imported as a whole."""
+        name, table = node.attr.value, self.modules.get("")
+        row = table.find(name) if table is not None else None
+        if row is None or row.fate != "refused":
+            return
+        if f"{self.package}.{name}" in plan.flow.names(node):
+            plan.refuse(node, f"the face has no {name}.", row.why)
 
     def _refuse_module(self, plan: Plan, node: cst.CSTNode, inside: str) -> None:
         known = ", ".join(f"{self.package}.{one}".rstrip(".") for one in sorted(self.modules))
