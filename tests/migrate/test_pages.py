@@ -38,11 +38,12 @@ def examples(dialect: str) -> tuple[str, str, str]:
     """A page's script before and after, and its settings."""
     page = (PAGES / f"{dialect}.md").read_text()
     before, after = fences(page, "py")
-    if dialect == "accelerate":
+    if "unipar.compat." in after:
         # The lines that change, and no other.
+        (package,) = (one.package for one in DIALECTS if one.name == dialect)  # pyright: ignore
         changed = iter(after.splitlines(keepends=True))
         lines = before.splitlines(keepends=True)
-        after = "".join(next(changed) if "from accelerate" in line else line for line in lines)
+        after = "".join(next(changed) if f"from {package}" in line else line for line in lines)
         return before, after, "{}"
     (config,) = fences(page, "yaml")
     return before, after, config

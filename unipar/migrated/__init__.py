@@ -1,8 +1,7 @@
 """The runtime of migrated scripts; nothing in it reads or rewrites a script.
 
 :mod:`~unipar.migrated.script` is what each of them calls; beside it, one module for each framework
-whose rules training depends on: :mod:`~unipar.migrated.boosted` (Colossal-AI),
-:mod:`~unipar.migrated.fabricated` (Lightning Fabric) and :mod:`~unipar.migrated.stepped`
-(DeepSpeed). A loop that was folded into ``unipar.fit`` calls :mod:`~unipar.migrated.folded`, and a
-script of Accelerate's imports :mod:`unipar.compat.accelerate`.
+whose rules training depends on: :mod:`~unipar.migrated.boosted` (Colossal-AI) and
+:mod:`~unipar.migrated.stepped` (DeepSpeed). A loop that was folded into ``unipar.fit`` calls
+:mod:`~unipar.migrated.folded`; scripts of Accelerate's and Fabric's import :mod:`unipar.compat`.
 """
