@@ -21,13 +21,28 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from measure.pages import benchmarks, beside, commands, figures, gpu, reliability, surveys  # noqa: E402
-from unipar.compat import accelerate_names, deepspeed_names  # noqa: E402
+from unipar.compat import (  # noqa: E402
+    accelerate_names,
+    colossalai_names,
+    deepspeed_names,
+    fabric_names,
+)
 from unipar.compat.tables import lines_of  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
 from unipar.launchers.registry import LAUNCHERS  # noqa: E402
 from unipar.migrate.dialects.accelerate import Accelerate  # noqa: E402
+from unipar.migrate.dialects.colossalai import ColossalAI  # noqa: E402
 from unipar.migrate.dialects.deepspeed import DeepSpeed  # noqa: E402
+from unipar.migrate.dialects.fabric import Fabric  # noqa: E402
 from unipar.strategy import StrategyOptions, registry  # noqa: E402
+
+FACES = {
+    "accelerate": (Accelerate(), accelerate_names.TABLES),
+    "colossalai": (ColossalAI(), colossalai_names.TABLES),
+    "deepspeed": (DeepSpeed(), deepspeed_names.TABLES),
+    "fabric": (Fabric(), fabric_names.TABLES),
+}
+"""The dialect and the tables of each page of docs/migrate that is on a face."""
 
 PAGES = (
     ROOT / "docs" / "architecture.md",
@@ -40,12 +55,8 @@ PAGES = (
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "gpu.md",
     *(ROOT / "docs" / "how-to" / name for name in ("slurm.md", "elastic.md")),
-    *(ROOT / "docs" / "migrate" / name for name in ("accelerate.md", "deepspeed.md")),
+    *(ROOT / "docs" / "migrate" / f"{name}.md" for name in FACES),
 )
-FACES = {
-    "accelerate.md": (Accelerate(), accelerate_names.TABLES),
-    "deepspeed.md": (DeepSpeed(), deepspeed_names.TABLES),
-}
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
 )
@@ -219,11 +230,9 @@ TABLES = {
 }
 
 
-def of_face(page: str) -> dict[str, Callable[[], str]]:
+def of_face(name: str) -> dict[str, Callable[[], str]]:
     """The tables of a page on a framework that has a face."""
-    if page not in FACES:
-        return {}
-    dialect, tables = FACES[page]
+    dialect, tables = FACES[name]
     return {
         "maps": lambda: dialect.table().rstrip(),
         "refused": lambda: dialect.refused_table().rstrip(),
@@ -234,7 +243,7 @@ def of_face(page: str) -> dict[str, Callable[[], str]]:
 
 def rewritten(page: Path) -> str:
     """The text of a page with each table as the code has it now."""
-    tables = TABLES | of_face(page.name)
+    tables = TABLES | of_face(page.stem) if page.parent.name == "migrate" else TABLES
     return MARKED.sub(lambda m: f"{m['begin']}{tables[m['what']]()}\n{m['end']}", page.read_text())
 
 

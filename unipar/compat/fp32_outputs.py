@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-
-
-class Widened:
-    """A callable whose tensors come out in fp32, in whatever they are.
-
-    Args:
-        computes: what is called.
-    """
-
-    def __init__(self, computes: Callable[..., Any]) -> None:
-        self._computes = computes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return fp32(self._computes(*args, **kwargs))
 
 
 def fp32(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -260,27 +260,36 @@ class PreparedOptimizer(Optimizer):
 Chosen = TypeVar("Chosen", bound=PreparedOptimizer)
 
 
-def trained_by(loss: torch.Tensor, trained: Sequence[Chosen]) -> Chosen:
-    """The optimizer whose model a loss is to train.
+def trained_by(
+    loss: torch.Tensor,
+    optimizers: Iterable[Chosen],
+    model: PreparedModel | None = None,
+) -> Chosen:
+    """The optimizer of the model that a loss trains.
 
     Args:
-        loss: computed by models of some of them.
-        trained: those that engines step.
+        loss: of the output of a model or more.
+        optimizers: those that are prepared.
+        model: what it trains, if the script says so.
 
     Raises:
-        ConfigError: none of them trains a model that the loss came from.
+        ConfigError: it was computed by none that has one.
     """
-    led = led_to([loss])
-    found = [one for training in led for one in trained if one.training is training]
-    if not found:
+    trained = [one for one in optimizers if one.training is not None]
+    if len(trained) == 1 and (model is None or model is trained[0].model):
+        return trained[0]
+    found = [one for training in led_to([loss]) for one in trained if one.training is training]
+    if not found or (model is not None and all(one.model is not model for one in found)):
+        calls = PreparedOptimizer.calls if not trained else trained[0].calls
         raise ConfigError(
-            "this loss was computed by no model whose optimizer is prepared. Prepare the model "
-            "and its optimizer, and call the model that prepare gives back."
+            "this loss was computed by no model whose optimizer is prepared. Prepare the model and "
+            f"its optimizer, {calls.optimized}, and call the model that this gives back."
         )
     # A GAN's loss of its generator goes through the critic, which only its own loss is to
     # train: the script clears the gradients of the one that it trains, or that comes first.
     cleared = [one for one in found if one.cleared]
     chosen = cleared[0] if len(cleared) == 1 else found[0]
+    chosen = next((one for one in found if one.model is model), chosen)
     for one in trained:
         one.cleared = False
         one.strayed |= one in found and one is not chosen

@@ -10,6 +10,8 @@ import atexit
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,17 @@ class Run:
         self._asked: dict[str, Any] = {}
         self._world: World | None = None
         self._placement: Placement | None = None
+        self._given: Placement | None = None
+        self._file: Path | None = None
+
+    def stand(self, place: Placement, file: Path) -> None:
+        """Be one of the processes that were started for the run of a script.
+
+        Args:
+            place: where this one stands.
+            file: the script's settings.
+        """
+        self._given, self._file = place, file
 
     def placement(self, device: str = "auto") -> Placement:
         """Where this process stands; known before it joins the others.
@@ -45,8 +58,12 @@ class Run:
             device: what the script asks for.
         """
         if self._placement is None:
-            config = _settled({"device": device})
-            self._placement = find_placement(resolve_device_type(config.device), config.timeout)
+            config = self._settled({"device": device})
+            kind, timeout = resolve_device_type(config.device), config.timeout
+            if self._given is None:
+                self._placement = find_placement(kind, timeout)
+            else:
+                self._placement = replace(self._given, device_type=kind, timeout=timeout)
         return self._placement
 
     def device(self) -> torch.device:
@@ -69,6 +86,10 @@ class Run:
             atexit.register(self.close)
         return self._world
 
+    def decides(self, name: str) -> bool:
+        """Whether ``unipar.yaml`` or the environment says a setting, whatever the script asks."""
+        return name in self._read().model_fields_set
+
     def open(self, asked: Mapping[str, Any]) -> Session:
         """Open the session, once. Collective.
 
@@ -89,7 +110,7 @@ class Run:
                     "each time."
                 )
             return self.session
-        config = _settled(asked)
+        config = self._settled(asked)
         if self._world is None:
             self._placement = None
         elif self.placement().device_type != resolve_device_type(config.device):
@@ -128,6 +149,28 @@ class Run:
             atexit.unregister(self.close)
             world.leave()
 
+    def _read(self) -> ScriptConfig:
+        return read_config(self._file or file_beside_script())
+
+    def _settled(self, asked: Mapping[str, Any]) -> ScriptConfig:
+        """What is set from outside, and the rest as the script asks for it."""
+        config = self._read()
+        overridden = {
+            key: value
+            for key, value in asked.items()
+            if key in config.model_fields_set and getattr(config, key) != value
+        }
+        if overridden:
+            log.info(
+                "unipar.yaml or the environment decides, not the script: %s instead of %s.",
+                _listed({key: getattr(config, key) for key in overridden}), _listed(overridden),
+            )  # fmt: skip
+        return config.model_copy(
+            update={
+                key: value for key, value in asked.items() if key not in config.model_fields_set
+            }
+        )
+
 
 current = Run()
 
@@ -137,24 +180,6 @@ def own_randomness(device: torch.device) -> Iterator[None]:
     """Give torch's generators back as they were, so that the script's numbers stay its own."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
-
-
-def _settled(asked: Mapping[str, Any]) -> ScriptConfig:
-    """What is set from outside, and the rest as the script asks for it."""
-    config = read_config(file_beside_script())
-    overridden = {
-        key: value
-        for key, value in asked.items()
-        if key in config.model_fields_set and getattr(config, key) != value
-    }
-    if overridden:
-        log.info(
-            "unipar.yaml or the environment decides, not the script: %s instead of %s.",
-            _listed({key: getattr(config, key) for key in overridden}), _listed(overridden),
-        )  # fmt: skip
-    return config.model_copy(
-        update={key: value for key, value in asked.items() if key not in config.model_fields_set}
-    )
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

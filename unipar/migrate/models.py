@@ -23,8 +23,14 @@ FSDP = ("torch.distributed.fsdp.FullyShardedDataParallel",
 _NO_FACTORY = (cst.Await, cst.NamedExpr, cst.Yield)
 
 
-def find_optimizers(plan: Plan) -> None:
-    """Fill in ``plan.optimizers`` and ``plan.models``, refusing what no engine can hold."""
+def find_optimizers(plan: Plan, *, refuses: bool = True) -> None:
+    """Fill in ``plan.optimizers`` and ``plan.models``.
+
+    Args:
+        plan: the program.
+        refuses: whether to refuse what no engine can hold, or cannot be seen; a face does so when
+            the program runs.
+    """
     seen: dict[Origin, list[cst.Call]] = {}
     for source in plan.sources:
         for call in source.all(cst.Call):
@@ -36,14 +42,14 @@ def find_optimizers(plan: Plan) -> None:
                     continue
                 plan.flow.instantiate(model)
                 owned = {o for o in plan.flow.values(model) if o.kind == "call"}
-                if not owned:
+                if not owned and refuses:
                     plan.refuse(
                         call,
                         f"it cannot be seen what `{source.code(model)}` is.",
                         "Give migrate the file that builds it too.",
                     )
                 others = {each for o in owned for each in seen.get(o, ())} - {call}
-                if any(
+                if refuses and any(
                     plan.flow.source(each) is not source or not exclusive(source, each, call)
                     for each in others
                 ):

@@ -15,7 +15,7 @@ from unipar.migrate.source import Source
 
 _SHOWN = 70
 _FROM = "from unipar.migrated import "
-_MODULES = ("boosted", "fabricated", "script")
+_MODULES = ("boosted", "script")
 """What edits may call, which the file then imports."""
 
 

@@ -360,13 +360,9 @@ class Accelerator(Exchange, Keeping):
         """
         if kwargs:
             refuse("Accelerator.backward(loss, retain_graph=…)")
-        optimizer = self._trained_by(loss)
+        optimizer = trained_by(loss, self._optimizers)
         num = self.gradient_accumulation_steps
         optimizer.backward(loss / num if num != 1 else loss)
-
-    def _trained_by(self, loss: torch.Tensor) -> PreparedOptimizer:
-        trained = [one for one in self._optimizers if one.training is not None]
-        return trained[0] if len(trained) == 1 else trained_by(loss, trained)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: engines unscale gradients before they clip them."""

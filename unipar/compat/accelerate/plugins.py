@@ -12,6 +12,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any, ClassVar
 
+from unipar.compat.checked import Checked
 from unipar.compat.deepspeed_config import read_config
 from unipar.errors import ConfigError
 
@@ -76,27 +77,8 @@ class DynamoBackend(_Words):
     TVM = "TVM"
 
 
-class _Checked:
-    REFUSED: ClassVar[tuple[str, ...]] = ()
-    IGNORED: ClassVar[tuple[str, ...]] = ()
-
-    def check(self) -> None:
-        """Refuse settings that have no counterpart.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        for one in fields(self):  # pyright: ignore[reportArgumentType]
-            value = getattr(self, one.name)
-            if one.name in self.REFUSED and value != one.default:
-                raise ConfigError(
-                    f"{type(self).__name__}({one.name}={value!r}) has no counterpart here. Leave "
-                    f"{one.name} out; options of strategies stand in unipar.yaml."
-                )
-
-
 @dataclass
-class KwargsHandler(_Checked):
+class KwargsHandler(Checked):
     """What ``kwargs_handlers`` takes."""
 
 
@@ -234,7 +216,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 @dataclass
-class DataLoaderConfiguration(_Checked):
+class DataLoaderConfiguration(Checked):
     """How data is shared among ranks."""
 
     REFUSED: ClassVar = ("use_stateful_dataloader",)
@@ -250,7 +232,7 @@ class DataLoaderConfiguration(_Checked):
 
 
 @dataclass
-class ProjectConfiguration(_Checked):
+class ProjectConfiguration(Checked):
     """Where checkpoints and trackers go."""
 
     REFUSED: ClassVar = ("save_on_each_node",)
@@ -273,7 +255,7 @@ class ProjectConfiguration(_Checked):
 
 
 @dataclass
-class DeepSpeedPlugin(_Checked):
+class DeepSpeedPlugin(Checked):
     """Options of the strategies ``zero1``, ``zero2``, ``zero3`` and ``deepspeed``."""
 
     REFUSED: ClassVar = ("transformer_moe_cls_names", "enable_msamp", "msamp_opt_level")
@@ -321,7 +303,7 @@ _SHARDING = {
 
 
 @dataclass
-class FullyShardedDataParallelPlugin(_Checked):
+class FullyShardedDataParallelPlugin(Checked):
     """Options of the strategy ``fsdp``."""
 
     REFUSED: ClassVar = ("mixed_precision_policy", "ignored_modules", "param_init_fn",
@@ -392,7 +374,7 @@ class FullyShardedDataParallelPlugin(_Checked):
         )
 
 
-PLUGINS: tuple[type[_Checked], ...] = (
+PLUGINS: tuple[type[Checked], ...] = (
     AutocastKwargs, DataLoaderConfiguration, DeepSpeedPlugin, DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin, GradientAccumulationPlugin, GradScalerKwargs,
     InitProcessGroupKwargs, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin,

@@ -1,0 +1,50 @@
+"""Processes that a script for Fabric starts itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.usefixtures("forked_programs"), pytest.mark.slow, pytest.mark.timeout(300),
+]  # fmt: skip
+
+SCRIPT = """
+import sys
+import torch
+from unipar.compat.fabric import Fabric
+
+def main(fabric, steps):
+    fabric.seed_everything(0, verbose=False)
+    model = torch.nn.Linear(3, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.full((4, 3), fabric.global_rank + step + 1.0)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+    return fabric.world_size, round(fabric.all_reduce(loss.detach()).item(), 6)
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
+print("told", sys.argv[1], *fabric.launch(main, 3), flush=True)
+"""
+
+
+# `python` starts the ranks by torchrun, which the corpus of migrated programs proves as well.
+@pytest.mark.parametrize(
+    ("strategy", "times"), [("ddp_spawn", 1), pytest.param("ddp", 2, marks=pytest.mark.thorough)]
+)
+def test_a_script_starts_its_processes(strategy: str, times: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "train.py", strategy], cwd=tmp_path, capture_output=True, text=True,
+        timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("told")]
+    assert len(told) == times
+    assert all(one == told[0] and one[0] == "2" for one in told)

@@ -1,0 +1,483 @@
+"""``Fabric``: its settings, what it sets up, and a step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from unipar.compat.fabric import checkpoints, launching, seeding, settings
+from unipar.compat.fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from unipar.compat.fabric.data import FabricDataLoader, set_up
+from unipar.compat.fabric.exchange import Exchange
+from unipar.compat.fabric.ranks import rank_zero_warn
+from unipar.compat.fabric.strategies import Strategy
+from unipar.compat.fabric.wrappers import FabricModule, FabricOptimizer, uncompiled
+from unipar.compat.fabric_names import refuse
+from unipar.compat.optimizers import trained_by
+from unipar.compat.run import current, own_randomness
+from unipar.data import move_to
+from unipar.engine import COMPUTE_DTYPES
+from unipar.errors import ConfigError
+from unipar.session import Session
+
+
+class Fabric(Exchange):
+    """Lightning's, over a run under any strategy that takes a script's own loop.
+
+    Arguments are Fabric's. ``unipar.yaml`` and the environment win over ``strategy``, ``precision``
+    and ``accelerator``, which are settings of the run and options of its strategy.
+
+    Raises:
+        ConfigError: a setting has no counterpart.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: Any = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Any = None,
+    ) -> None:
+        self._asked = settings.read(accelerator, strategy, devices, num_nodes, precision, plugins)
+        self._callbacks = _listed(callbacks)
+        self._loggers = _listed(loggers)
+        self._set_up_nothing()
+        current.placement(self._asked.run.get("device", "auto"))
+        if type(self).run is not Fabric.run:
+            self.run = functools.partial(self._launched, self.run)
+
+    def _set_up_nothing(self) -> None:
+        # A script that has done with a model lets go of it, and so do we.
+        self._models: WeakKeyDictionary[FabricModule, dict[str, Any]] = WeakKeyDictionary()
+        self._optimizers: WeakSet[FabricOptimizer] = WeakSet()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Sent to a process, where nothing is set up.
+        return {k: v for k, v in self.__dict__.items() if k not in ("_models", "_optimizers")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._set_up_nothing()
+
+    # -- processes -------------------------------------------------------------------------------
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Have as many processes as devices, and join them. Collective.
+
+        Without a launcher, ``torchrun`` takes the place of this process, and runs the script from
+        its beginning in each. Under ``ddp_spawn`` and its like, and in a notebook, the function is
+        run in processes of its own.
+
+        Args:
+            function: called then, with this Fabric and the other arguments.
+            args: of the function.
+            kwargs: likewise.
+
+        Returns:
+            What it returns; on rank 0, where it has processes of its own.
+
+        Raises:
+            ConfigError: these processes cannot be started.
+        """
+        if function is None:
+            return self._launched(None)
+        if not callable(function):
+            raise ConfigError(
+                f"fabric.launch takes a function, and was given {function!r}. Write "
+                "fabric.launch(main) instead of fabric.launch(main())."
+            )
+        return self._launched(functools.partial(function, self), *args, **kwargs)
+
+    def _launched(self, function: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+        if count := launching.missing(self._asked.devices, self._asked.num_nodes):
+            spawns = self._asked.spawns or launching.is_interactive()
+            if function is not None and spawns:
+                return launching.spawn(count, functools.partial(function, *args, **kwargs))
+            launching.run_again(count)
+        current.open(self._asked.run)
+        return function(*args, **kwargs) if function is not None else None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What a class derived from this runs once its processes are there."""
+
+    @property
+    def _session(self) -> Session:
+        """The open session; this opens it where every process is there."""
+        if current.session is None:
+            if launching.missing(self._asked.devices, self._asked.num_nodes):
+                raise ConfigError(
+                    f"Fabric(devices={self._asked.devices or 'auto'}) asks for several processes, "
+                    "and there is one. Call fabric.launch() before everything else, or start the "
+                    "script by torchrun."
+                )
+            current.open(self._asked.run)
+        assert current.session is not None
+        return current.session
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where this process stands; of no class that stands for one framework."""
+        return Strategy()
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """What the run is on."""
+        return CUDAAccelerator() if self.device.type == "cuda" else CPUAccelerator()
+
+    # -- setting up ------------------------------------------------------------------------------
+
+    def setup(
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Take over a model, and put it under the strategy with its optimizer. Collective.
+
+        Args:
+            module: the model.
+            optimizers: its optimizer, or none.
+            scheduler: comes back as it is.
+            move_to_device: whether the model goes to this process's device.
+
+        Returns:
+            The model, with the optimizer and the scheduler if they are given.
+
+        Raises:
+            ConfigError: the strategy cannot train it so.
+        """
+        if scheduler is not None and self._asked.of_deepspeed:
+            refuse("Fabric.setup(scheduler=…)")
+        prepared = self.setup_module(module, move_to_device)
+        wrapped = tuple(self._set_up(one) for one in optimizers)
+        self.call("on_after_setup", fabric=self, module=prepared)
+        if not wrapped:
+            return prepared
+        return (prepared, *wrapped, scheduler) if scheduler is not None else (prepared, *wrapped)
+
+    def setup_module(
+        self, module: nn.Module, move_to_device: bool = True, _reapply_compile: bool = True
+    ) -> FabricModule:
+        """Take over a model, which computes by itself until its optimizer comes."""
+        if isinstance(module, FabricModule):
+            raise ConfigError("this model was set up before. Give fabric.setup each model once.")
+        plain, compiled = uncompiled(module)
+        session = self._session
+        assert current.config is not None
+        precision = current.config.precision
+        half = None if precision == "fp32" else COMPUTE_DTYPES[precision]
+        device = self.device if move_to_device else None
+        prepared = FabricModule(plain, session, half=half, device=device)
+        self._models[prepared] = {**self._asked.prepare, "compile": compiled}
+        if not any(one.requires_grad for one in plain.parameters()):
+            prepared.share()
+        return prepared
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Take over optimizers, and put their models under the strategy. Collective.
+
+        Raises:
+            ConfigError: one is of no model that was set up, or the strategy cannot train it so.
+        """
+        wrapped = tuple(self._set_up(one) for one in optimizers)
+        return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    def _set_up(self, optimizer: Optimizer) -> FabricOptimizer:
+        if isinstance(optimizer, FabricOptimizer):
+            raise ConfigError("this optimizer was set up before. Set up each optimizer once.")
+        session = self._session
+        assert current.config is not None
+        may_skip = current.config.precision == "fp16" or current.config.on_nan == "skip"
+        wrapped = FabricOptimizer(
+            optimizer, session, may_skip=may_skip, callbacks=self._callbacks,
+            clears=not self._asked.of_deepspeed,
+        )  # fmt: skip
+        model: Any = wrapped.model_among(self._models)
+        if model is None:
+            raise ConfigError(
+                f"the {type(optimizer).__name__} has no parameters of a model that was set up. Set "
+                "up its model first, or both: model, optimizer = fabric.setup(model, optimizer)."
+            )
+        _release_unused(session)
+        number, name = 1, "model"
+        while name in session.engines:
+            number += 1
+            name = f"model{number}"
+        wrapped.takes_up(model, name=name, **self._models[model])
+        _TRAINED[name] = weakref.ref(model)
+        self._optimizers.add(wrapped)
+        return wrapped
+
+    def setup_dataloaders(
+        self,
+        *dataloaders: DataLoader,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+    ) -> Any:
+        """This rank's share of each loader, as ``DistributedSampler`` makes it.
+
+        Raises:
+            ConfigError: a loader's batches cannot be shared.
+        """
+        world = self._session.world
+        shared = use_distributed_sampler and (world.size > 1 or self._asked.shares)
+        device = self.device if move_to_device else None
+        for one in dataloaders:
+            if isinstance(one, FabricDataLoader) or not isinstance(one, DataLoader):
+                raise ConfigError(
+                    f"fabric.setup_dataloaders was given a {type(one).__name__}. Give each "
+                    "DataLoader of torch once."
+                )
+        found = [set_up(one, world, device, shared=shared) for one in dataloaders]
+        return found[0] if len(found) == 1 else found
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def backward(
+        self, tensor: torch.Tensor, *args: Any, model: FabricModule | None = None, **kwargs: Any
+    ) -> None:
+        """Add the gradient of a loss.
+
+        Args:
+            tensor: the loss.
+            model: what it trains, where several could be meant.
+
+        Raises:
+            ConfigError: it cannot be told which model the loss trains.
+        """
+        if args or kwargs:
+            refuse("Fabric.backward(loss, retain_graph=…)")
+        trained_by(tensor, self._optimizers, model).backward(tensor)
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor | None:
+        """Have the next step clip a model's gradient.
+
+        Args:
+            module: the model.
+            optimizer: its optimizer.
+            clip_val: the most that an element of the gradient may be.
+            max_norm: the 2-norm to clip to, instead.
+            norm_type: 2.
+            error_if_nonfinite: a gradient that is not finite is an error unless ``on_nan`` of
+                ``unipar.yaml`` says otherwise.
+
+        Returns:
+            With ``max_norm`` the norm before, a scalar tensor; it can be read once the optimizer
+            has stepped.
+
+        Raises:
+            ConfigError: the strategy cannot clip so.
+        """
+        if (clip_val is None) == (max_norm is None):
+            raise ConfigError(
+                f"clip_gradients(clip_val={clip_val}, max_norm={max_norm}): give one of them."
+            )
+        if norm_type != 2:
+            refuse("Fabric.clip_gradients(norm_type=…)")
+        if not isinstance(optimizer, FabricOptimizer) or optimizer.model is not module:
+            raise ConfigError(
+                "clip_gradients takes a model and its optimizer as fabric.setup gave them back."
+            )
+        if clip_val is not None:
+            optimizer.clip_value(float(clip_val))
+            return None
+        assert max_norm is not None
+        if not self._session.capabilities.clipping or not max_norm > 0:
+            raise ConfigError(
+                f"clip_gradients(max_norm={max_norm}) under strategy "
+                f"'{self._session.strategy.name}': give a norm above 0, or use a strategy that "
+                "clips."
+            )
+        limit = self._asked.prepare.get("max_grad_norm", max_norm)
+        if limit != max_norm:
+            raise ConfigError(
+                f"DeepSpeed's gradient_clipping is {limit}, and clip_gradients clips to "
+                f"{max_norm}. Give one of them."
+            )
+        return optimizer.clip(max_norm, self.device)
+
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """Nothing: an engine reduces gradients when its optimizer steps."""
+        if not isinstance(module, FabricModule):
+            raise ConfigError(
+                "no_backward_sync takes a model that was set up: model = fabric.setup(model, …)."
+            )
+        return contextlib.nullcontext()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast to the run's precision, if that is half."""
+        _ = self._session
+        assert current.config is not None
+        half = current.config.precision != "fp32"
+        dtype = COMPUTE_DTYPES[current.config.precision] if half else None
+        return torch.autocast(self.device.type, dtype, enabled=half)
+
+    # -- building --------------------------------------------------------------------------------
+
+    def to_device(self, obj: Any) -> Any:
+        """A module, a tensor, or a collection of tensors on this process's device."""
+        if isinstance(obj, FabricModule):
+            return obj
+        return obj.to(self.device) if isinstance(obj, nn.Module) else move_to(obj, self.device)
+
+    @contextlib.contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build a module on this process's device; on the host where ranks divide parameters.
+
+        Args:
+            empty_init: whether no random numbers are drawn for its weights.
+        """
+        divides = "parameters" in self._session.capabilities.sharded
+        with contextlib.ExitStack() as stack:
+            if empty_init:
+                stack.enter_context(own_randomness(self.device))
+            if not divides:
+                stack.enter_context(self.device)
+            yield
+
+    @contextlib.contextmanager
+    def init_tensor(self) -> Iterator[None]:
+        """Build tensors on this process's device."""
+        with self.device:
+            yield
+
+    def sharded_model(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: a strategy divides a model when it is set up."""
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def seed_everything(
+        seed: int | None = None, workers: bool | None = None, verbose: bool = True
+    ) -> int:
+        """Seed all generators; workers of loaders have seeds of their own unless told otherwise."""
+        return seeding.seed_everything(seed, workers is not False, verbose)
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: Any,
+        state: Any,
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a state, models and optimizers in it whole. Collective.
+
+        Args:
+            path: a file, or a directory where ranks divide the state.
+            state: a dictionary, also of objects that have a ``state_dict``.
+            filter: by key of ``state``, which entries of a state dict to keep.
+        """
+        checkpoints.save(Path(path), state, filter or {}, self._session)
+
+    def load(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Take over what :meth:`save` or Fabric under DDP has written. Collective.
+
+        Args:
+            path: the file or directory.
+            state: what takes it over: a dictionary, a model or an optimizer.
+            strict: whether all that is asked for must be there.
+            weights_only: as for ``torch.load``.
+
+        Returns:
+            What is left over.
+        """
+        return checkpoints.load(
+            Path(path), state, self._session, strict=strict, weights_only=weights_only
+        )
+
+    def load_raw(
+        self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool | None = None
+    ) -> None:
+        """Take over a file that holds the state dict of one model or optimizer. Collective."""
+        self.load(path, obj, strict, weights_only=weights_only)
+
+    # -- callbacks and loggers -------------------------------------------------------------------
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method of every callback that has it, with the arguments that it takes."""
+        for one in self._callbacks:
+            method = getattr(one, hook_name, None)
+            if method is None:
+                continue
+            if not callable(method):
+                rank_zero_warn(f"{type(one).__name__}.{hook_name} is no method, and is not called.")
+                continue
+            taken = inspect.signature(method).parameters
+            every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+            method(*args, **{k: v for k, v in kwargs.items() if every or k in taken})
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Tell all loggers of a value."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Tell all loggers of several values."""
+        told = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+        for one in self._loggers:
+            one.log_metrics(metrics=told, step=step)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger."""
+        return self._loggers[0]
+
+
+_TRAINED: dict[str, weakref.ref[FabricModule]] = {}
+"""The models of engines, by their names."""
+
+
+def _release_unused(session: Session) -> None:
+    """Release the engines of models that no rank holds any more. Collective."""
+    if not session.engines:
+        return
+    gc.collect()
+    unused = {name for name in session.engines if _TRAINED[name]() is None}
+    for name in sorted(set.intersection(*session.world.gather(unused))):
+        session.release(name)
+
+
+def _listed(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    return given if isinstance(given, list) else [given]
