@@ -48,11 +48,10 @@ ROUGHER = {("accelerate/trainer", "fsdp"), ("accelerate/trainer", "zero2"),
 """In bf16 the frameworks that divide tensors round otherwise."""
 
 # Schedules, trackers, resuming and clipping; accumulation, a stream, and objects prepared one by
-# one; two models, of which one loss goes through both; a configuration made of flags, and a loader;
-# steps that the script ends.
+# one; two models, of which one loss goes through both; a configuration made of flags, and a loader.
 QUICK = {
     ("accelerate/complete", "fsdp"), ("accelerate/accumulation", "zero2"),
-    ("accelerate/adversarial", "ddp"), ("deepspeed/images", "fsdp"), ("deepspeed/cycle", "ddp"),
+    ("accelerate/adversarial", "ddp"), ("deepspeed/images", "fsdp"),
 }  # fmt: skip
 
 

@@ -21,9 +21,10 @@ TORCHRUN = command("torchrun", 2)
 
 
 # What the pages' examples, which test_pages.py runs for the other dialects, do not have: ranks that
-# a script starts itself, two engines, a JSON file, resuming, cells. All changes are compared below.
+# a script starts itself, two engines, resuming, cells. All changes are compared below; programs of
+# frameworks that have a face are trained in tests/compat.
 QUICK = (
-    "ddp/spawned_trainer", "deepspeed/arguments", "fabric/resume", "notebook/two_moons",
+    "ddp/spawned_trainer", "fabric/resume", "notebook/two_moons",
     "torch/gan",
 )  # fmt: skip
 
