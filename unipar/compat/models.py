@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from unipar.compat.fp32_outputs import fp32
+from unipar.compat.gathering import GatheredModel
 from unipar.compat.run import own_randomness
 from unipar.engine import broadcast_tensors
 from unipar.engine.outputs import tensors_of
@@ -20,6 +21,19 @@ from unipar.strategy import Engine
 _LEADS_TO = "unipar.compat"
 _OWN = ("module", "shapes", "training", "training_by")
 """What is set on a prepared model itself, and not on the module."""
+
+
+class Calls(NamedTuple):
+    """The calls of a face that messages name; those of Accelerate unless a face says its own."""
+
+    prepare: str = "accelerator.prepare"
+    optimized: str = "model, optimizer = accelerator.prepare(model, optimizer)"
+    backward: str = "accelerator.backward(loss)"
+    clip: str = "accelerator.clip_grad_norm_"
+    whole: str = "accelerator.get_state_dict(model), or accelerator.save_state(directory)"
+    save: str = "accelerator.save_state(directory)"
+    load: str = "load_state"
+    unwrap: str = "accelerator.unwrap_model(model)"
 
 
 class Training:
@@ -50,12 +64,15 @@ class PreparedModel(nn.Module):
         session: the open one.
         half: the run's precision, if that is half.
         device: what it is moved to where it computes by itself; ``None``: it stays where it is.
+        widens: whether outputs in half precision are converted to fp32.
 
     Attributes:
         module: the user's, as the strategy has made it.
         training_by: what trains it, once its optimizer is prepared.
         shapes: of its parameters and buffers, as a whole.
     """
+
+    calls: ClassVar[Calls] = Calls()
 
     def __init__(
         self,
@@ -64,12 +81,14 @@ class PreparedModel(nn.Module):
         *,
         half: torch.dtype | None,
         device: torch.device | None,
+        widens: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
         self.training = module.training
         self.training_by: Training | None = None
         self._session, self._half, self._device = session, half, device
+        self._widens = widens and half is not None
         self._shared = False
         # Scripts may hold parameters from before the strategy puts others in their place.
         state = module.state_dict()
@@ -99,7 +118,7 @@ class PreparedModel(nn.Module):
             except BaseException:
                 training.failed = True
                 raise
-        if self._half is not None:
+        if self._widens:
             output = fp32(output)
         if training is not None and torch.is_grad_enabled() and len(self._session.engines) > 1:
             self._note(training, output, (args, kwargs))
@@ -114,7 +133,7 @@ class PreparedModel(nn.Module):
             learns = any(one.requires_grad for one in self.module.parameters())
             for tensor in tensors_of(output) if learns else ():
                 if tensor.requires_grad:
-                    tensor.register_hook(_refuse_untrained)
+                    tensor.register_hook(self._refuse_untrained)
         return output
 
     def share(self) -> None:
@@ -127,6 +146,13 @@ class PreparedModel(nn.Module):
             self.module.to(self._device)
         with own_randomness(world.device):
             broadcast_tensors([*self.module.parameters(), *self.module.buffers()], world)
+
+    def _refuse_untrained(self, gradient: torch.Tensor) -> None:
+        raise ConfigError(
+            "a backward pass came to a model whose optimizer is not prepared: its gradients would "
+            "not be summed over the ranks, and replicas would drift apart. Prepare the optimizer "
+            f"too: {self.calls.optimized}."
+        )
 
     def _note(self, training: Training, output: Any, inputs: Any) -> None:
         """Note on the output which models a loss of it would train."""
@@ -161,16 +187,26 @@ class PreparedModel(nn.Module):
         if self.training_by is not None and "parameters" in self._session.capabilities.sharded:
             raise ConfigError(
                 f"strategy '{self._session.strategy.name}' divides the model among ranks, so its "
-                "state_dict() here is only a part. Call accelerator.get_state_dict(model), or "
-                "accelerator.save_state(directory), on all ranks."
+                f"state_dict() here is only a part. Call {self.calls.whole}, on all ranks."
             )
         return self.module.state_dict(*args, **kwargs)
+
+    def whole_state_dict(self) -> dict[str, Any]:
+        """The module's state dict at full shapes. Collective where ranks divide it.
+
+        Where they do, only rank 0 has it, and the others get an empty one.
+        """
+        training = self.training_by
+        if training is None or "parameters" not in self._session.capabilities.sharded:
+            return self.module.state_dict()
+        gathered = GatheredModel(training.engine, self._session.world, rank0_only=True)
+        return gathered.state_dict()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self.training_by is not None and self._session.capabilities.sharded:
             raise ConfigError(
                 f"strategy '{self._session.strategy.name}' divides the run's state among ranks, so "
-                "weights cannot be put into it here. Load them before accelerator.prepare(model)."
+                f"weights cannot be put into it here. Load them before {self.calls.prepare}(model)."
             )
         return self.module.load_state_dict(*args, **kwargs)
 
@@ -189,16 +225,8 @@ class PreparedModel(nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         raise ConfigError(
             "a prepared model is trained by an engine, which cannot be copied. Copy the model "
-            "before it is prepared, or accelerator.unwrap_model(model)."
+            f"before {self.calls.prepare}, or {self.calls.unwrap}."
         )
-
-
-def _refuse_untrained(gradient: torch.Tensor) -> None:
-    raise ConfigError(
-        "a backward pass came to a model whose optimizer is not prepared: its gradients would not "
-        "be summed over the ranks, and replicas would drift apart. Prepare the optimizer too: "
-        "model, optimizer = accelerator.prepare(model, optimizer)."
-    )
 
 
 def led_to(tensors: Iterable[torch.Tensor]) -> tuple[Training, ...]:

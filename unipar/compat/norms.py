@@ -15,11 +15,14 @@ class StepNorm(torch.Tensor):
     """A scalar that can be read once the optimizer has stepped; until then every use is refused."""
 
     _result: StepResult | None = None
+    _call: str
 
     @staticmethod
-    def expected(device: torch.device) -> StepNorm:
-        """One of a step that is to come."""
-        return torch.zeros((), device=device).as_subclass(StepNorm)
+    def expected(device: torch.device, call: str) -> StepNorm:
+        """One of a step that is to come, as a call has returned it."""
+        norm = torch.zeros((), device=device).as_subclass(StepNorm)
+        norm._call = call
+        return norm
 
     def settle(self, result: StepResult) -> None:
         """Take over the result of the step."""
@@ -33,7 +36,7 @@ class StepNorm(torch.Tensor):
         """
         if self._result is None:
             raise ConfigError(
-                "the norm that accelerator.clip_grad_norm_(...) returned was read before "
+                f"the norm that {self._call}(...) returned was read before "
                 "optimizer.step(), in which strategies reduce and clip gradients. Read it after "
                 "optimizer.step(). To leave out steps whose gradient is not finite, set "
                 "on_nan: skip in unipar.yaml."

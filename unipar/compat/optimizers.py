@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.compat.models import PreparedModel, Training
+from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.norms import StepNorm
 from unipar.compat.run import own_randomness
 from unipar.engine import StepEngine
@@ -36,6 +36,8 @@ class PreparedOptimizer(Optimizer):
         cleared: whether gradients were dropped since the last loss of any model.
         strayed: whether a loss that trains another model has left gradients in this one's.
     """
+
+    calls: ClassVar[Calls] = Calls()
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
     def __init__(
@@ -110,8 +112,8 @@ class PreparedOptimizer(Optimizer):
                         raise ConfigError(
                             f"the {type(self.optimizer).__name__} has state already, or "
                             "parameters that the model has not, and the strategy puts others in "
-                            "their place. Prepare it before its first step; load_state restores "
-                            "its state."
+                            "their place. Prepare it before its first step; "
+                            f"{self.calls.load} restores its state."
                         )
                     group["params"][at] = new
             return self.optimizer
@@ -126,7 +128,7 @@ class PreparedOptimizer(Optimizer):
         if self.strayed:
             raise ConfigError(
                 "a loss of another model has left gradients in this one, which would be added to "
-                "this loss's. Call this optimizer's zero_grad() before accelerator.backward(loss)."
+                f"this loss's. Call this optimizer's zero_grad() before {self.calls.backward}."
             )
         try:
             training.engine.backward(LossSum(loss, 0.0 if self.begun else 1.0))
@@ -143,11 +145,11 @@ class PreparedOptimizer(Optimizer):
         """
         if not self.begun or self._norm is not None:
             raise ConfigError(
-                "clip_grad_norm_ came "
-                + ("twice in one step" if self.begun else "before accelerator.backward(loss)")
+                f"{self.calls.clip.rpartition('.')[2]} came "
+                + ("twice in one step" if self.begun else f"before {self.calls.backward}")
                 + ". Call it once, between backward and optimizer.step()."
             )
-        self._limit, self._norm = float(max_norm), StepNorm.expected(device)
+        self._limit, self._norm = float(max_norm), StepNorm.expected(device, self.calls.clip)
         return self._norm
 
     def take_step(self) -> None:
@@ -155,7 +157,7 @@ class PreparedOptimizer(Optimizer):
         training = self._known()
         if not self.begun:
             raise ConfigError(
-                "optimizer.step() came without a gradient: accelerator.backward(loss) was not "
+                f"optimizer.step() came without a gradient: {self.calls.backward} was not "
                 "called since the last step, or for a loss of another model. Where one loss trains "
                 "several models, put them into one nn.Module with one optimizer."
             )
@@ -191,7 +193,7 @@ class PreparedOptimizer(Optimizer):
         if self.training is None:
             raise ConfigError(
                 f"the {type(self.optimizer).__name__} was prepared, and the model that it updates "
-                "was not. Prepare both: model, optimizer = accelerator.prepare(model, optimizer)."
+                f"was not. Prepare both: {self.calls.optimized}."
             )
         return self.training
 
@@ -243,7 +245,7 @@ class PreparedOptimizer(Optimizer):
             raise ConfigError(
                 f"strategy '{self._session.strategy.name}' divides the optimizer's state among "
                 "ranks, so its state_dict() here is only a part. Call "
-                "accelerator.save_state(directory) on all ranks, and load_state(directory)."
+                f"{self.calls.save} on all ranks, and {self.calls.load}."
             )
 
     def __getattr__(self, name: str) -> Any:

@@ -10,7 +10,6 @@ from torch import nn
 from unipar.compat.accelerate import checkpoints, files
 from unipar.compat.accelerate.settings import Settings
 from unipar.compat.accelerate.tracking import GeneralTracker, Trackers
-from unipar.compat.gathering import GatheredModel
 from unipar.compat.models import PreparedModel
 from unipar.compat.run import current
 from unipar.errors import ConfigError
@@ -43,11 +42,9 @@ class Keeping(Settings):
 
         Where they do, only rank 0 has it, and the others get an empty one.
         """
-        training = model.training_by if isinstance(model, PreparedModel) else None
-        if training is None or "parameters" not in self._session.capabilities.sharded:
-            return self.unwrap_model(model).state_dict()
-        gathered = GatheredModel(training.engine, self._session.world, rank0_only=True)
-        return gathered.state_dict()
+        if isinstance(model, PreparedModel):
+            return model.whole_state_dict()
+        return model.state_dict()
 
     def save_model(
         self,
