@@ -21,12 +21,19 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from measure.pages import benchmarks, commands, figures, gpu, reliability, surveys  # noqa: E402
-from unipar.compat.accelerate_names import TABLES as ACCELERATES  # noqa: E402
+from unipar.compat import accelerate_names, colossalai_names  # noqa: E402
 from unipar.compat.tables import lines_of  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
 from unipar.launchers.registry import LAUNCHERS  # noqa: E402
 from unipar.migrate.dialects.accelerate import Accelerate  # noqa: E402
+from unipar.migrate.dialects.colossalai import ColossalAI  # noqa: E402
 from unipar.strategy import StrategyOptions, registry  # noqa: E402
+
+FACES = {
+    "accelerate": (Accelerate(), accelerate_names.TABLES),
+    "colossalai": (ColossalAI(), colossalai_names.TABLES),
+}
+"""The dialect and the tables of each page of docs/migrate that is on a face."""
 
 PAGES = (
     ROOT / "docs" / "architecture.md",
@@ -39,7 +46,7 @@ PAGES = (
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "gpu.md",
     *(ROOT / "docs" / "how-to" / name for name in ("slurm.md", "elastic.md")),
-    ROOT / "docs" / "migrate" / "accelerate.md",
+    *(ROOT / "docs" / "migrate" / f"{name}.md" for name in FACES),
 )
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
@@ -164,10 +171,6 @@ def _gpu(name: str, rows: Callable[..., Any], told: Callable[..., str]) -> str:
 
 TABLES = {
     "floors": floors,
-    "maps": lambda: Accelerate().table().rstrip(),
-    "refused": lambda: Accelerate().refused_table().rstrip(),
-    "kept": lambda: lines_of(ACCELERATES, "kept").rstrip(),
-    "ignored": lambda: lines_of(ACCELERATES, "ignored").rstrip(),
     "commands": lambda: commands.page(_table),
     "strategies": strategies,
     "options: ddp": lambda: options("ddp"),
@@ -215,14 +218,26 @@ TABLES = {
 }
 
 
-def rewritten(text: str) -> str:
-    """``text`` with each table as the code has it now."""
-    return MARKED.sub(lambda m: f"{m['begin']}{TABLES[m['what']]()}\n{m['end']}", text)
+def rewritten(page: Path) -> str:
+    """A page's text with each table as the code has it now."""
+    tables = {**TABLES, **_of_a_face(page.stem)} if page.parent.name == "migrate" else TABLES
+    text = page.read_text()
+    return MARKED.sub(lambda m: f"{m['begin']}{tables[m['what']]()}\n{m['end']}", text)
+
+
+def _of_a_face(name: str) -> dict[str, Callable[[], str]]:
+    dialect, tables = FACES[name]
+    return {
+        "maps": lambda: dialect.table().rstrip(),
+        "refused": lambda: dialect.refused_table().rstrip(),
+        "kept": lambda: lines_of(tables, "kept").rstrip(),
+        "ignored": lambda: lines_of(tables, "ignored").rstrip(),
+    }
 
 
 def wanted() -> dict[Path, str]:
     """Every generated file as the code has it now."""
-    pages = {page: rewritten(page.read_text()) for page in PAGES}
+    pages = {page: rewritten(page) for page in PAGES}
     return pages | {path: draw() for path, draw in figures.FIGURES.items()}
 
 

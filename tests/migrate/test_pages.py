@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "migrate"
 READ = [one for one in DIALECTS if one.rows]
 # The dialects of programs that test_corpus.py always trains, and that have all that the page has.
+FACES = ("accelerate", "colossalai")
 OF_THE_CORPUS = ("ddp", "deepspeed", "fabric")
 
 
@@ -38,11 +39,11 @@ def examples(dialect: str) -> tuple[str, str, str]:
     """A page's script before and after, and its settings."""
     page = (PAGES / f"{dialect}.md").read_text()
     before, after = fences(page, "py")
-    if dialect == "accelerate":
+    if dialect in FACES:
         # The lines that change, and no other.
         changed = iter(after.splitlines(keepends=True))
         lines = before.splitlines(keepends=True)
-        after = "".join(next(changed) if "from accelerate" in line else line for line in lines)
+        after = "".join(next(changed) if f" {dialect}" in line else line for line in lines)
         return before, after, "{}"
     (config,) = fences(page, "yaml")
     return before, after, config

@@ -213,8 +213,8 @@ PLUGIN = Table(
 OPTIMIZER = Table(
     "optimizers that were boosted",
     Row(
-        "add_param_group backward clip_grad_by_norm defaults get_grad_norm param_groups step "
-        "unwrap",
+        "add_param_group backward clip_grad_by_norm defaults get_grad_norm load_state_dict "
+        "param_groups parameters state_dict step unwrap zero_grad",
         "kept",
     ),
     Row(

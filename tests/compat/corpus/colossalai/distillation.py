@@ -40,7 +40,7 @@ def main():
 
     for epoch in range(4):
         dataloader.sampler.set_epoch(epoch)
-        timer.start("epoch") if epoch else None
+        timer.start("epoch")
         for (x,) in dataloader:
             x = x.to(get_current_device())
             with torch.no_grad():
@@ -52,6 +52,7 @@ def main():
             assert norm.item() > 0
             optimizer.zero_grad()
             scheduler.step()
+        timer.stop("epoch", keep_in_history=True)
         logger.info(f"epoch {epoch}: {loss.item():.4f}, rate {scheduler.get_last_lr()[0]:.5f}", ranks=[0])
 
 

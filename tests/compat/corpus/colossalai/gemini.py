@@ -54,7 +54,9 @@ class GPTLMLoss(nn.Module):
 def main():
     colossalai.launch_from_torch()
     coordinator = DistCoordinator()
-    plugin = GeminiPlugin(precision="bf16", initial_scale=2**16, max_norm=1.0, min_chunk_size_m=0.001, search_range_m=0)
+    plugin = GeminiPlugin(
+        precision="bf16", initial_scale=2**16, max_norm=1.0, min_chunk_size_m=0.001, search_range_m=0, enable_async_reduce=False
+    )
     booster = Booster(plugin=plugin)
     dataset = RandomDataset(48)
     dataloader = plugin.prepare_dataloader(dataset, batch_size=4, shuffle=True, drop_last=True, seed=42)

@@ -216,7 +216,9 @@ def _directory(path: Path) -> Path:
 
 
 def _loaded(file: Path) -> dict[Any, Any]:
-    if file.suffix == ".safetensors":
+    with file.open("rb") as opened:
+        begins = opened.read(9)
+    if begins[8:] == b"{":  # Behind the length of its header, whatever it is called.
         from safetensors.torch import load_file
 
         return dict(load_file(file))

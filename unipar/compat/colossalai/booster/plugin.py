@@ -228,7 +228,7 @@ class GeminiPlugin(DPPluginBase):
         return self.enable_gradient_accumulation
 
     def replicas(self, size: int) -> int:
-        return size // self._wanted_tp
+        return max(1, size // self._wanted_tp)
 
     def strategy(self) -> dict[str, Any] | None:
         if self.tp_size > 1:
@@ -342,7 +342,7 @@ class HybridParallelPlugin(PipelinePluginBase):
         return False
 
     def replicas(self, size: int) -> int:
-        return size // self._wanted
+        return max(1, size // self._wanted)
 
     def strategy(self) -> dict[str, Any] | None:
         if self.pp_size > 1:

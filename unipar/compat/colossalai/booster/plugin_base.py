@@ -37,7 +37,7 @@ class Plugin:
     DIVIDING: ClassVar[Mapping[str, str]] = {}
 
     _asked: dict[str, Any]
-    precision: str | None = None
+    precision: Any = None
     max_norm: float = 0.0
     accumulates: ClassVar[bool] = True
     clips_by_itself: ClassVar[bool] = False

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torchs
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, _enable_get_lr_call
 
 from unipar.compat.colossalai_names import SCHEDULES
 
@@ -45,7 +45,8 @@ class _Following(LRScheduler):
             self.after_scheduler.base_lrs = self.base_lrs
             self._reset()
             self.finished = True
-        return self.after_scheduler.get_lr()
+        with _enable_get_lr_call(self.after_scheduler):
+            return self.after_scheduler.get_lr()
 
     def _reset(self) -> None:
         """Change rates before the schedule that follows sees them."""

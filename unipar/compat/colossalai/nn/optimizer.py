@@ -89,7 +89,7 @@ def _adam(
             "moments. Leave it out."
         )
     kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
-    return kind(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+    return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 class FusedSGD:
