@@ -73,7 +73,7 @@ def main():
             booster.backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        coordinator.print_on_master(f"Loss {loss.item()}, peak {get_accelerator().max_memory_allocated()}")
+        coordinator.print_on_master(f"Loss {loss.item()}")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ def run(rank, world_size, port):
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    with open(f"losses-{rank}.txt", "w") as file:
-        file.write(f"{loss.item():.6f}")
+    with open(f"rank-{rank}.txt", "w") as file:
+        file.write(f"{loss.item()} {model.unwrap().weight.sum().item()}")
 
 
 if __name__ == "__main__":
