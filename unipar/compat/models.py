@@ -225,7 +225,7 @@ class PreparedModel(nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         raise ConfigError(
             "a prepared model is trained by an engine, which cannot be copied. Copy the model "
-            f"before {self.calls.prepare}, or {self.calls.unwrap}."
+            f"before it is prepared, or {self.calls.unwrap}."
         )
 
 

@@ -58,9 +58,11 @@ def program(name: str) -> tuple[Path, str, dict[str, str]]:
 def original(name: str, *arguments: str) -> Losses:
     root, main, _ = program(name)
     launcher = [*TORCHRUN, str(PATCHED), (PLUGINS | OTHERS)[name]]
-    return losses_of(
+    found = losses_of(
         root, main, {}, launcher, name="original", timeout=180, steps=40, arguments=arguments
     )
+    # Gemini runs the backward pass of a loss by that of another, which is seen as well.
+    return found if name != "gemini" else {rank: losses[::2] for rank, losses in found.items()}
 
 
 def under(name: str, strategy: str, *arguments: str) -> Losses:
@@ -83,7 +85,7 @@ def under(name: str, strategy: str, *arguments: str) -> Losses:
     [
         pytest.param(*one, marks=() if one in QUICK else pytest.mark.thorough)
         for one in (
-            (name, one) for name in (*PLUGINS, *OTHERS) for one in STRATEGIES.get(name, ALL)
+            (name, under) for name in (*PLUGINS, *OTHERS) for under in STRATEGIES.get(name, ALL)
         )
     ],
 )
@@ -96,13 +98,15 @@ def test_losses_are_those_of_colossalai(name: str, strategy: str) -> None:
 
 
 @pytest.mark.thorough
-def test_micro_batches_are_those_of_colossalais_stages() -> None:
-    script = "llama", ("--pp", "2")
-    theirs = original(script[0], *script[1])
-    # Ranks that share layers have the same samples, as stages do; only the last of these has losses.
-    ours = under(script[0], "mesh:tp=2", *script[1])
-    assert len({*theirs[1]}) >= 8
-    assert ours[0] == ours[1] == pytest.approx(theirs[1], rel=1e-5)
+def test_without_stages_a_step_is_that_of_colossalais_stages() -> None:
+    # The last stage has the losses, each of a micro-batch and divided by their number, two.
+    micro = original("llama", "--pp", "2")[1]
+    theirs = [one + other for one, other in zip(micro[::2], micro[1::2], strict=True)]
+    # Ranks that share layers have the same samples, as stages do.
+    ours = under("llama", "mesh:tp=2", "--pp", "2")
+    assert len({*theirs}) >= 8
+    assert ours[0] == pytest.approx(theirs, rel=1e-5)
+    assert ours[1] == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.thorough
