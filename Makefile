@@ -29,13 +29,13 @@ LANES ?= 3
 SIDE_BY_SIDE = $(BIN)/python tests/side_by_side.py --lanes $(LANES)
 SUITES = $(SIDE_BY_SIDE) \
   "unit=$(BIN)/python -m pytest tests/unit" \
+  "integration=$(BIN)/python -m pytest $(ONLY) tests --ignore tests/unit --ignore tests/migrate --ignore tests/compat --ignore tests/cluster $(PROGRAMS:%=--ignore %)" \
   "programs=$(BIN)/python -m pytest $(ONLY) $(PROGRAMS)" \
+  $(foreach name,$(TOGETHER),"$(name)=$(BIN)/python -m pytest $(ONLY) backends/$(name)") \
   "colossalai=$(ALONE)/bin/python -m pytest $(ONLY) backends/colossalai tests/survey" \
-  "integration=$(BIN)/python -m pytest $(ONLY) tests --ignore tests/unit --ignore tests/migrate --ignore tests/cluster $(PROGRAMS:%=--ignore %)" \
   "torch=$(BIN)/python -m pytest $(ONLY) backends/torch backends/template" \
-  "migrate=$(BIN)/python -m pytest $(ONLY) tests/migrate" \
-  "matrix=$(BIN)/python measure/strategies/matrix.py --cover" \
-  $(foreach name,$(TOGETHER),"$(name)=$(BIN)/python -m pytest $(ONLY) backends/$(name)")
+  "migrate=$(BIN)/python -m pytest $(ONLY) tests/migrate tests/compat" \
+  "matrix=$(BIN)/python measure/strategies/matrix.py --cover"
 # The kit against what is PyTorch's own.
 KIT := --pyargs unipar.testing --world-sizes 2 --strategy single --strategy ddp --strategy fsdp
 PINS := pyproject.toml constraints.txt

@@ -496,7 +496,7 @@ class DeepSpeedReader(Reader):
         self._expected = {step: self._read(self.place / step) for step in self._steps}
 
     def edit(self, random: Random) -> list[str]:
-        self._restore()
+        self.restore()
         if random.random() < 0.05:
             self._changed = self.place / "latest"
             self._changed.write_bytes(random.choice(self.hostile_names()))
@@ -535,7 +535,8 @@ class DeepSpeedReader(Reader):
         state = self._strategy.read_checkpoint(path)
         return {one.name: one.read()[0] for one in (*state.weights, *state.optimizer)}
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Take the last edit back."""
         if self._changed is not None and self._changed.name == "latest":
             self._changed.write_text("stage1")
         elif self._changed is not None:
