@@ -190,6 +190,18 @@ def test_files_are_those_of_a_plain_model_and_optimizer(shard: bool, safe: bool)
         assert sgd.state[plain.weight]["momentum_buffer"].shape == (1, 3)
 
 
+def test_a_part_of_a_model_is_not_written_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "fsdp")
+    booster, model, optimizer = boosted()
+    step(booster, model, optimizer)
+    for part in (model, model.unwrap()):
+        with pytest.raises(ConfigError, match=r"Call booster.save_model\(model, path\), on all"):
+            part.state_dict()
+    booster.save_model(model, "model.pt")
+    assert torch.load("model.pt")["weight"].shape == (1, 3)
+    booster.load_model(model, "model.pt")
+
+
 def test_weights_of_other_names_are_left_out_only_if_so_asked() -> None:
     booster, model, _ = boosted()
     torch.save({"weight": torch.ones(1, 3), "head": torch.ones(1)}, "other.pt")

@@ -32,6 +32,7 @@ def launch(
     verbose: bool = True,
     *,
     strategy: str | dict[str, Any] | None = None,
+    config: Any = None,
 ) -> None:
     """Join the processes, and seed the generators of Python, NumPy and torch. Collective.
 
@@ -45,6 +46,7 @@ def launch(
         seed: of all generators, on all ranks.
         verbose: whether rank 0 says so.
         strategy: what ``unipar.yaml`` may say instead; left out: what the plugin asks for.
+        config: an argument of versions before 0.4, which has to be empty.
 
     Raises:
         ConfigError: a launcher says otherwise.
@@ -62,7 +64,7 @@ def launch(
             f"{f'rank {found.rank} of {found.size}' if found else 'a single process'}. Pass what "
             "the launcher says, or call launch_from_torch()."
         )
-    _join(seed, strategy, verbose=verbose)
+    _join(seed, strategy, config, verbose=verbose)
 
 
 def launch_from_torch(
@@ -71,9 +73,10 @@ def launch_from_torch(
     verbose: bool = True,
     *,
     strategy: str | dict[str, Any] | None = None,
+    config: Any = None,
 ) -> None:
     """:func:`launch` in processes that ``torchrun`` has started, or in a single one."""
-    _join(seed, strategy, verbose=verbose)
+    _join(seed, strategy, config, verbose=verbose)
 
 
 def launch_from_slurm(
@@ -84,10 +87,11 @@ def launch_from_slurm(
     verbose: bool = True,
     *,
     strategy: str | dict[str, Any] | None = None,
+    config: Any = None,
 ) -> None:
     """:func:`launch` in processes that ``srun`` has started, which meet where Slurm says."""
     _check_started("launch_from_slurm", "SLURM_PROCID", "srun python train.py")
-    _join(seed, strategy, verbose=verbose)
+    _join(seed, strategy, config, verbose=verbose)
 
 
 def launch_from_openmpi(
@@ -98,12 +102,13 @@ def launch_from_openmpi(
     verbose: bool = True,
     *,
     strategy: str | dict[str, Any] | None = None,
+    config: Any = None,
 ) -> None:
     """:func:`launch` in processes that ``mpirun`` has started, which meet at ``host``."""
     _check_started("launch_from_openmpi", "OMPI_COMM_WORLD_RANK", "mpirun -np 2 python train.py")
     os.environ.setdefault("MASTER_ADDR", host)
     os.environ.setdefault("MASTER_PORT", str(port))
-    _join(seed, strategy, verbose=verbose)
+    _join(seed, strategy, config, verbose=verbose)
 
 
 def _check_started(call: str, variable: str, command: str) -> None:
@@ -114,7 +119,12 @@ def _check_started(call: str, variable: str, command: str) -> None:
         )
 
 
-def _join(seed: int, strategy: str | dict[str, Any] | None, *, verbose: bool) -> None:
+def _join(seed: int, strategy: str | dict[str, Any] | None, config: Any, *, verbose: bool) -> None:
+    if config:
+        raise ConfigError(
+            f"config={config!r} is of Colossal-AI's older interfaces. Write the script for its "
+            "Booster first, and pass settings to its plugin."
+        )
     _chosen.update(strategy=strategy)
     world = current.world()
     set_seed(seed)
