@@ -17,14 +17,15 @@ from unipar.migrate import migrate_source
 from unipar.migrate.launchers import command
 from unipar.migrate.verify import Proof, losses_of
 
+# Of two scripts it is always proved, there, under Colossal-AI itself and under fsdp.
 pytestmark = [
-    pytest.mark.usefixtures("forked_programs"), pytest.mark.slow, pytest.mark.timeout(400),
+    pytest.mark.usefixtures("forked_programs"), pytest.mark.slow, pytest.mark.thorough,
+    pytest.mark.timeout(400),
 ]  # fmt: skip
 
 CORPUS = Path(__file__).parent / "corpus" / "colossalai"
 TORCHRUN = command("torchrun", 2)
 PROGRAMS = sorted({path.stem for path in CORPUS.glob("*.py")} - {"processes"})
-QUICK = ("bert",)
 REFUSED = {
     "adversarial": "strategy 'zero2' holds one model in a session",
     "checkpointing": "strategy 'zero2' holds one model in a session",
@@ -43,9 +44,7 @@ def under(name: str, strategy: str, root: Path = CORPUS) -> dict[int, list[float
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.thorough) for n in PROGRAMS]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_losses_under_zero2_are_those_under_ddp(name: str) -> None:
     if name in REFUSED:
         with pytest.raises(ConfigError, match=REFUSED[name]):
@@ -56,7 +55,6 @@ def test_losses_under_zero2_are_those_under_ddp(name: str) -> None:
     assert all(len(set(losses)) >= 8 for losses in proof.original.values())
 
 
-@pytest.mark.thorough
 def test_a_script_may_start_its_processes_itself(tmp_path: Path) -> None:
     """``launch`` tells each its rank, as a launcher's variables would."""
     script = tmp_path / "processes.py"
