@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "migrate"
 READ = [one for one in DIALECTS if one.rows]
 # The dialects of programs that test_corpus.py always trains, and that have all that the page has.
+FACES = ("accelerate", "colossalai")
 OF_THE_CORPUS = ("ddp", "deepspeed", "fabric")
 
 

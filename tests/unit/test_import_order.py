@@ -171,7 +171,7 @@ def test_importing_unipar_imports_no_framework() -> None:
 
 def test_importing_what_migrated_scripts_call_imports_no_framework() -> None:
     public = sorted(info.name for info in pkgutil.iter_modules([str(RUNTIME)]))
-    assert {"boosted", "script"} <= {*public}
+    assert {"script"} <= {*public}
     loaded = loaded_after(f"from unipar.migrated import {', '.join(public)}")
     assert {f"unipar.migrated.{name}" for name in public} <= loaded
     assert "unipar.migrate" not in loaded

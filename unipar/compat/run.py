@@ -18,7 +18,9 @@ import torch
 
 from unipar.compat.runconfig import ScriptConfig, file_beside_script, read_config
 from unipar.errors import ConfigError
+from unipar.layout import Layout
 from unipar.session import Session, find_placement
+from unipar.strategy.registry import is_auto, resolve
 from unipar.utils.devices import resolve_device_type
 from unipar.world import Placement, World, join
 
@@ -89,6 +91,19 @@ class Run:
     def decides(self, name: str) -> bool:
         """Whether ``unipar.yaml`` or the environment says a setting, whatever the script asks."""
         return name in self._read().model_fields_set
+
+    def layout(self, asked: Mapping[str, Any]) -> Layout:
+        """How ranks are arranged, or will be when a session is opened so.
+
+        Args:
+            asked: as for :meth:`open`.
+        """
+        if self.session is not None:
+            return self.session.world.layout
+        config, place = self._settled(asked), self.placement()
+        if is_auto(config.strategy):
+            return Layout(dp_replicate=place.size)
+        return resolve(config.strategy).layout(place)
 
     def open(self, asked: Mapping[str, Any]) -> Session:
         """Open the session, once. Collective.

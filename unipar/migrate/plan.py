@@ -15,7 +15,7 @@ from unipar.migrate.source import Source
 
 _SHOWN = 70
 _FROM = "from unipar.migrated import "
-_MODULES = ("boosted", "script")
+_MODULES = ("script",)
 """What edits may call, which the file then imports."""
 
 

@@ -13,6 +13,30 @@ from pathlib import Path
 from typing import Any
 
 
+class _Kernels:
+    """Colossal-AI's own formula of Adam, which it keeps for bf16, in the place of its kernel.
+
+    The kernel is compiled against CUDA.
+    """
+
+    def load(self) -> _Kernels:
+        return self
+
+    def CPUAdamOptimizer(self, *settings: Any) -> _Kernels:
+        self._decouples = settings[-1]
+        return self
+
+    def step(self, step: int, lr: float, beta1: float, beta2: float, *rest: Any) -> None:
+        from colossalai.nn.optimizer.cpu_adam import CPUAdam  # pyright: ignore
+
+        eps, decay, _, data, grad, first, second, scale = rest
+        assert scale <= 0, "gradients are unscaled before the step"
+        CPUAdam.torch_adam_update(
+            None, data, grad, first, second, lr, beta1, beta2, eps, decay,
+            1 - beta1**step, 1 - beta2**step, self._decouples,
+        )  # fmt: skip
+
+
 def main(plugin: str, script: str) -> None:
     from unipar_colossalai import patches
     from unipar_colossalai.framework import load
@@ -23,7 +47,10 @@ def main(plugin: str, script: str) -> None:
     from unipar_colossalai.cpu import Host
 
     api: Any = import_module("colossalai.accelerator.api")
+    Host.synchronize = lambda *_: None  # Timers and loads of optimizers wait for a GPU.
     api.set_accelerator(Host())
+    optimizers: Any = import_module("colossalai.nn.optimizer.cpu_adam")
+    optimizers.CPUAdamLoader = _Kernels
     print(f"Colossal-AI is changed for {script}: {', '.join(made)}, host accelerator", flush=True)
     sys.argv = [script, *sys.argv[3:]]
     sys.path.insert(0, str(Path(script).resolve().parent))

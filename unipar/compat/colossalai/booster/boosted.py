@@ -1,0 +1,200 @@
+"""What ``booster.boost`` gives back: a model and an optimizer that an engine trains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unipar.compat.colossalai.booster.plugin_base import Plugin
+from unipar.compat.colossalai_names import refuse
+from unipar.compat.models import Calls, PreparedModel, Training, led_to
+from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.run import current
+from unipar.errors import ConfigError
+from unipar.session import Session
+from unipar.strategy import Engine
+
+CALLS = Calls(
+    prepare="booster.boost",
+    optimized="model, optimizer, *_ = booster.boost(model, optimizer)",
+    backward="booster.backward(loss, optimizer)",
+    clip="optimizer.clip_grad_by_norm",
+    whole="booster.save_model(model, path)",
+    save="booster.save_optimizer(optimizer, path)",
+    load="booster.load_optimizer(optimizer, path)",
+    unwrap="model.unwrap()",
+)
+
+
+class BoostedModel(PreparedModel):
+    """A model that is called as before; what it computes in half precision comes out so."""
+
+    calls: ClassVar[Calls] = CALLS
+
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:
+        """The module itself, as the strategy has made it."""
+        return self.module
+
+    def trained_by(self, engine: Engine, drop: Callable[[], None]) -> Training:
+        training = super().trained_by(engine, drop)
+        if "parameters" in self._session.capabilities.sharded:
+            for module in self.module.modules():
+                module.register_state_dict_pre_hook(self._refuse_part)
+        return training
+
+    def _refuse_part(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        # Engines ask for the parameters themselves; what is written to a file is detached.
+        if not keep_vars:
+            self.state_dict()
+
+
+class BoostedOptimizer(PreparedOptimizer):
+    """An optimizer that its model's engine steps.
+
+    Args:
+        optimizer: the user's.
+        session: the open one.
+        plugin: of the ``Booster``.
+        others: all optimizers of the run, this one included.
+        may_skip: whether a step may leave the weights as they were.
+
+    Attributes:
+        unsynced: whether a block under ``booster.no_sync`` is open.
+        names: of the parameters, by their numbers in files.
+    """
+
+    calls: ClassVar[Calls] = CALLS
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        session: Session,
+        *,
+        plugin: Plugin | None,
+        others: list[BoostedOptimizer],
+        may_skip: bool,
+    ) -> None:
+        super().__init__(optimizer, session, accumulating=lambda: False, may_skip=may_skip)
+        self._plugin, self._others = plugin, others
+        self._stepped = self.unsynced = False
+        self.names: list[str] = []
+
+    def takes_up(self, model: PreparedModel, **asked: Any) -> None:
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.names = [model.name_of(one) or "" for one in held]
+        super().takes_up(model, **asked)
+
+    @property
+    def engine(self) -> Engine:
+        """What steps it."""
+        return self._known().engine
+
+    @property
+    def optim(self) -> Optimizer:
+        """The user's."""
+        return self.optimizer
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All that it updates."""
+        return [one for group in self.param_groups for one in group["params"]]
+
+    def unwrap(self) -> Optimizer:
+        """The user's."""
+        return self.optimizer
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False, **kwargs: Any
+    ) -> None:
+        """Add the gradient of a loss, as it is: a step is on the mean over ranks of their sum.
+
+        Raises:
+            ConfigError: gradients of before would be added to this loss's, or it is asked for more
+                than the gradient of a loss.
+        """
+        if inputs is not None or retain_graph or kwargs:
+            refuse("Booster.backward(loss,optimizer,inputs=…)")
+        if self._stepped:
+            raise ConfigError(
+                "this loss's gradient would be added to that of the last step, which an engine has "
+                "cleared. Call optimizer.zero_grad() after optimizer.step()."
+            )
+        if self.begun and self._plugin is not None and not self._plugin.accumulates:
+            raise ConfigError(
+                "a second backward pass came in one step, of which GeminiPlugin loses the first "
+                "unless it is told: GeminiPlugin(enable_gradient_accumulation=True)."
+            )
+        trained = [one for one in self._others if one.training is not None]
+        led = led_to([loss]) if len(trained) > 1 else ()
+        super().backward(loss)
+        for one in trained:
+            one.strayed |= one is not self and one.training in led
+
+    def take_step(self) -> None:
+        if self.unsynced:
+            raise ConfigError(
+                "optimizer.step() came within booster.no_sync(...), where ranks would step on "
+                "gradients of their own. Call it behind the block."
+            )
+        super().take_step()
+        self._stepped = True
+
+    def drop(self) -> None:
+        super().drop()
+        self._stepped = False
+
+    def clip_grad_by_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Have the next step clip the gradient to a 2-norm.
+
+        Returns:
+            The norm before, a scalar tensor; it can be read once the optimizer has stepped.
+
+        Raises:
+            ConfigError: the strategy cannot clip so.
+        """
+        plugin = self._plugin
+        if plugin is not None and plugin.clips_by_itself:
+            raise ConfigError(
+                f"{type(plugin).__name__} clips by itself, and clip_grad_by_norm clips nothing "
+                f"under it. Pass max_norm to the plugin: {type(plugin).__name__}"
+                f"(max_norm={max_norm})."
+            )
+        if norm_type != 2 or not max_norm > 0 or error_if_nonfinite:
+            raise ConfigError(
+                f"clip_grad_by_norm(max_norm={max_norm}, norm_type={norm_type}, "
+                f"error_if_nonfinite={error_if_nonfinite}): strategies clip to a 2-norm above 0, "
+                "and on_nan in unipar.yaml says what a step that is not finite does."
+            )
+        if not self._session.capabilities.clipping:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' cannot clip gradients. Leave "
+                "clip_grad_by_norm out, or use another strategy."
+            )
+        return self.clip(max_norm, current.device())
+
+    def get_grad_norm(self, norm_type: float = 2.0, **kwargs: Any) -> float | None:
+        """The norm of the last step's gradient before it was clipped; ``None`` if it was not."""
+        return None if self._last is None else self._last.grad_norm
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("backward_by_grad", "clip_grad_by_value", "scale_loss", "unscale_grad"):
+            return functools.partial(_refuse, name)
+        return super().__getattr__(name)
+
+
+def _refuse(name: str, *args: Any, **kwargs: Any) -> None:
+    refuse(f"optimizer.{name}")

@@ -1,0 +1,225 @@
+"""Files of weights, optimizers and schedulers, in Colossal-AI's own formats.
+
+A file has whole tensors under the names of the model that was boosted, and an optimizer's state by
+the numbers of its parameters, as a plain optimizer's is. Directories have several such files and an
+index. All ranks take part; rank 0 writes and reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from unipar.compat.accelerate.files import write
+from unipar.compat.colossalai.booster.boosted import BoostedModel, BoostedOptimizer
+from unipar.compat.gathering import GatheredModel, GatheredOptimizer
+from unipar.errors import CheckpointError
+from unipar.world import World
+
+_WEIGHTS, _SAFE_WEIGHTS = "pytorch_model.bin", "model.safetensors"
+_STATES, _GROUPS = "pytorch_optim.bin", "pytorch_optim_group.bin"
+
+
+def save_model(
+    model: BoostedModel, path: Path, world: World, *, shard_mb: int | None, safe: bool
+) -> None:
+    """Write a model's weights. Collective.
+
+    Args:
+        model: boosted.
+        path: of the file, or of the directory.
+        world: the joined processes.
+        shard_mb: the most of a file in a directory, in MiB; ``None`` writes one file.
+        safe: whether files are safetensors.
+    """
+    state = model.whole_state_dict()
+    if world.is_main:
+        name = _SAFE_WEIGHTS if safe else _WEIGHTS
+        if shard_mb is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(state, path, safe=safe)
+        else:
+            _write_shards(state, path, name, shard_mb, {}, safe=safe)
+    world.barrier()
+
+
+def load_model(model: BoostedModel, path: Path, world: World, *, strict: bool) -> None:
+    """Take over weights. Collective.
+
+    Args:
+        model: boosted.
+        path: of a file, of a directory, or of its index.
+        world: the joined processes.
+        strict: whether names have to be the model's; else those that are not are left out.
+
+    Raises:
+        CheckpointError: there is none, or names or shapes differ.
+    """
+    training = model.training_by
+    if training is None:
+        model.module.load_state_dict(_read(path, _WEIGHTS, _SAFE_WEIGHTS)[0], strict=strict)
+        return
+    gathered = GatheredModel(training.engine, world, rank0_only=True)
+    own = {} if strict else gathered.state_dict()
+    state = _on_main(world, lambda: _read(path, _WEIGHTS, _SAFE_WEIGHTS)[0])
+    if not strict:
+        state = {**own, **{name: one for name, one in state.items() if name in own}}
+    gathered.load_state_dict(state)
+
+
+def save_optimizer(
+    optimizer: BoostedOptimizer, path: Path, world: World, *, shard_mb: int | None
+) -> None:
+    """Write an optimizer's state. Collective. See :func:`save_model`."""
+    found = GatheredOptimizer(optimizer.engine, world, rank0_only=True).state_dict()
+    if world.is_main:
+        numbers = {name: number for number, name in enumerate(optimizer.names)}
+        state = {numbers[name]: values for name, values in found["state"].items()}
+        groups = [
+            {**one, "params": [numbers[name] for name in one["params"]]}
+            for one in found["param_groups"]
+        ]
+        if shard_mb is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"state": state, "param_groups": groups}, path)
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            torch.save(groups, path / _GROUPS)
+            _write_shards(state, path, _STATES, shard_mb, {"param_groups": _GROUPS}, safe=False)
+    world.barrier()
+
+
+def load_optimizer(optimizer: BoostedOptimizer, path: Path, world: World) -> None:
+    """Take over an optimizer's state. Collective.
+
+    Raises:
+        CheckpointError: there is none, or parameters or shapes differ.
+    """
+    names = optimizer.names
+
+    def read() -> dict[str, Any]:
+        found, told = _read(path, _STATES)
+        if "state" in found:
+            state, groups = found["state"], found["param_groups"]
+        else:
+            state = {int(number): values for number, values in found.items()}
+            groups = torch.load(_directory(path) / told["param_groups"], weights_only=True)
+        if max((number for one in groups for number in one["params"]), default=-1) >= len(names):
+            raise CheckpointError(
+                f"{path} is of an optimizer of more parameters than the {len(names)} of this one."
+            )
+        return {
+            "state": {names[number]: values for number, values in state.items()},
+            "param_groups": [
+                {**one, "params": [names[number] for number in one["params"]]} for one in groups
+            ],
+        }
+
+    gathered = GatheredOptimizer(optimizer.engine, world, rank0_only=True)
+    gathered.load_state_dict(_on_main(world, read))
+
+
+def save_scheduler(scheduler: Any, path: Path, world: World) -> None:
+    """Write a scheduler's state into one file. Collective."""
+    if world.is_main:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(scheduler.state_dict(), path)
+    world.barrier()
+
+
+def load_scheduler(scheduler: Any, path: Path) -> None:
+    """Take over what :func:`save_scheduler` has written."""
+    scheduler.load_state_dict(_read(path)[0])
+
+
+def _on_main(world: World, read: Any) -> Any:
+    """What rank 0 reads, and nothing elsewhere; its error on all ranks."""
+    found: Any = {}
+    error = None
+    if world.is_main:
+        try:
+            found = read()
+        except (CheckpointError, OSError) as failed:
+            error = str(failed)
+    error = world.broadcast(error)
+    if error is not None:
+        raise CheckpointError(error)
+    return found
+
+
+def _write_shards(
+    values: Mapping[Any, Any],
+    directory: Path,
+    name: str,
+    shard_mb: int,
+    told: Mapping[str, Any],
+    *,
+    safe: bool,
+) -> None:
+    """Write values into files of a size, with an index beside them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stem, _, ending = name.rpartition(".")
+    for old in directory.glob(f"{stem}-[0-9]*.{ending}"):
+        old.unlink()
+    total, places = 0, {}
+    for number, shard in enumerate(_shards(values, shard_mb * 2**20), 1):
+        file = f"{stem}-{number:05}.{ending}"
+        write(shard, directory / file, safe=safe)
+        total += sum(map(_bytes, shard.values()))
+        places |= dict.fromkeys(map(str, shard), file)
+    index = {"metadata": {"total_size": total, **told}, "weight_map": places}
+    (directory / f"{name}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(values: Mapping[Any, Any], limit: int) -> Iterator[dict[Any, Any]]:
+    shard: dict[Any, Any] = {}
+    size = 0
+    for key, value in values.items():
+        if shard and size + _bytes(value) > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[key] = value
+        size += _bytes(value)
+    if shard:
+        yield shard
+
+
+def _bytes(value: Any) -> int:
+    return sum(one.nbytes for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+
+
+def _read(path: Path, *names: str) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """What a file, or the files of a directory, hold; and what the index says beside."""
+    if path.is_dir():
+        found = [*path.glob("*.index.json"), *(path / n for n in names if (path / n).is_file())]
+        if not found:
+            raise CheckpointError(f"{path} has no index, and none of {', '.join(names)}.")
+        path = found[0]
+    if not path.is_file():
+        raise CheckpointError(f"there is no file {path}.")
+    if not path.name.endswith(".index.json"):
+        return _loaded(path), {}
+    index = json.loads(path.read_text())
+    values: dict[Any, Any] = {}
+    for file in dict.fromkeys(index["weight_map"].values()):
+        values |= _loaded(path.parent / file)
+    return values, index["metadata"]
+
+
+def _directory(path: Path) -> Path:
+    return path if path.is_dir() else path.parent
+
+
+def _loaded(file: Path) -> dict[Any, Any]:
+    with file.open("rb") as opened:
+        begins = opened.read(9)
+    if begins[8:] == b"{":  # Behind the length of its header, whatever it is called.
+        from safetensors.torch import load_file
+
+        return dict(load_file(file))
+    return torch.load(file, map_location="cpu", weights_only=True)
