@@ -63,6 +63,9 @@ class Peers:
         disks: of the local checkpoints.
         world: the run's processes.
 
+    Attributes:
+        kept: the checkpoint whose files are in other hosts' memory, to be kept on this disk.
+
     Raises:
         ConfigError: no host could help another.
         CheckpointError: a host's memory cannot be written.
@@ -86,6 +89,7 @@ class Peers:
         # Its own: training and the copies to the URL use others at the same time.
         self._group: Any = dist.new_group(self._hosts, backend="gloo", timeout=timeout)
         self._gone = self._said = False
+        self.kept: Path | None = None
 
     def replicate(self, path: Path) -> None:
         """Send this host's files of a complete checkpoint on, and receive those of others.
@@ -136,6 +140,8 @@ class Peers:
                 # Not the newest by name: a run may have gone back.
                 keep_newest(self._memory, 0, [final])
             error = self._first(moved)
+        if error is None:
+            self.kept = path
         shutil.rmtree(partial, ignore_errors=True)
         return error
 
@@ -177,6 +183,7 @@ class Peers:
         if need > _left():
             # What is there is of use only until this checkpoint is whole in its place.
             keep_newest(self._memory, 0, ())
+            self.kept = None
         if need > _left():
             raise OSError(
                 errno.ENOMEM,

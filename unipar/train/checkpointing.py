@@ -237,6 +237,9 @@ class Saver:
             # The thread that has saved and the one that has copied may come at once.
             with self._freeing:
                 needed = self._uploads.waiting()
+                if self._peers is not None and self._peers.kept is not None:
+                    # A host that is lost while the next one is sent leaves this one whole.
+                    needed.append(self._peers.kept)
                 checkpoint.keep_newest(self.directory, self.settings.keep_local, needed)
 
     def _thin(self, path: Path) -> None:
