@@ -22,12 +22,12 @@ FLOORS = {
     "the seam": ("strategy", "engine", "sizing"),
     "what a run needs": ("callbacks", "launch", "launchers", "checkpoint", "evaluation", "config"),
     "runs": ("session", "train", "install"),
-    "beside the core": ("testing", "benchmark", "compat", "migrated", "migrate"),
+    "beside the core": ("testing", "benchmark", "compat", "migrate"),
     "faces": ("cli", "__main__", "__init__"),
 }
 """Each imports only those before it, wherever in a file the import stands."""
 ORDER = [entry for floor in FLOORS.values() for entry in floor]
-RUNTIME = CORE / "migrated"
+RUNTIME = CORE / "compat"
 FOREIGN = {
     "accelerate", "apex", "bmtrain", "colossalai", "deepspeed", "fairscale", "horovod", "libcst",
     "lightning", "lightning_fabric", "megatron", "mpi4py", "plotly", "ray", "submitit",
@@ -171,9 +171,10 @@ def test_importing_unipar_imports_no_framework() -> None:
 
 def test_importing_what_migrated_scripts_call_imports_no_framework() -> None:
     public = sorted(info.name for info in pkgutil.iter_modules([str(RUNTIME)]))
-    assert {"script"} <= {*public}
-    loaded = loaded_after(f"from unipar.migrated import {', '.join(public)}")
-    assert {f"unipar.migrated.{name}" for name in public} <= loaded
+    assert {"accelerate", "colossalai", "deepspeed", "fabric", "horovod", "torch"} <= {*public}
+    code = "; ".join(f"import unipar.compat.{name}" for name in public)
+    loaded = loaded_after(f"{code}; import unipar.compat.horovod.torch")
+    assert {f"unipar.compat.{name}" for name in public} <= loaded
     assert "unipar.migrate" not in loaded
     assert packages(loaded).isdisjoint(FOREIGN | TRACKERS)
 

@@ -1,7 +1,7 @@
 """Turning an existing training script into a unipar script.
 
-``migrate_source`` rewrites one file; :mod:`unipar.migrated` is what the result calls when it runs,
-which imports nothing of this package. LibCST is imported when the first file is migrated.
+``migrate_source`` changes the imports of one file; :mod:`unipar.compat` is what the result imports,
+and imports nothing of this package. LibCST is imported when the first file is migrated.
 """
 
 from __future__ import annotations

@@ -108,18 +108,6 @@ def _fills(source: Source) -> Iterator[tuple[cst.CSTNode, cst.BaseExpression]]:
             yield from ((one.func.value, arg.value) for arg in one.args)
 
 
-def defer(plan: Plan, source: Source, given: cst.BaseExpression) -> None:
-    """Turn the variables behind an optimizer's first argument into functions."""
-    assigns = collected(plan, source, given)
-    bound = {_name(one) for one in assigns}
-    for assign in assigns:
-        plan.replace(assign.value, "lambda: ", assign.value)
-    for root in (given, *(one.value for one in assigns)):
-        for one in inside(root):
-            if isinstance(one, cst.Name) and one.value in bound and not _is_keyword(source, one):
-                plan.replace(one, one, "()")
-
-
 def _binding(names: list[cst.Name], source: Source, name: str) -> cst.Assign | None:
     """The only statement that binds a name, if it does nothing else."""
     targets = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["refused", "training", "changed"]
+Kind = Literal["refused", "changed"]
 
 
 @dataclass(frozen=True, order=True)
@@ -16,10 +16,10 @@ class Note:
     Attributes:
         file: the file's name.
         line: where in the original, from 1.
-        kind: ``refused`` keeps the script from being migrated; ``training`` changes, or already
-            has changed, what is learned; ``changed`` works otherwise than it did.
+        kind: ``refused`` keeps the script from being migrated; ``changed`` works otherwise than it
+            did.
         construct: the piece of code, shortened.
-        why: why it is refused, or what the numerical effect is.
+        why: why it is refused, or what is otherwise.
         todo: what to do.
         cell: of a notebook, from 1; the line is one of the cell then.
     """

@@ -10,7 +10,6 @@ from unipar.migrate.verify import TOLERANCE, Proof
 
 _HEADINGS = {
     "refused": "Refused: the script was left alone",
-    "training": "Changes training",
     "changed": "Works otherwise than before",
 }
 

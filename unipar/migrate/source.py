@@ -138,19 +138,6 @@ class Source:
             if isinstance(n, BLOCKS) and self.parent(n) not in self._unwrapped
         )  # fmt: skip
 
-    def unwrap(self, with_: cst.With | cst.If) -> bool:
-        """Count what a ``with`` holds to the block around it; take it out if it holds one line.
-
-        Returns:
-            Whether it was taken out.
-        """
-        self._unwrapped.add(with_)
-        inner = with_.body.body
-        single = len(inner) == 1 and isinstance(inner[0], cst.SimpleStatementLine)
-        if single:
-            self.edits.replace(self.span(with_), self.span(inner[0]))
-        return single
-
     def blocks(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         """The lists of statements around a node within its function, from inside."""
         found: list[cst.CSTNode] = []

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import libcst as cst
 
-from unipar.migrate.edits import Span
 from unipar.migrate.literals import argument, constant
 from unipar.migrate.plan import Plan
 from unipar.migrate.scopes import Binding
-from unipar.migrate.source import Source
-from unipar.migrate.tree import inside
 
 
 def trace(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
@@ -32,11 +29,6 @@ def trace(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
     return found
 
 
-def is_none(node: cst.CSTNode | None) -> bool:
-    """Return whether an expression is ``None``."""
-    return isinstance(node, cst.Name) and node.value == "None"
-
-
 def keywords(plan: Plan, call: cst.Call) -> dict[str, list[cst.BaseExpression]] | None:
     """The expressions behind each keyword of a call, those of ``**dictionary`` too.
 
@@ -55,35 +47,6 @@ def keywords(plan: Plan, call: cst.Call) -> dict[str, list[cst.BaseExpression]] 
                 for key, values in entries.items():
                     found.setdefault(key, []).extend(values)
     return found
-
-
-def sweep(plan: Plan, calls: list[cst.Call], gone: list[tuple[Source, Span]]) -> list[cst.Call]:
-    """Take out the definitions of settings whose uses are all gone.
-
-    Args:
-        plan: the program.
-        calls: what makes settings.
-        gone: the pieces of the program that are taken out; grows by those that are now.
-
-    Returns:
-        The calls that are left.
-    """
-    left = list(calls)
-    while True:
-        kept: list[cst.Call] = []
-        for call in left:
-            source = plan.flow.source(call)
-            if _is_gone(source, call, gone):
-                continue
-            assign = _definition(source, call)
-            if assign is None or not _unused(source, assign, gone):
-                kept.append(call)
-                continue
-            gone.append((source, source.span(assign)))
-            source.remove(assign)
-        if len(kept) == len(left):
-            return kept
-        left = kept
 
 
 def _behind(plan: Plan, node: cst.BaseExpression) -> list[cst.BaseExpression]:
@@ -206,50 +169,3 @@ def _entries(plan: Plan, table: cst.BaseExpression) -> dict[str, list[cst.BaseEx
                     values = trace(plan, assign.value)
                     found[key] = [*values, cst.Name("None")] if decided else values
     return found
-
-
-def _definition(source: Source, call: cst.Call) -> cst.Assign | None:
-    """The statement that gives a name to what a call makes, and does nothing else."""
-    above = source.parent(call)
-    while isinstance(above, (cst.Dict, cst.DictElement)):
-        above = source.parent(above)
-    if not isinstance(above, cst.Assign) or len(above.targets) != 1:
-        return None
-    return above if isinstance(above.targets[0].target, cst.Name) else None
-
-
-def _unused(source: Source, assign: cst.Assign, gone: list[tuple[Source, Span]]) -> bool:
-    target = assign.targets[0].target
-    assert isinstance(target, cst.Name)
-    scope = source.scope(target)
-    own = scope[target.value] if scope is not None else []
-    for one in source.all(cst.Name):
-        if one is target or one.value != target.value:
-            continue
-        where = source.scope(one)
-        if where is not None and where[one.value] is own and not _is_gone(source, one, gone):
-            return False
-    return bool(own)
-
-
-def _is_gone(source: Source, node: cst.CSTNode, gone: list[tuple[Source, Span]]) -> bool:
-    start, stop = source.span(node)
-    return any(place is source and span[0] <= start and stop <= span[1] for place, span in gone)
-
-
-def leaves(plan: Plan, gone: list[tuple[Source, Span]], *packages: str) -> list[cst.CSTNode]:
-    """The expressions left in a program that name something of these packages."""
-    found: list[cst.CSTNode] = []
-    for source in plan.sources:
-        for node in (*source.all(cst.Name), *source.all(cst.Attribute)):
-            names = plan.flow.names(node)
-            if any(name.startswith(packages) for name in names) and not (
-                _is_gone(source, node, gone) or _in_import(source, node)
-            ):
-                found.append(node)
-    inner = {one for node in found for one in inside(node) if one is not node}
-    return [node for node in found if node not in inner]
-
-
-def _in_import(source: Source, node: cst.CSTNode) -> bool:
-    return any(isinstance(one, (cst.Import, cst.ImportFrom)) for one in source.around(node))

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import libcst as cst
-
 from unipar.compat.accelerate_names import ACCELERATOR as MEMBERS
 from unipar.compat.accelerate_names import CALLS, TOP, UTILS
 from unipar.compat.tables import Table
 from unipar.migrate.dialects.accelerate_files import ACCELERATOR, read_files
 from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
-from unipar.migrate.divisions import warn_of_divisions
-from unipar.migrate.literals import constant
-from unipar.migrate.models import find_optimizers
+from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
 from unipar.migrate.rank_divergence import refuse_lone_saves
-from unipar.migrate.tracing import keywords
 
 FACE = "unipar.compat.accelerate"
 _UNLISTED = ("accelerator", "data_loader", "local_sgd", "logging", "optimizer", "scheduler",
@@ -51,28 +46,8 @@ class Accelerate(FaceDialect):
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "torchrun"
         super().rewrite(plan)
-        find_optimizers(plan)
+        find_models(plan)
         built = plan.calls(*ACCELERATOR)
         if built:
             read_files(plan, built[0][1])
         refuse_lone_saves(plan, ("save_state", "save_model"), *ACCELERATOR)
-        _warn_of_double_division(plan, [call for _, call in built])
-
-
-def _warn_of_double_division(plan: Plan, built: list[cst.Call]) -> None:
-    """Call out losses that the script divides, and ``accelerator.backward`` divides too."""
-    if all(_accumulates_nothing(plan, call) for call in built):
-        return
-    losses = [
-        (plan.flow.source(call), call, call.args[0].value)
-        for _, call, func in plan.methods("backward")
-        if call.args and plan.made_by(plan.flow.values(func.value), *ACCELERATOR)
-    ]
-    warn_of_divisions(plan, losses, divided_by="accelerator.backward")
-
-
-def _accumulates_nothing(plan: Plan, call: cst.Call) -> bool:
-    given = keywords(plan, call)
-    if given is None or "gradient_accumulation_plugin" in given:
-        return False
-    return all(constant(one) == 1 for one in given.get("gradient_accumulation_steps", ()))

@@ -10,7 +10,7 @@ from unipar.compat.colossalai_names import CALLS, MODULES, OPTIMIZER, PLUGIN
 from unipar.compat.tables import Table
 from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
-from unipar.migrate.models import find_optimizers
+from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
 from unipar.migrate.rank_divergence import refuse_lone_saves
 
@@ -43,5 +43,5 @@ class ColossalAI(FaceDialect):
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "torchrun"
         super().rewrite(plan)
-        find_optimizers(plan)
+        find_models(plan)
         refuse_lone_saves(plan, _SAVES, *BOOSTER)

@@ -24,10 +24,8 @@ from unipar.compat.deepspeed_names import (
     ZERO_MODULE,
 )
 from unipar.compat.tables import Table
-from unipar.migrate.averages import warn_of_means
 from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
-from unipar.migrate.dropping import warn_of_dropped
 from unipar.migrate.plan import Plan
 
 FACE = "unipar.compat.deepspeed"
@@ -65,5 +63,3 @@ class DeepSpeed(FaceDialect):
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "torchrun"
         super().rewrite(plan)
-        warn_of_means(plan)
-        warn_of_dropped(plan)

@@ -1,8 +1,0 @@
-"""The runtime of migrated scripts; nothing in it reads or rewrites a script.
-
-:mod:`~unipar.migrated.script` is what each of them calls; beside it, one module for each framework
-whose rules training depends on: :mod:`~unipar.migrated.boosted` (Colossal-AI) and
-:mod:`~unipar.migrated.fabricated` (Lightning Fabric). A loop that was folded into ``unipar.fit``
-calls :mod:`~unipar.migrated.folded`, and scripts of Accelerate's and DeepSpeed's import their faces
-in :mod:`unipar.compat`.
-"""
