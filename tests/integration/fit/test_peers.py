@@ -17,6 +17,7 @@ from torch import nn
 
 from unipar import CheckpointError, ConfigError, Session, checkpoint
 from unipar.checkpoint import RemoteDirectory, peers
+from unipar.checkpoint.pieces import Pieces
 from unipar.config import CheckpointConfig
 from unipar.data.batch import Batch, MicroBatch
 from unipar.testing.pool import WorldPools
@@ -211,6 +212,33 @@ def test_training_outlives_a_memory_that_is_full(world_pool: WorldPools, tmp_pat
     assert [text for text in texts if "not in other hosts' memory" in text] == texts
     assert len(texts) == 1
     assert "MiB would go there, and host" in texts[0]
+
+
+def tear(placement: Placement, root: Path) -> tuple[list[str], list[str]]:
+    """A run whose copies of step 6 do not arrive: the steps in memory, and on the disk."""
+    take = Pieces.take
+
+    def torn(self: Pieces, path: Path, piece: torch.Tensor) -> None:
+        if "step-00000006" in str(path):
+            self.error = "no space"
+        else:
+            take(self, path, piece)
+
+    Pieces.take = torn
+    try:
+        _, held = fail(placement, root, 1, "fsdp")
+    finally:
+        Pieces.take = take
+    steps = sorted({Path(name).parts[1] for name in held})
+    return steps, sorted(path.name for path in (root / f"disk{placement.rank}").iterdir())
+
+
+def test_what_memory_holds_stays_on_the_disks_until_the_next_is_there(
+    world_pool: WorldPools, tmp_path: Path
+) -> None:
+    """A host that is lost while files are sent leaves one checkpoint whole."""
+    expected = ["step-00000004"], ["step-00000004", "step-00000006"]
+    assert world_pool(2).run(tear, tmp_path) == [expected] * 2
 
 
 def begin(placement: Placement, root: Path, disk: int | None, memory: int | None) -> str:
