@@ -127,16 +127,6 @@ def test_notes_name_the_cell_and_the_line_in_it() -> None:
     assert str(note).startswith("train.ipynb, cell 4, line 9: refused: Adasum: the face ")
 
 
-def test_what_changes_training_is_noted_in_its_cell() -> None:
-    made = "a = Accelerator(gradient_accumulation_steps=2)"
-    head = f"import torch\nfrom accelerate import Accelerator\n{made}"
-    loop = CELLS[3].replace(".mean()", ".mean() / 2").replace("loss.backward()", "a.backward(loss)")
-    migration = migrate(json.dumps(notebook([head, CELLS[2], loop])))
-    (note,) = [one for one in migration.notes if one.kind == "training"]
-    assert note.cell == 4
-    assert "# unipar: " in sources(migration.code)[3]
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
