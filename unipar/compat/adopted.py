@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -197,7 +196,7 @@ class _Module:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and files are of the script's own class.
         kept = {k: v for k, v in self.__dict__.items() if k not in (_KEY, "__deepcopy__")}
-        return copyreg._reconstructor, (self._unipar_kind, object, None), kept  # pyright: ignore[reportAttributeAccessIssue]
+        return object.__new__, (self._unipar_kind,), kept
 
 
 class _Optimizer:
@@ -267,7 +266,7 @@ class _Optimizer:
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         state = {key: getattr(self, key) for key in _STATE}
-        return copyreg._reconstructor, (self._unipar_kind, object, None), state  # pyright: ignore[reportAttributeAccessIssue]
+        return object.__new__, (self._unipar_kind,), state
 
 
 def _named_state(state_dict: Mapping[str, Any]) -> bool:

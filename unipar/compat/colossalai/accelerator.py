@@ -74,7 +74,7 @@ class BaseAccelerator:
         return True
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(torch.cuda, name):
+        if name.startswith("_") or name not in dir(torch.cuda):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
         if self._on_gpu:
             return getattr(torch.cuda, name)

@@ -220,6 +220,7 @@ class TensorBoardLogger(_FileLogger):
         if not numbers:
             return
         self.log_metrics(numbers, step)
+        # torch 2.13, torch/utils/tensorboard/writer.py: add_hparams opens another directory.
         writer = self.experiment._get_file_writer()
         for summary in hparams(plain, numbers):
             writer.add_summary(summary, step)

@@ -45,6 +45,7 @@ class _Following(LRScheduler):
             self.after_scheduler.base_lrs = self.base_lrs
             self._reset()
             self.finished = True
+        # torch 2.13, torch/optim/lr_scheduler.py: get_lr() warns where step() does not call it.
         with _enable_get_lr_call(self.after_scheduler):
             return self.after_scheduler.get_lr()
 
