@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer, model_class, optimizer_class
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import trained_by
-from unipar.compat.reductions import refuse_inexact
+from unipar.compat.parts import Parts, warn_of_batch_norms
 from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
@@ -43,7 +43,7 @@ class Adoption:
         asked: settings of the run that the script's own calls ask for.
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
-        share: this rank's and all ranks' samples of the present batch, where it is cut up.
+        parts: of batches, which a rank has where the script knows nothing of ranks.
         inside: whether what is called now is called by an engine.
         gathers: whether the script takes state dicts on all ranks, as under FSDP.
         rank0_only: whether only the first of them wants those.
@@ -57,13 +57,12 @@ class Adoption:
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.share: tuple[int, int] | None = None
+        self.parts = Parts()
         self._pending: list[weakref.ref[Optimizer]] = []
         self._trained: list[weakref.ref[AdoptedOptimizer]] = []
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._names = 0
-        self._told = False
 
     # -- what the script builds ------------------------------------------------------------------
 
@@ -135,6 +134,8 @@ class Adoption:
                 "Wrap it: DistributedDataParallel(model), or hvd.DistributedOptimizer(optimizer)."
             )
         session = self._open(module)
+        if not self.aware and session.world.data_size > 1:
+            warn_of_batch_norms(module)
         self._names += 1
         name = "model" if "model" not in session.engines else f"model{self._names}"
         if self.synchronized and not getattr(session.strategy.options, "sync_batchnorm", False):
@@ -214,8 +215,13 @@ class Adoption:
             if under and not half:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             stack.enter_context(self.engine_calls())
+            if not self.aware and model.world.data_size > 1:
+                self.parts.even_out(model.module, model.world)
             output = model.forward(*args, **kwargs)
         model.note(output, (args, kwargs))
+        if torch.is_grad_enabled() and not self.aware:
+            self.parts.uses += model.learns
+            self.parts.note(output, (args, kwargs))
         return output
 
     def backward(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
@@ -228,7 +234,11 @@ class Adoption:
             ConfigError: it asks for what no engine does.
         """
         trained = self.trained
-        if not trained or self.inside or in_backward_pass():
+        if self.inside or in_backward_pass():
+            return False
+        self.parts.uses += 1
+        if not trained:
+            self.parts.refuse_alone()
             return False
         if led_to([loss]):
             one = trained_by(loss, trained)
@@ -236,6 +246,7 @@ class Adoption:
             called = [one for one in trained if isinstance(one.model, AdoptedModel)
                       and one.model.called]  # fmt: skip
             if len(called) != 1:
+                self.parts.refuse_alone()
                 return False
             one = called[0]
         if given:
@@ -245,24 +256,10 @@ class Adoption:
             )
         size = one.world.data_size
         if size > 1 and not self.aware:
-            loss = self._weighted(loss, size)
+            loss = self.parts.weigh(loss, size)
         with self.engine_calls():
             one.add(loss * size if one.summed else loss)
         return True
-
-    def _weighted(self, loss: torch.Tensor, size: int) -> torch.Tensor:
-        if self.share is None:
-            if not self._told:
-                log.warning(
-                    "no DataLoader of torch's gives this script its batches, so each of %d ranks "
-                    "trains on all of them: results are those of one process, and no faster.",
-                    size,
-                )
-                self._told = True
-            return loss
-        samples, all_samples = self.share
-        factor = size if refuse_inexact(loss) == "sum" else samples * size / all_samples
-        return loss if factor == 1 else loss * factor
 
     def check_alone(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that several ranks would have to sum."""

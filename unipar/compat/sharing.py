@@ -26,22 +26,24 @@ class SharedLoader(DataLoader):
     Args:
         loader: what the script has built; a batch of it is one over all ranks.
         world: the joined processes.
-        tell: called with this rank's and all ranks' number of samples of each batch given out,
-            and with nothing at the end.
+        tell: called with this rank's and all ranks' number of samples of each batch given out.
     """
 
     def __init__(
-        self, loader: DataLoader, world: World, tell: Callable[[tuple[int, int] | None], None]
+        self, loader: DataLoader, world: World, tell: Callable[[tuple[int, int]], None]
     ) -> None:
         self._world, self._tell = world, tell
         self._shares = _Shares(loader.batch_sampler, world)
         super().__init__(loader.dataset, batch_sampler=self._shares, **settings_of(loader))
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for index, batch in enumerate(super().__iter__()):
+        # A seed is drawn here, and the order with the first batch, as by torch's own.
+        return self._batches(super().__iter__())
+
+    def _batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for index, batch in enumerate(batches):
             self._tell(self._shares.counts[index])
             yield batch
-        self._tell(None)
 
 
 class _Shares(Sampler[list[int]]):

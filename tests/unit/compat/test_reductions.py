@@ -1,0 +1,86 @@
+"""What a loss of a part of a batch counts for is read from its graph, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unipar.compat.models import _LEADS_TO
+from unipar.compat.reductions import factor_of, note_share
+from unipar.errors import ConfigError
+
+SHARE = (3, 8)
+MEAN, SUM = 3 * 2 / 8, 2
+LABELS = torch.tensor([0, 1, 2])
+WEIGHT = nn.Parameter(torch.randn(5, 4))
+
+
+def output(share: tuple[int, int] | None = SHARE, samples: int = 3) -> Tensor:
+    made = torch.randn(samples, 5) @ WEIGHT
+    made.grad_fn.metadata[_LEADS_TO] = ()
+    note_share(made, share)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("loss", "factor"),
+    [
+        (lambda x: x.mean(), MEAN),
+        (lambda x: x.sum(1).mean(), MEAN),
+        (lambda x: 0.5 * x.mean() - x.pow(2).mean() / 4, MEAN),
+        (lambda x: torch.stack([x.mean(), x.abs().mean()]).sum(), MEAN),
+        (lambda x: functional.cross_entropy(x, LABELS, label_smoothing=0.1) / 2, MEAN),
+        (lambda x: x.abs().sum() / len(x), MEAN),
+        (lambda x: x.mean() + 0.1 * WEIGHT.abs().sum(), MEAN),
+        (lambda x: x.mean() * WEIGHT.norm(), MEAN),
+        (lambda x: x.sum() * 0.01, SUM),
+        (lambda x: functional.mse_loss(x, x.detach() + 1, reduction="sum").mean(), SUM),
+    ],
+)
+def test_means_count_by_samples_and_sums_as_they_are(
+    loss: Callable[[Tensor], Tensor], factor: float
+) -> None:
+    assert factor_of(loss(output()), 2, None) == factor
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [
+        (lambda x: x.sum() / 7, "divided afterwards"),
+        (lambda x: x.sum() + x.mean(), "added to a mean"),
+        (lambda x: x.sum() + WEIGHT.pow(2).sum(), "the same for every sample"),
+        (lambda x: x.pow(2).mean().sqrt(), "comes to one number by SqrtBackward"),
+        (lambda x: x.mean() * x.abs().mean(), "comes to one number by MulBackward"),
+        (lambda x: x.max(), "comes to one number by MaxBackward"),
+        (lambda x: x.mean() * len(x), "multiplied by 3, the number of samples"),
+        (lambda x: x.std(0).mean(), "compares the samples of a batch"),
+        (lambda x: x.sum(1).topk(2)[0].mean(), "compares the samples of a batch"),
+        (lambda x: x.mean(0).sum(), "compares the samples of a batch"),
+        (
+            lambda x: functional.cross_entropy(x @ x.t(), torch.arange(3)),
+            "compares the samples of a batch",
+        ),
+    ],
+)
+def test_what_a_part_does_not_tell_is_refused(loss: Callable[[Tensor], Tensor], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        factor_of(loss(output()), 2, None)
+
+
+def test_a_loss_of_several_batches_counts_only_if_they_are_cut_alike() -> None:
+    first, ragged = output(), output((1, 5), 1)
+    assert factor_of(first.mean() + output((6, 16), 6).mean(), 2, (1, 5)) == MEAN
+    with pytest.raises(ConfigError, match="in other proportions"):
+        factor_of(first.mean() + ragged.mean(), 2, None)
+    assert factor_of(first.sum() + ragged.sum(), 2, None) == SUM
+
+
+def test_a_loss_that_a_model_computes_is_read_inside_of_it() -> None:
+    loss = output().pow(2).sum()
+    loss.grad_fn.metadata[_LEADS_TO] = ()
+    note_share(loss, SHARE)
+    assert factor_of(loss, 2, None) == SUM
