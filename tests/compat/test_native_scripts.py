@@ -155,3 +155,91 @@ def test_what_ranks_cannot_do_by_themselves_is_refused_with_the_remedy(tmp_path:
         assert any("optimizer.state_dict() is only a part here" in line for line in own)
     sums = {line.split()[2] for line in done.stdout.splitlines() if " sum " in line}
     assert len(sums) == 1
+
+
+READ_AHEAD = """\
+import os
+import unipar.compat.torch as torch
+from unipar.compat.torch import nn
+from unipar.compat.torch.utils.data import DataLoader, TensorDataset
+from unipar.errors import ConfigError
+
+torch.manual_seed(0)
+data = torch.randn(33, 4)
+loader = DataLoader(TensorDataset(data), batch_size=7, shuffle=True)
+other = DataLoader(TensorDataset(data), batch_size=14, shuffle=True)
+model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def told(epoch, total):
+    print(os.environ.get("RANK", "0"), epoch, f"{total:.5f}", flush=True)
+
+
+for epoch in range(2):
+    ahead = iter(loader)
+    following = next(ahead)
+    while following is not None:
+        (x,), following = following, next(ahead, None)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
+        optimizer.step()
+    # Two loaders draw their seeds before their orders.
+    for (x,), (y,) in zip(DataLoader(TensorDataset(data[:28]), 7, shuffle=True), other):
+        optimizer.zero_grad()
+        (model(x).pow(2).sum() + 0.1 * model(y).abs().sum()).mul(0.01).backward()
+        optimizer.step()
+    total = 0
+    for (x,) in loader:
+        total = total + (model(x) - 1).pow(2).sum()
+    optimizer.zero_grad()
+    (total * 0.001).backward()
+    optimizer.step()
+    with torch.no_grad():
+        told(epoch, model(data).sum().item())
+
+normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+second = torch.optim.SGD(normed.parameters(), lr=0.1)
+for (x,) in loader:
+    second.zero_grad()
+    normed(x).pow(2).mean().backward()
+    second.step()
+normed.eval()
+with torch.no_grad():
+    print("normed", normed(data).sum().item(), flush=True)
+normed.train()
+
+if "RANK" in os.environ:
+    try:
+        print(sum(x.sum().item() for (x,) in loader))
+    except ConfigError as error:
+        print("refused", "no model was trained meanwhile" in str(error), flush=True)
+    weight = torch.zeros(4, requires_grad=True)
+    for (x,) in loader:
+        try:
+            (x @ weight - 1).pow(2).mean().backward()
+        except ConfigError as error:
+            print("refused", "nothing would sum its gradients" in str(error), flush=True)
+        break
+"""
+
+
+def test_ranks_have_their_parts_however_batches_are_read(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(READ_AHEAD)
+    lines = {}
+    for start in (PYTHON, TORCHRUN):
+        done = subprocess.run(
+            [*start, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
+            check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines[tuple(start)] = done.stdout.splitlines()
+    alone, ranks = lines[tuple(PYTHON)], lines[tuple(TORCHRUN)]
+    one = [line[2:] for line in alone if line.startswith("0 ")]
+    assert len(one) == 2
+    for rank in "01":
+        assert [line[2:] for line in ranks if line.startswith(f"{rank} ")] == one
+    evaluated = [line for line in ranks if line.startswith("normed")]
+    assert len(evaluated) == 2
+    assert len(set(evaluated)) == 1
+    assert [line for line in ranks if line.startswith("refused")] == ["refused True"] * 4

@@ -31,8 +31,9 @@ _SHARE = "unipar.compat.share"
 
 def note_share(output: torch.Tensor, share: tuple[int, int] | None) -> None:
     """Note on an output of which part of a batch it was computed."""
-    if output.grad_fn is not None:
-        output.grad_fn.metadata[_SHARE] = share
+    node: Any = output.grad_fn
+    if node is not None:
+        node.metadata[_SHARE] = share
 
 
 def factor_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,12 @@ WEIGHT = nn.Parameter(torch.randn(5, 4))
 
 def output(share: tuple[int, int] | None = SHARE, samples: int = 3) -> Tensor:
     made = torch.randn(samples, 5) @ WEIGHT
-    made.grad_fn.metadata[_LEADS_TO] = ()
+    return marked(made, share)
+
+
+def marked(made: Tensor, share: tuple[int, int] | None) -> Tensor:
+    node: Any = made.grad_fn
+    node.metadata[_LEADS_TO] = ()
     note_share(made, share)
     return made
 
@@ -81,6 +87,4 @@ def test_a_loss_of_several_batches_counts_only_if_they_are_cut_alike() -> None:
 
 def test_a_loss_that_a_model_computes_is_read_inside_of_it() -> None:
     loss = output().pow(2).sum()
-    loss.grad_fn.metadata[_LEADS_TO] = ()
-    note_share(loss, SHARE)
-    assert factor_of(loss, 2, None) == SUM
+    assert factor_of(marked(loss, SHARE), 2, None) == SUM
