@@ -195,8 +195,24 @@ for epoch in range(2):
     optimizer.zero_grad()
     (total * 0.001).backward()
     optimizer.step()
+    model.eval()
+    # Begun before model.train(), so all ranks train on whole batches, in one order.
+    for (x,) in loader:
+        model.train()
+        optimizer.zero_grad()
+        (model(x) - x[:, :1]).pow(2).sum().mul(0.01).backward()
+        optimizer.step()
     with torch.no_grad():
         told(epoch, model(data).sum().item())
+
+# A second stage, by an optimizer of its own.
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for (x,) in loader:
+    optimizer.zero_grad()
+    (model(x) - x[:, :1]).pow(2).mean().backward()
+    optimizer.step()
+with torch.no_grad():
+    told(2, model(data).sum().item())
 
 normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 second = torch.optim.SGD(normed.parameters(), lr=0.1)
@@ -236,7 +252,7 @@ def test_ranks_have_their_parts_however_batches_are_read(tmp_path: Path) -> None
         lines[tuple(start)] = done.stdout.splitlines()
     alone, ranks = lines[tuple(PYTHON)], lines[tuple(TORCHRUN)]
     one = [line[2:] for line in alone if line.startswith("0 ")]
-    assert len(one) == 2
+    assert len(one) == 3
     for rank in "01":
         assert [line[2:] for line in ranks if line.startswith(f"{rank} ")] == one
     evaluated = [line for line in ranks if line.startswith("normed")]

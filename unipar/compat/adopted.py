@@ -44,6 +44,12 @@ class AdoptedModel(PreparedModel):
         return any(one.requires_grad for one in self.module.parameters())
 
     @property
+    def is_trained(self) -> bool:
+        """Whether the script still has the optimizer that it was taken up with."""
+        training = self.training_by
+        return training is not None and training.engine in self._session.engines.values()
+
+    @property
     def divided(self) -> bool:
         """Whether each rank has a part of the weights."""
         return "parameters" in self._session.capabilities.sharded

@@ -9,6 +9,7 @@ from, and ``optimizer.step()`` to that engine too. What belongs to no engine sta
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import weakref
 from collections.abc import Iterator
@@ -162,6 +163,32 @@ class Adoption:
         if not self._pending:
             nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
 
+    def _again(self, model: AdoptedModel) -> nn.Module | None:
+        """A model that the script has built another optimizer for, taken up with that one."""
+        pending = [one for ref in self._pending if (one := ref()) is not None]
+        found = [
+            one for one in pending
+            if any(model.name_of(p) is not None for g in one.param_groups for p in g["params"])
+        ]  # fmt: skip
+        if not found:
+            return None
+        # Schedulers and optimizers hold each other.
+        gc.collect()
+        if len(found) > 1 or model.divided or model.is_trained:
+            raise ConfigError(
+                "another optimizer was built for a model that one trains already"
+                + (", and each rank has a part of its weights" if model.divided else "")
+                + ". Let the first one go (del optimizer) before the model is called again, under "
+                "a strategy that leaves weights whole; or keep it: give it all parameters at "
+                "first, toggle requires_grad, and change param_group['lr']."
+            )
+        module = model.module
+        self._trained = [ref for ref in self._trained if (one := ref()) and one.model is not model]
+        del module.__dict__["_unipar"]
+        module.__class__ = type(module)._unipar_kind  # pyright: ignore[reportAttributeAccessIssue]
+        self._take(module, found[0])
+        return module
+
     def _open(self, module: nn.Module) -> Session:
         if current.session is not None:
             return current.session
@@ -202,6 +229,10 @@ class Adoption:
 
     def compute(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
         """A forward pass of an adopted model."""
+        if self._pending and torch.is_grad_enabled():
+            again = self._again(model)
+            if again is not None:
+                return again(*args, **kwargs)
         kind = model.world.device.type
         under = torch.is_autocast_enabled(kind)
         half = current.config is not None and current.config.precision != "fp32"

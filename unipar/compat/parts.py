@@ -20,7 +20,8 @@ from unipar.world import World
 log = logging.getLogger("unipar")
 
 Part = tuple[int, int] | None
-"""This rank's and all ranks' samples of a batch; ``None`` for one that each rank has as a whole."""
+"""This rank's and all ranks' samples of a batch, with 0 for the latter where each rank has it as a
+whole; ``None`` for a whole one of a size that is not known."""
 
 
 class Parts:
@@ -37,8 +38,8 @@ class Parts:
         self._told = False
 
     def read(self, part: Part) -> None:
-        """A batch was read; a whole one is noted where others are not."""
-        if part is not None or self._read:
+        """A batch was read; a whole one is noted once others were not."""
+        if self._read or (part is not None and part[1]):
             self._read.append(part)
 
     def note(self, output: Any, inputs: Any) -> None:
@@ -81,7 +82,7 @@ class Parts:
         Raises:
             ConfigError: batches are cut up among ranks.
         """
-        if any(self._read):
+        if any(part is not None and part[1] for part in self._read):
             raise ConfigError(
                 "this loss is of a part of a batch, as each rank has one, and of no module that an "
                 "optimizer of torch.optim updates: nothing would sum its gradients over the ranks. "

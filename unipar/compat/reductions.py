@@ -43,18 +43,19 @@ def factor_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> 
         loss: of this rank's parts of batches.
         size: the number of ranks.
         latest: this rank's and all ranks' samples of the batch that was read last, for a loss in
-            which no output of a model is found; ``None`` where no batch is cut up.
+            which no output of a model is found; ``None``, or 0 for all ranks', where each has
+            it as a whole.
 
     Raises:
         ConfigError: a rank's part does not tell what the loss would be of the whole.
     """
     graph = _Graph(loss)
     shares = graph.shares or {latest}
-    if shares == {None}:
+    if not any(one is not None and one[1] for one in shares):
         return 1.0
     kind = graph.kind()
     factors = {
-        Fraction(1) if one is None
+        Fraction(1) if one is None or not one[1]
         else Fraction(size) if kind == "sum"
         else Fraction(one[0] * size, one[1])
         for one in shares
@@ -169,7 +170,7 @@ class _Graph:
         """Refuse what compares samples of a batch with each other before they are reduced."""
         if not self._outputs or self._root in self._outputs:
             return
-        samples = {one[0] for one in self.shares if one is not None}
+        samples = {one[0] for one in self.shares if one is not None and one[1]}
         seen, todo = set(), [one for node in reduced for one in _following(node)]
         while todo:
             node = todo.pop()
@@ -191,8 +192,7 @@ def _following(node: Any) -> Iterator[Any]:
 
 
 def _is_number(node: Any) -> bool:
-    shapes = [one.shape for one in getattr(node, "_input_metadata", ())]
-    return all(math.prod(shape) == 1 and len(shape) < 2 for shape in shapes)
+    return all(len(one.shape) == 0 for one in getattr(node, "_input_metadata", ()))
 
 
 def _reduction(node: Any) -> str | None:
@@ -265,6 +265,6 @@ def _couples(node: Any, samples: set[int], kinds: set[str]) -> bool:
 
 def _listed(shares: set[tuple[int, int] | None]) -> str:
     return ", ".join(
-        "a whole batch" if one is None else f"{one[0]} of {one[1]}"
+        "a whole batch" if one is None or not one[1] else f"{one[0]} of {one[1]}"
         for one in sorted(shares, key=lambda one: one or (0, 0))
     )

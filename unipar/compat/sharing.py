@@ -26,14 +26,21 @@ class SharedLoader(DataLoader):
     Args:
         loader: what the script has built; a batch of it is one over all ranks.
         world: the joined processes.
-        tell: called with this rank's and all ranks' number of samples of each batch given out.
+        whole: whether each rank has all of each batch, and the order alone is shared.
+        tell: called with this rank's and all ranks' number of samples of each batch given out;
+            with 0 for the latter where it is whole.
     """
 
     def __init__(
-        self, loader: DataLoader, world: World, tell: Callable[[tuple[int, int]], None]
+        self,
+        loader: DataLoader,
+        world: World,
+        tell: Callable[[tuple[int, int]], None],
+        *,
+        whole: bool = False,
     ) -> None:
         self._world, self._tell = world, tell
-        self._shares = _Shares(loader.batch_sampler, world)
+        self._shares = _Shares(loader.batch_sampler, world, whole=whole)
         super().__init__(loader.dataset, batch_sampler=self._shares, **settings_of(loader))
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -49,8 +56,8 @@ class SharedLoader(DataLoader):
 class _Shares(Sampler[list[int]]):
     """This rank's part of each batch of a batch sampler."""
 
-    def __init__(self, batches: Any, world: World) -> None:
-        self._batches, self._world = batches, world
+    def __init__(self, batches: Any, world: World, *, whole: bool) -> None:
+        self._batches, self._world, self._whole = batches, world, whole
         self.counts: list[tuple[int, int]] = []
         self._reseeded = False
 
@@ -59,12 +66,16 @@ class _Shares(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         rank, size = self._world.data_rank, self._world.data_size
-        if not self._reseeded and rank > 0:
+        if not self._whole and not self._reseeded and rank > 0:
             # Dropout must differ between ranks; the first keeps the stream of the script.
             torch.manual_seed((torch.initial_seed() + 1_000_003 * rank) % 2**63)
         self._reseeded = True
         self.counts = []
         for batch in self._order():
+            if self._whole:
+                self.counts.append((len(batch), 0))
+                yield batch
+                continue
             begin, end = len(batch) * rank // size, len(batch) * (rank + 1) // size
             self.counts.append((end - begin, len(batch)))
             yield batch[begin:end] if begin < end else batch[:1]

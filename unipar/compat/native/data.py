@@ -18,26 +18,34 @@ class DataLoader(data.DataLoader):
     """torch's. Where the script gives ranks no data of their own, it cuts up training batches."""
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if isinstance(self, SharedLoader) or not self._is_cut():
+        if isinstance(self, SharedLoader) or not self._may_share():
+            return super().__iter__()
+        whole = self._is_evaluated()
+        batches: Any = self.batch_sampler
+        fixed = type(batches) is data.BatchSampler and isinstance(
+            batches.sampler, data.SequentialSampler
+        )
+        if whole and fixed:
+            # As on all ranks, without a word among them.
             adoption.parts.read(None)
             return super().__iter__()
-        shared = self.__dict__.get("_unipar_shared")
-        if shared is None:
-            shared = SharedLoader(self, current.world(), _read)
-            self.__dict__["_unipar_shared"] = shared
-        return _trained_on(iter(shared))
+        made: dict[bool, SharedLoader] = self.__dict__.setdefault("_unipar_shared", {})
+        if whole not in made:
+            read = adoption.parts.read
+            made[whole] = SharedLoader(self, current.world(), read, whole=whole)
+        cut = iter(made[whole])
+        return cut if whole else _trained_on(cut)
 
-    def _is_cut(self) -> bool:
-        if adoption.aware or current.placement().size == 1 or not torch.is_grad_enabled():
-            return False
-        models = adoption.models()
-        if models and not any(one.module.training for one in models):
+    def _may_share(self) -> bool:
+        if adoption.aware or current.placement().size == 1:
             return False
         return self.batch_sampler is not None and not isinstance(self.dataset, data.IterableDataset)
 
-
-def _read(part: tuple[int, int]) -> None:
-    adoption.parts.read(part)
+    def _is_evaluated(self) -> bool:
+        if not torch.is_grad_enabled():
+            return True
+        models = adoption.models()
+        return bool(models) and not any(one.module.training for one in models)
 
 
 def _trained_on(batches: Iterator[Any]) -> Iterator[Any]:
