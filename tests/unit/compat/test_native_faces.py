@@ -19,7 +19,6 @@ from torch import nn
 
 from unipar.compat import adopting
 from unipar.compat.horovod_names import HOROVOD
-from unipar.compat.reductions import refuse_inexact
 from unipar.compat.torch_names import FACE, REPLACED, holds_face
 from unipar.errors import ConfigError
 
@@ -238,25 +237,3 @@ def test_a_norm_that_is_clipped_to_can_be_read_after_the_step() -> None:
 
 
 # -- losses --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("compute", "kind"),
-    [
-        (lambda x: x.square().mean(), "mean"),
-        (lambda x: x.square().sum(1).mean() / 2, "mean"),
-        (lambda x: nn.functional.mse_loss(x, x.detach() + 1), "mean"),
-        (lambda x: nn.functional.cross_entropy(x, torch.zeros(3).long()) + x.mean(), "mean"),
-        (lambda x: x.square().sum(), "sum"),
-        (lambda x: nn.functional.mse_loss(x, x.detach(), reduction="sum") + 0.5 * x.sum(), "sum"),
-        (lambda x: x.sum() / len(x), "divided afterwards"),
-        (lambda x: x.sum() + x.mean(), "added to a mean"),
-    ],
-)
-def test_how_a_loss_reduces_is_read_from_its_graph(compute: Any, kind: str) -> None:
-    loss = compute(torch.randn(3, 4, requires_grad=True) * 2)
-    if kind in ("mean", "sum"):
-        assert refuse_inexact(loss) == kind
-    else:
-        with pytest.raises(ConfigError, match=kind):
-            refuse_inexact(loss)
