@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
 
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer
-from unipar.compat.models import PreparedModel
+from unipar.compat.models import Calls, PreparedModel
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.errors import ConfigError
 from unipar.world import World
 
 _KEY = "_unipar"
 _STATE = ("param_groups", "state", "defaults")
+_CALLS = Calls(
+    prepare="the first call of the model",
+    optimized="build one optimizer over all parameters that are trained",
+    backward="loss.backward()",
+    clip="torch.nn.utils.clip_grad_norm_",
+    whole="unipar.compat.torch.whole_state_dict(model)",
+    save="unipar.compat.torch.save_state(directory)",
+    load="unipar.compat.torch.load_state(directory)",
+    unwrap="copy.deepcopy(model)",
+)
 
 
 class AdoptedModel(PreparedModel):
@@ -27,6 +37,7 @@ class AdoptedModel(PreparedModel):
     """
 
     _unipar_passes = True
+    calls: ClassVar[Calls] = _CALLS
     called: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -74,6 +85,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         summed: whether its steps are by the sum over ranks, and not by the mean.
     """
 
+    calls: ClassVar[Calls] = _CALLS
     uncleared = summed = False
 
     @property

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer, model_class, optimizer_class
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import trained_by
-from unipar.compat.parts import Parts, warn_of_batch_norms
+from unipar.compat.parts import Parts, warn_of_parts
 from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
@@ -136,7 +136,7 @@ class Adoption:
             )
         session = self._open(module)
         if not self.aware and session.world.data_size > 1:
-            warn_of_batch_norms(module)
+            warn_of_parts(module)
         self._names += 1
         name = "model" if "model" not in session.engines else f"model{self._names}"
         if self.synchronized and not getattr(session.strategy.options, "sync_batchnorm", False):
@@ -347,6 +347,7 @@ def start() -> None:
         torch.cuda.set_device(place.local_rank)
     Optimizer.__init__ = _noting  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.backward = _routed  # pyright: ignore[reportAttributeAccessIssue]
+    torch.autograd.backward = _routed_function
 
 
 def stop() -> None:
@@ -354,6 +355,7 @@ def stop() -> None:
     close()
     Optimizer.__init__ = _init  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.backward = _backward  # pyright: ignore[reportAttributeAccessIssue]
+    torch.autograd.backward = _backward_function
 
 
 def close() -> None:
@@ -364,6 +366,7 @@ def close() -> None:
 
 
 _init, _call, _backward = Optimizer.__init__, nn.Module.__call__, torch.Tensor.backward
+_backward_function = torch.autograd.backward
 
 
 def _noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -390,6 +393,28 @@ def _routed(
     given = {name: one for name, one in asked.items() if one is not None and one is not False}
     if not adoption.backward(self, given):
         _backward(self, gradient, retain_graph, create_graph, inputs)
+
+
+def _routed_function(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
+             "create_graph": create_graph, "inputs": inputs}  # fmt: skip
+    given = {name: one for name, one in asked.items() if one is not None and one is not False}
+    loss = tensors
+    if not isinstance(tensors, torch.Tensor) and not given:
+        several = list(tensors)
+        loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
+    # Tensor.backward comes here, too, with what belongs to no engine.
+    if not isinstance(loss, torch.Tensor) or not adoption.backward(loss, given):
+        _backward_function(
+            tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+        )
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

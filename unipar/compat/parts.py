@@ -101,11 +101,19 @@ class Parts:
             share_buffers(module, world)
 
 
-def warn_of_batch_norms(module: nn.Module) -> None:
-    """Say that they see the parts of batches."""
+def warn_of_parts(module: nn.Module) -> None:
+    """Say what of a module sees a part of a batch alone, and so does other than on one process."""
+    name = type(module).__name__
     if any(isinstance(one, _BatchNorm) and one.training for one in module.modules()):
         log.warning(
             "%s has batch norms: in training each rank normalizes by its part of a batch, so "
             "losses differ from those of one process. On GPUs strategy ddp has sync_batchnorm.",
-            type(module).__name__,
+            name,
+        )
+    if any(one._backward_hooks for one in module.parameters()):
+        log.warning(
+            "%s has hooks on parameters: they are called with the gradient of each rank's part of "
+            "a batch. Where they do more than multiply it, as by clamping, results differ from "
+            "those of one process.",
+            name,
         )

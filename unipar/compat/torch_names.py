@@ -66,9 +66,16 @@ REFUSED = Table(
     Row("loss.backward()", "refused",
         "After optimizer.step() without optimizer.zero_grad(): PyTorch would add to the gradients "
         "of the last step."),
-    Row("loss.sum()/n", "refused",
-        "In a script that knows nothing of ranks, on several: what a sum over a part of a batch is "
-        "for all of it cannot be told once it is divided. Take loss.mean(), or the sum alone."),
+    Row("loss.sum()/n sqrt(loss) out.std(0) out@out.t()", "refused",
+        "In a script that knows nothing of ranks, on several, where its graph shows it: what is "
+        "neither a mean over samples nor a sum, or compares samples of a batch, cannot be told "
+        "from a part of it. Take loss.mean(), or the sum alone."),
+    Row("for batch in loader: …", "refused",
+        "In such a script: of a loader that is read to its end while no model is trained, each "
+        "rank has had a part. Read it under torch.no_grad(), or after model.eval()."),
+    Row("p -= lr*p.grad", "refused",
+        "In such a script, over batches of a DataLoader: nothing would sum the gradients. Use an "
+        "optimizer of torch.optim."),
     Row("clip_grad_value_ clip_grad_norm_(norm_type=1)", "refused",
         "Strategies clip by the 2-norm. Use clip_grad_norm_."),
     Row("clip_grad_norm_", "refused",
