@@ -70,10 +70,10 @@ REFUSED = Table(
         "In a script that knows nothing of ranks, on several, where its graph shows it: what is "
         "neither a mean over samples nor a sum, or compares samples of a batch, cannot be told "
         "from a part of it. Take loss.mean(), or the sum alone."),
-    Row("for batch in loader: …", "refused",
+    Row("DataLoader(…)", "refused",
         "In such a script: of a loader that is read to its end while no model is trained, each "
         "rank has had a part. Read it under torch.no_grad(), or after model.eval()."),
-    Row("p -= lr*p.grad", "refused",
+    Row("p-=lr*p.grad", "refused",
         "In such a script, over batches of a DataLoader: nothing would sum the gradients. Use an "
         "optimizer of torch.optim."),
     Row("clip_grad_value_ clip_grad_norm_(norm_type=1)", "refused",
