@@ -17,6 +17,7 @@ SCRIPT = """
 import sys
 import torch
 from unipar.compat.fabric import Fabric
+from unipar.errors import ConfigError
 
 def main(fabric, steps):
     fabric.seed_everything(0, verbose=False)
@@ -27,6 +28,12 @@ def main(fabric, steps):
         loss = model(torch.full((4, 3), fabric.global_rank + step + 1.0)).square().mean()
         fabric.backward(loss)
         optimizer.step()
+    around = ""
+    try:
+        fabric.backward(model.module(torch.ones(4, 3)).mean())
+    except ConfigError as error:
+        around = str(error)
+    assert "the loss was computed around it, as by model.module(" in around
     return fabric.world_size, round(fabric.all_reduce(loss.detach()).item(), 6)
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])

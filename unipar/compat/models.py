@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -47,10 +48,12 @@ class Training:
         engine: of the session.
         drop: drops the gradients that there are.
         failed: whether a forward or a backward pass of this step has raised an error.
+        called: whether the model was called for gradients since the last step.
     """
 
     def __init__(self, engine: Engine, drop: Callable[[], None]) -> None:
-        self.engine, self.drop, self.failed = engine, drop, False
+        self.engine, self.drop = engine, drop
+        self.failed = self.called = False
 
 
 class PreparedModel(nn.Module):
@@ -113,6 +116,7 @@ class PreparedModel(nn.Module):
         if training is None:
             output = self._by_itself(args, kwargs)
         else:
+            training.called |= torch.is_grad_enabled()
             try:
                 output = training.engine(*args, **kwargs)
             except BaseException:
@@ -163,6 +167,11 @@ class PreparedModel(nn.Module):
             node: Any = tensor.grad_fn
             if node is not None:
                 node.metadata[_LEADS_TO] = found
+
+    @staticmethod
+    def no_sync() -> contextlib.AbstractContextManager[None]:
+        """Nothing, where DDP's of this name keeps a pass local: an engine reduces once a step."""
+        return contextlib.nullcontext()
 
     # -- the module's own ------------------------------------------------------------------------
 

@@ -130,6 +130,13 @@ class PreparedOptimizer(Optimizer):
                 "a loss of another model has left gradients in this one, which would be added to "
                 f"this loss's. Call this optimizer's zero_grad() before {self.calls.backward}."
             )
+        if not training.called and self._session.world.size > 1:
+            # DDP's reducer is armed by its forward: frameworks let replicas drift apart here.
+            raise ConfigError(
+                f"{self.calls.backward} came without a call of the model since the last step, so "
+                f"the loss was computed around it, as by {self.calls.unwrap}(…). Compute it of "
+                f"what the model that {self.calls.prepare} gives back returns."
+            )
         try:
             training.engine.backward(LossSum(loss, 0.0 if self.begun else 1.0))
         except BaseException:
@@ -168,6 +175,7 @@ class PreparedOptimizer(Optimizer):
         except BaseException:
             training.failed = True
             raise
+        training.called = False
         if norm is not None:
             norm.settle(self._last)
 

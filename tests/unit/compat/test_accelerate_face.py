@@ -221,3 +221,11 @@ def test_gradients_that_another_loss_has_left_are_not_added_in_silence() -> None
     b.zero_grad()
     accelerator.backward(second(x).sum())
     b.step()
+
+
+def test_micro_batches_may_be_kept_local_by_the_model_as_under_ddp() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _ = parts(accelerator)
+    with model.no_sync():
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
