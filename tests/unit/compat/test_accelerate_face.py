@@ -229,3 +229,8 @@ def test_micro_batches_may_be_kept_local_by_the_model_as_under_ddp() -> None:
     with model.no_sync():
         accelerator.backward(model(torch.ones(2, 3)).sum())
     optimizer.step()
+
+
+def test_batches_are_cut_up_by_the_configuration_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert not Accelerator(cpu=True, split_batches=True).split_batches
+    assert "DataLoaderConfiguration(split_batches=True) where it is meant" in caplog.text
