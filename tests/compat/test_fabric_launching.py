@@ -21,13 +21,17 @@ from unipar.errors import ConfigError
 
 def main(fabric, steps):
     fabric.seed_everything(0, verbose=False)
-    model = torch.nn.Linear(3, 1)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(torch.full((4, 3), fabric.global_rank + step + 1.0)).square().mean()
+        loss = model(torch.randn(4, 3) + fabric.global_rank).square().mean()
         fabric.backward(loss)
         optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        evaluated = fabric.all_gather(model(torch.ones(1, 3)))
+    assert torch.equal(evaluated[0], evaluated[1]), "as with DDP, with rank 0's statistics"
     around = ""
     try:
         fabric.backward(model.module(torch.ones(4, 3)).mean())

@@ -67,7 +67,7 @@ class EngineOptimizer(PreparedOptimizer):
         assert self.training is not None
         if isinstance(self.training.engine, StepEngine):
             # As in DeepSpeed, each rank has statistics of its own batches.
-            self.training.engine.reducer.keeps_buffers = True
+            self.training.engine.reducer.shares_buffers = False
 
     def backward(self, loss: torch.Tensor) -> None:
         if len(self._all) > 1:
