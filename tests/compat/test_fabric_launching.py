@@ -47,13 +47,22 @@ print("told", sys.argv[1], *fabric.launch(main, 3), flush=True)
 
 # `python` starts the ranks by torchrun, which the corpus of migrated programs proves as well.
 @pytest.mark.parametrize(
-    ("strategy", "times"), [("ddp_spawn", 1), pytest.param("ddp", 2, marks=pytest.mark.thorough)]
+    ("strategy", "times", "runs"),
+    [
+        ("ddp_spawn", 1, ""),
+        pytest.param("ddp_spawn", 1, "fsdp", marks=pytest.mark.thorough),
+        pytest.param("ddp", 2, "", marks=pytest.mark.thorough),
+    ],
 )
-def test_a_script_starts_its_processes(strategy: str, times: int, tmp_path: Path) -> None:
+def test_a_script_starts_its_processes(
+    strategy: str, times: int, runs: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "train.py", strategy], cwd=tmp_path, capture_output=True, text=True,
-        timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200, env={
+            **os.environ, "OMP_NUM_THREADS": "1", **({"UNIPAR_STRATEGY": runs} if runs else {}),
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("told")]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from unipar.compat.models import Calls, PreparedModel, Training, led_to
 from unipar.compat.norms import StepNorm
-from unipar.compat.run import own_randomness
+from unipar.compat.run import current, own_randomness
 from unipar.engine import StepEngine
 from unipar.errors import ConfigError
 from unipar.loss import LossSum
@@ -98,6 +98,9 @@ class PreparedOptimizer(Optimizer):
         if session.world.size > 1 and isinstance(engine, StepEngine):
             # What is there before the step is one rank's, where a script expects the mean.
             engine.reducer.hides_gradients = True
+        if session.capabilities.sharded and isinstance(engine, StepEngine):
+            # Other strategies evaluate as DDP would.
+            engine.reducer.shares_buffers = current.asks_for_replicas()
         self.model, self.training = model, model.trained_by(engine, self.drop)
 
     def _over(self, model: PreparedModel) -> Any:

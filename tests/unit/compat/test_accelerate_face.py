@@ -234,3 +234,12 @@ def test_micro_batches_may_be_kept_local_by_the_model_as_under_ddp() -> None:
 def test_batches_are_cut_up_by_the_configuration_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert not Accelerator(cpu=True, split_batches=True).split_batches
     assert "DataLoaderConfiguration(split_batches=True) where it is meant" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "shares"),
+    [({}, True), ({"strategy": "ddp"}, True), ({"strategy": "fsdp"}, False)],
+)
+def test_buffers_are_shared_where_the_framework_would(asked: Any, shares: bool) -> None:
+    Accelerator(cpu=True, **asked)
+    assert current.asks_for_replicas() is shares
