@@ -18,6 +18,8 @@ WITH_deepspeed := $(if $(wildcard /usr/include/libaio.h),--with nvme)
 LOGGERS := .venv-loggers
 # Where checkpoints can go besides: likewise.
 STORES := .venv-stores
+# And Ray, which brings much that nothing else needs.
+RAY := .venv-ray
 # Any torch that pyproject.toml admits: make test-torch TORCH=2.8.0 PYTHON=python3.10
 TORCH ?= 2.8.0
 OTHER ?= .venv-torch-$(TORCH)
@@ -102,8 +104,9 @@ test-all: installed $(LOGGERS)/.ready $(STORES)/.ready
 	$(MAKE) --no-print-directory test-cluster
 
 # Real clusters on this machine. Debian has what they take: apt install slurm-wlm munge iproute2
-test-cluster: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/cluster
+test-cluster: $(VENV)/.dev $(RAY)/.ready
+	$(BIN)/python -m pytest tests/cluster --ignore tests/cluster/test_ray.py
+	$(RAY)/bin/python -m pytest tests/cluster/test_ray.py
 
 # The two environments have nothing in common, and pip keeps one core busy.
 installed:
@@ -217,6 +220,14 @@ $(STORES)/.ready: pyproject.toml | $(BIN)/python
 	  -c $(STORES)/installed.txt 'moto[server]>=5'
 	@touch $@
 
+$(RAY)/.ready: pyproject.toml | $(BIN)/python
+	@echo "Installing Ray into $(RAY); once, and it takes a few minutes."
+	@$(BIN)/python -m venv $(RAY)
+	@grep '^torch==' constraints.txt > $(RAY)/torch.txt
+	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install \
+	  -c $(RAY)/torch.txt -e '.[ray,test]'
+	@touch $@
+
 # The pins but for torch's, and for setuptools', of which some torches want an older one (2.11: <82).
 # transformers imports torchao where it is installed, and torchao 0.18 cannot be with torch 2.8.
 $(OTHER)/.ready: $(PINS)
@@ -253,4 +264,4 @@ constraints: | $(BIN)/python
 	mv $(VENV)/constraints.txt constraints.txt
 
 clean:
-	rm -rf $(VENV) $(ALONE) $(LOGGERS) $(STORES) .venv-torch-* $(GPU_ENV) wheels-gpu docs/_build build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ALONE) $(LOGGERS) $(STORES) $(RAY) .venv-torch-* $(GPU_ENV) wheels-gpu docs/_build build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Programs of the tests that are migrated, and run before and after."""
