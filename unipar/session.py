@@ -303,7 +303,8 @@ class Session:
         if self.engines and not self.capabilities.several_engines:
             raise ConfigError(
                 f"strategy '{self.strategy.name}' holds one model in a session. "
-                "Train the models one after the other, or use another strategy."
+                "Train the models one after the other, each released before the next is prepared, "
+                "or use another strategy."
             )
         check_model(model)
         check_initial_weights(model, initial_weights)

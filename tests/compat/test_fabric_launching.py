@@ -17,16 +17,27 @@ SCRIPT = """
 import sys
 import torch
 from unipar.compat.fabric import Fabric
+from unipar.errors import ConfigError
 
 def main(fabric, steps):
     fabric.seed_everything(0, verbose=False)
-    model = torch.nn.Linear(3, 1)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(torch.full((4, 3), fabric.global_rank + step + 1.0)).square().mean()
+        loss = model(torch.randn(4, 3) + fabric.global_rank).square().mean()
         fabric.backward(loss)
         optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        evaluated = fabric.all_gather(model(torch.ones(1, 3)))
+    assert torch.equal(evaluated[0], evaluated[1]), "as with DDP, with rank 0's statistics"
+    around = ""
+    try:
+        fabric.backward(model.module(torch.ones(4, 3)).mean())
+    except ConfigError as error:
+        around = str(error)
+    assert "the loss was computed around it, as by model.module(" in around
     return fabric.world_size, round(fabric.all_reduce(loss.detach()).item(), 6)
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
@@ -36,13 +47,22 @@ print("told", sys.argv[1], *fabric.launch(main, 3), flush=True)
 
 # `python` starts the ranks by torchrun, which the corpus of migrated programs proves as well.
 @pytest.mark.parametrize(
-    ("strategy", "times"), [("ddp_spawn", 1), pytest.param("ddp", 2, marks=pytest.mark.thorough)]
+    ("strategy", "times", "runs"),
+    [
+        ("ddp_spawn", 1, ""),
+        pytest.param("ddp_spawn", 1, "fsdp", marks=pytest.mark.thorough),
+        pytest.param("ddp", 2, "", marks=pytest.mark.thorough),
+    ],
 )
-def test_a_script_starts_its_processes(strategy: str, times: int, tmp_path: Path) -> None:
+def test_a_script_starts_its_processes(
+    strategy: str, times: int, runs: str, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "train.py", strategy], cwd=tmp_path, capture_output=True, text=True,
-        timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200, env={
+            **os.environ, "OMP_NUM_THREADS": "1", **({"UNIPAR_STRATEGY": runs} if runs else {}),
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith("told")]

@@ -68,7 +68,7 @@ class AdoptedModel(PreparedModel):
     def note(self, output: Any, inputs: Any) -> None:
         """Note on an output which models a loss of it would train."""
         if torch.is_grad_enabled() and self.training_by is not None:
-            self.__dict__["called"] = True
+            self.__dict__["called"] = self.training_by.called = True
             self._note(self.training_by, output, inputs)
 
     def gathered(self, *, rank0_only: bool = False) -> GatheredModel:

@@ -91,7 +91,7 @@ ENGINE = Table(
         "An engine reduces every gradient once, when it steps.",
     ),
     Row(
-        "empty_partition_cache dump_state print_forward_breakdown is_compiled",
+        "empty_partition_cache dump_state print_forward_breakdown is_compiled tput_timer monitor",
         "ignored",
         "It is of DeepSpeed's memory and logs.",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -12,7 +13,7 @@ from torch import nn
 from unipar.compat.fp32_outputs import fp32
 from unipar.compat.gathering import GatheredModel
 from unipar.compat.run import own_randomness
-from unipar.engine import broadcast_tensors
+from unipar.engine import StepEngine, broadcast_tensors
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -47,10 +48,13 @@ class Training:
         engine: of the session.
         drop: drops the gradients that there are.
         failed: whether a forward or a backward pass of this step has raised an error.
+        called: whether the model was called for gradients since the last step.
+        stale: whether it was since every rank has had rank 0's buffers.
     """
 
     def __init__(self, engine: Engine, drop: Callable[[], None]) -> None:
-        self.engine, self.drop, self.failed = engine, drop, False
+        self.engine, self.drop = engine, drop
+        self.failed = self.called = self.stale = False
 
 
 class PreparedModel(nn.Module):
@@ -113,6 +117,7 @@ class PreparedModel(nn.Module):
         if training is None:
             output = self._by_itself(args, kwargs)
         else:
+            self._share_buffers(training)
             try:
                 output = training.engine(*args, **kwargs)
             except BaseException:
@@ -123,6 +128,15 @@ class PreparedModel(nn.Module):
         if training is not None and torch.is_grad_enabled() and len(self._session.engines) > 1:
             self._note(training, output, (args, kwargs))
         return output
+
+    def _share_buffers(self, training: Training) -> None:
+        """Evaluate with rank 0's buffers, where DDP's forward gives them to all. Collective."""
+        if torch.is_grad_enabled():
+            training.called = training.stale = True
+        elif training.stale and isinstance(training.engine, StepEngine):
+            training.stale = False
+            if training.engine.reducer.shares_buffers:
+                training.engine.reducer.share_buffers()
 
     def _by_itself(self, args: Any, kwargs: Any) -> Any:
         self.share()
@@ -163,6 +177,11 @@ class PreparedModel(nn.Module):
             node: Any = tensor.grad_fn
             if node is not None:
                 node.metadata[_LEADS_TO] = found
+
+    @staticmethod
+    def no_sync() -> contextlib.AbstractContextManager[None]:
+        """Nothing, where DDP's of this name keeps a pass local: an engine reduces once a step."""
+        return contextlib.nullcontext()
 
     # -- the module's own ------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from unipar.compat.models import Calls, PreparedModel, Training, led_to
 from unipar.compat.norms import StepNorm
-from unipar.compat.run import own_randomness
+from unipar.compat.run import current, own_randomness
 from unipar.engine import StepEngine
 from unipar.errors import ConfigError
 from unipar.loss import LossSum
@@ -98,6 +98,9 @@ class PreparedOptimizer(Optimizer):
         if session.world.size > 1 and isinstance(engine, StepEngine):
             # What is there before the step is one rank's, where a script expects the mean.
             engine.reducer.hides_gradients = True
+        if session.capabilities.sharded and isinstance(engine, StepEngine):
+            # Other strategies evaluate as DDP would.
+            engine.reducer.shares_buffers = current.asks_for_replicas()
         self.model, self.training = model, model.trained_by(engine, self.drop)
 
     def _over(self, model: PreparedModel) -> Any:
@@ -129,6 +132,13 @@ class PreparedOptimizer(Optimizer):
             raise ConfigError(
                 "a loss of another model has left gradients in this one, which would be added to "
                 f"this loss's. Call this optimizer's zero_grad() before {self.calls.backward}."
+            )
+        if not training.called and self._session.world.size > 1:
+            # DDP's reducer is armed by its forward: frameworks let replicas drift apart here.
+            raise ConfigError(
+                f"{self.calls.backward} came without a call of the model since the last step, so "
+                f"the loss was computed around it, as by {self.calls.unwrap}(…). Compute it of "
+                f"what the model that {self.calls.prepare} gives back returns."
             )
         try:
             training.engine.backward(LossSum(loss, 0.0 if self.begun else 1.0))
@@ -168,6 +178,7 @@ class PreparedOptimizer(Optimizer):
         except BaseException:
             training.failed = True
             raise
+        training.called = False
         if norm is not None:
             norm.settle(self._last)
 

@@ -92,6 +92,17 @@ class Run:
         """Whether ``unipar.yaml`` or the environment says a setting, whatever the script asks."""
         return name in self._read().model_fields_set
 
+    def asks_for_replicas(self) -> bool:
+        """Whether the script trains whole replicas that share buffers, whatever strategy runs."""
+        asked = self._asked.get("strategy")
+        if asked is None:
+            return True
+        if isinstance(asked, Mapping) and not asked.get("broadcast_buffers", True):
+            return False
+        with contextlib.suppress(ConfigError):  # What it asks for may not be installed.
+            return not resolve(asked).capabilities().sharded
+        return False
+
     def layout(self, asked: Mapping[str, Any]) -> Layout:
         """How ranks are arranged, or will be when a session is opened so.
 

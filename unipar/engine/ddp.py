@@ -75,7 +75,7 @@ class DDPReducer(Reducer):
         run_backward: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
         super().__init__(ddp.module, world, run_backward)
-        self.ddp = ddp
+        self.ddp, self.shares_buffers = ddp, ddp.broadcast_buffers
         self._averages = averages
         self._reducing: list[torch.futures.Future[Any]] = []
         if not averages:
@@ -113,7 +113,7 @@ class DDPReducer(Reducer):
             # have yet to add would be written over the gradients of this step.
             self._reducing.pop().wait()
         # A loop of the user's own goes around the wrapper's forward pass, which does it else.
-        if not whole_step and self.ddp.broadcast_buffers and not self.keeps_buffers:
+        if not whole_step and self.shares_buffers:
             self.share_buffers()
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:

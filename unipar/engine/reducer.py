@@ -35,14 +35,14 @@ class Reducer:
             not see a change of them.
         watches_gradients: whether a change of ``parameter.grad`` by anything else than a backward
             pass of the engine's can be seen there, and is refused.
-        keeps_buffers: whether ranks keep buffers of their own in a user's own loop, where the
-            strategy would give them rank 0's in each step.
+        shares_buffers: whether every rank is given rank 0's buffers in each step of a user's own
+            loop, and before the model is asked without gradients by a face.
     """
 
     holds_forwards: bool = True
     hides_gradients: bool = False
     watches_gradients: bool = True
-    keeps_buffers: bool = False
+    shares_buffers: bool = False
 
     def __init__(
         self,

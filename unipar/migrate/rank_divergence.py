@@ -25,7 +25,7 @@ _EXCHANGES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "bro
 _LONE = {"on_last_process", "on_local_main_process", "on_main_process", "on_process",
          "rank_zero_only"}  # fmt: skip
 # What is made by these asks no clock, whatever it is given.
-_FRAMEWORKS = ("accelerate.", "colossalai.")
+_FRAMEWORKS = ("accelerate.", "colossalai.", "lightning.", "lightning_fabric.")
 _TESTED = (cst.If, cst.While, cst.IfExp)
 
 

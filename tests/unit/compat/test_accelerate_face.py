@@ -221,3 +221,25 @@ def test_gradients_that_another_loss_has_left_are_not_added_in_silence() -> None
     b.zero_grad()
     accelerator.backward(second(x).sum())
     b.step()
+
+
+def test_micro_batches_may_be_kept_local_by_the_model_as_under_ddp() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _ = parts(accelerator)
+    with model.no_sync():
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+
+
+def test_batches_are_cut_up_by_the_configuration_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert not Accelerator(cpu=True, split_batches=True).split_batches
+    assert "DataLoaderConfiguration(split_batches=True) where it is meant" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "shares"),
+    [({}, True), ({"strategy": "ddp"}, True), ({"strategy": "fsdp"}, False)],
+)
+def test_buffers_are_shared_where_the_framework_would(asked: Any, shares: bool) -> None:
+    Accelerator(cpu=True, **asked)
+    assert current.asks_for_replicas() is shares

@@ -367,6 +367,26 @@ def test_a_loss_through_two_engines_trains_one_of_them_or_is_refused() -> None:
     second.step()
 
 
+def test_an_engine_that_is_destroyed_makes_room_for_another() -> None:
+    first, second = (start()[1][0] for _ in range(2))
+    first.destroy()
+    first.destroy()
+    session = current.session
+    assert session is not None
+    assert list(session.engines) == ["model2"]
+    third = start()[1][0]
+    assert list(session.engines) == ["model2", "model"]
+    step(second)
+    step(third)
+
+
+def test_what_deepspeed_times_and_reports_is_asked_for_in_vain() -> None:
+    _, (engine, *_) = start()
+    engine.tput_timer.update_epoch_count()
+    engine.monitor.write_events([("loss", 1.0, 1)])
+    assert not engine.monitor.enabled
+
+
 def test_modules_stand_where_deepspeeds_do() -> None:
     with deepspeed.zero.Init(config_dict_or_path=CONFIG):
         layer = nn.Linear(2, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ from unipar.compat.optimizers import PreparedOptimizer, trained_by
 from unipar.compat.run import current
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
+
+log = logging.getLogger("unipar")
 
 _LEFT_OUT: Any = object()
 
@@ -116,8 +119,13 @@ class Accelerator(Exchange, Keeping):
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         data = dataloader_config or DataLoaderConfiguration()
-        if split_batches is not _LEFT_OUT:
-            data.split_batches = split_batches
+        if split_batches is not _LEFT_OUT and bool(split_batches) != data.split_batches:
+            log.warning(
+                "Accelerator(split_batches=%s) has no effect, as in Accelerate since 1.0, so "
+                "batch_size is %s. Pass dataloader_config=DataLoaderConfiguration(split_batches=%s)"
+                " where it is meant, as before 1.0.",
+                split_batches, "cut up" if data.split_batches else "each rank's", split_batches,
+            )  # fmt: skip
         data.check()
         self.dataloader_config = data
         if dynamo_backend is not None:

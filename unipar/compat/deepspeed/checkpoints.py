@@ -198,7 +198,12 @@ class Keeping(nn.Module):
         return state if current.placement().rank == 0 else None
 
     def destroy(self) -> None:
-        """Nothing: the run ends with the script."""
+        """Let go of the engine, which trains no more; another may take its place."""
+        training = self._model.training_by
+        if training is not None and current.session is not None:
+            name = training.engine.spec.name
+            if current.session.engines.get(name) is training.engine:
+                current.session.release(name)
 
 
 def _check_readable(own: Mapping[str, Any]) -> None:

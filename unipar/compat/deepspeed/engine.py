@@ -10,7 +10,7 @@ import torch
 
 from unipar.compat.deepspeed.checkpoints import Keeping
 from unipar.compat.deepspeed.data import DeepSpeedDataLoader
-from unipar.compat.deepspeed.parts import EngineModel, EngineOptimizer
+from unipar.compat.deepspeed.parts import EngineModel, EngineOptimizer, Unlogged
 from unipar.compat.deepspeed_names import ENGINE, refuse
 from unipar.compat.run import current
 from unipar.errors import ConfigError
@@ -346,6 +346,7 @@ class DeepSpeedEngine(Keeping):
     # -- memory and logs of DeepSpeed's ----------------------------------------------------------
 
     is_compiled = False
+    tput_timer = monitor = Unlogged()
 
     def empty_partition_cache(self) -> None:
         """Nothing."""

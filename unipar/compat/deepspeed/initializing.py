@@ -147,8 +147,8 @@ def _open(settings: Mapping[str, Any]) -> Session:
 
 
 def _unused_name(session: Session) -> str:
-    number = len(session.engines)
-    return f"model{number + 1}" if number else "model"
+    names = ("model", *(f"model{number}" for number in range(2, len(session.engines) + 2)))
+    return next(name for name in names if name not in session.engines)
 
 
 def _widen(model: nn.Module, precision: str) -> None:

@@ -67,7 +67,7 @@ class EngineOptimizer(PreparedOptimizer):
         assert self.training is not None
         if isinstance(self.training.engine, StepEngine):
             # As in DeepSpeed, each rank has statistics of its own batches.
-            self.training.engine.reducer.keeps_buffers = True
+            self.training.engine.reducer.shares_buffers = False
 
     def backward(self, loss: torch.Tensor) -> None:
         if len(self._all) > 1:
@@ -101,3 +101,21 @@ class EngineOptimizer(PreparedOptimizer):
                 "drops there depends on ZeRO's stage. Leave it out: engine.step() clears."
             )
         self.drop()
+
+
+class Unlogged:
+    """DeepSpeed's timer and monitor, which note nothing here."""
+
+    enabled = False
+
+    def update_epoch_count(self) -> None:
+        """Nothing."""
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Nothing."""
+
+    def write_events(self, event_list: Any) -> None:
+        """Nothing."""

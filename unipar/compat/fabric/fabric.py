@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,11 @@ from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 from unipar.session import Session
+
+
+def _is_using_cli() -> bool:
+    """Whether ``fabric run`` has started the script, which Fabric's own examples ask."""
+    return os.environ.get("LT_CLI_USED") == "1"
 
 
 class Fabric(Exchange):
