@@ -223,9 +223,9 @@ $(STORES)/.ready: pyproject.toml | $(BIN)/python
 $(RAY)/.ready: pyproject.toml | $(BIN)/python
 	@echo "Installing Ray into $(RAY); once, and it takes a few minutes."
 	@$(BIN)/python -m venv $(RAY)
-	@grep '^torch==' constraints.txt > $(RAY)/torch.txt
+	@grep -E '^(torch|cloudpickle)==' constraints.txt > $(RAY)/pins.txt
 	@$(RAY)/bin/python -m pip --disable-pip-version-check --quiet install \
-	  -c $(RAY)/torch.txt -e '.[ray,test]'
+	  -c $(RAY)/pins.txt -e '.[ray,test]'
 	@touch $@
 
 # The pins but for torch's, and for setuptools', of which some torches want an older one (2.11: <82).
