@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import signal
 import threading
 import time
@@ -90,7 +91,7 @@ class RayHandle(SharedHandle):
             raise self._refused
         if self._canceled:
             raise KeyboardInterrupt
-        return self._run.result(self._ending())
+        return self._run.result(self._ending(), self._ended_ranks())
 
     def close(self) -> None:
         self._stop()
@@ -131,7 +132,7 @@ class RayHandle(SharedHandle):
         try:
             if self._asked_to_end:
                 raise KeyboardInterrupt
-            self._run.result(self._ending())
+            self._run.result(self._ending(), self._ended_ranks())
             raise WorkerError("Ray started the run again after it had ended.")
         except WorkerError as error:
             if self._may_be_lost(newest):
@@ -220,6 +221,11 @@ class RayHandle(SharedHandle):
         if notes := self._endings():
             return "; ".join(note.read_text() for note in notes)
         return str(self._failure or "Ray has ended it.").strip()
+
+    def _ended_ranks(self) -> set[int]:
+        """The ranks of whose end the nodes of the newest start tell."""
+        text = "\n".join(note.read_text() for note in self._endings())
+        return {int(rank) for rank in re.findall(r"^on .*?, rank (\d+) ", text, re.MULTILINE)}
 
 
 def _alive() -> set[str]:

@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ def run_node(config: dict[str, Any]) -> None:
     first, size = node * config["devices"], training * config["devices"]
     here = config["devices"] if node < training else 0
     log = directory / f"output-{restart}-{node}.log"
+    ending = directory / f"ending-{restart}-{node}.txt"
     ranks: dict[int, subprocess.Popen[bytes]] = {}
+    over = threading.Event()
     try:
         with log.open("wb") as output:
             for local in range(here):
@@ -78,14 +81,16 @@ def run_node(config: dict[str, Any]) -> None:
                     start_new_session=True,
                     env={**os.environ, **{name: str(value) for name, value in variables.items()}},
                 )
+        threading.Thread(target=_note_failure, args=(ranks, ending, over), daemon=True).start()
         _watch(ranks, directory, node, nodes, train.report)
     except Exception as error:
         if ranks:
             _settle(directory / f"attempt-{restart}", size, ranks)
         text = f"on {socket.gethostname()}, {error}{_last_lines(log)}"
-        (directory / f"ending-{restart}-{node}.txt").write_text(text)
+        ending.write_text(text)
         raise RuntimeError(text) from error
     finally:
+        over.set()
         for process in ranks.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -163,6 +168,22 @@ def _ended(ranks: dict[int, subprocess.Popen[bytes]], directory: Path, deadline:
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL)
+
+
+def _note_failure(
+    ranks: dict[int, subprocess.Popen[bytes]], ending: Path, over: threading.Event
+) -> None:
+    """Note the first rank of the node that fails, unless that is noted already.
+
+    The worker may be waiting for the other nodes' then, where Ray ends it.
+    """
+    while not over.wait(_POLL):
+        for rank, process in ranks.items():
+            code = process.poll()
+            if code and code not in _ASKED and not over.is_set():
+                with contextlib.suppress(FileExistsError), ending.open("x") as file:
+                    file.write(f"on {socket.gethostname()}, rank {rank} {_described(code)}")
+                return
 
 
 def _described(code: int) -> str:
