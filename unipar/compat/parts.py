@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from unipar.compat.reductions import factor_of, note_share
 from unipar.engine import share_buffers
@@ -19,6 +18,7 @@ from unipar.world import World
 
 log = logging.getLogger("unipar")
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 Part = tuple[int, int] | None
 """This rank's and all ranks' samples of a batch, with 0 for the latter where each rank has it as a
 whole; ``None`` for a whole one of a size that is not known."""
@@ -104,12 +104,13 @@ class Parts:
 def warn_of_parts(module: nn.Module) -> None:
     """Say what of a module sees a part of a batch alone, and so does other than on one process."""
     name = type(module).__name__
-    if any(isinstance(one, _BatchNorm) and one.training for one in module.modules()):
+    if any(isinstance(one, _BATCH_NORMS) and one.training for one in module.modules()):
         log.warning(
             "%s has batch norms: in training each rank normalizes by its part of a batch, so "
             "losses differ from those of one process. On GPUs strategy ddp has sync_batchnorm.",
             name,
         )
+    # torch 2.13, torch/_tensor.py, register_hook.
     if any(one._backward_hooks for one in module.parameters()):
         log.warning(
             "%s has hooks on parameters: they are called with the gradient of each rank's part of "

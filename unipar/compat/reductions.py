@@ -13,7 +13,8 @@ from unipar.compat.models import marks_output
 from unipar.errors import ConfigError
 
 _MEAN, _SUM = 1, 2
-"""What torch's loss functions save of ``reduction``."""
+"""What torch's loss functions save of ``reduction``; names of nodes and of what they save are those
+of torch 2.13, tools/autograd/derivatives.yaml."""
 _LINEAR = (
     "Add", "Sub", "Rsub", "Neg", "Mul", "Div", "View", "Reshape", "Squeeze", "Unsqueeze", "Select",
     "Stack", "Cat", "ToCopy", "Clone", "Alias", "Expand", "CopyBackwards", "Index", "Permute",
