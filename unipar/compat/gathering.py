@@ -161,27 +161,6 @@ def _begun(engine: Engine, world: World) -> Iterator[None]:
         optimizer.state.clear()
 
 
-class Unprepared:
-    """A model that no strategy has yet, which will begin with rank 0's weights everywhere.
-
-    Args:
-        model: the model.
-        world: the joined processes.
-    """
-
-    def __init__(self, model: Any, world: World) -> None:
-        self._model, self._world = model, world
-
-    def state_dict(self) -> dict[str, Any]:
-        """The model's own."""
-        return self._model.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over weights where there are any, and on rank 0."""
-        if state_dict or self._world.is_main:
-            self._model.load_state_dict(state_dict)
-
-
 def gather(states: Iterable[TensorState], world: World, *, kept: bool) -> dict[str, torch.Tensor]:
     """Put the parts of each tensor together, one tensor at a time. Collective.
 
