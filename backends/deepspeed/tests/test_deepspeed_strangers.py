@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from measure.fuzzing.fuzz import EDITS, Tally, attempt, bounded, check_valid, fuzz
+from measure.fuzzing.fuzz import TESTED, Tally, attempt, bounded, check_valid, fuzz
 from measure.fuzzing.readers import DeepSpeedReader
 from unipar.errors import CheckpointError
 from unipar_deepspeed import files, saved
@@ -46,9 +46,9 @@ def test_edits_are_refused_by_name(reader: DeepSpeedReader, random: Random) -> N
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1200)
 def test_many_edits_are_refused_by_name(tmp_path: Path) -> None:
-    tally = fuzz(DeepSpeedReader(tmp_path), EDITS, seed=1)
+    tally = fuzz(DeepSpeedReader(tmp_path), TESTED, seed=1)
     assert not tally.worst, "\n".join(tally.worst.values())
 
 
