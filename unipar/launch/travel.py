@@ -6,7 +6,7 @@ import io
 from collections import ChainMap
 from collections.abc import Callable
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 
@@ -32,4 +32,6 @@ def _build(filename: str, builder: Callable[..., CodeType], args: tuple[Any, ...
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    dispatch_table: Any = ChainMap({CodeType: _reduce}, cloudpickle.CloudPickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {CodeType: _reduce}, cloudpickle.CloudPickler.dispatch_table
+    )

@@ -25,7 +25,7 @@ def test_tracebacks_have_the_files_and_lines_of_functions() -> None:
     """cloudpickle 3.1.3 takes them away, of functions within functions too."""
     arrived = pickle.loads(travel.dumps(made()))
     assert arrived.__code__ == made().__code__
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="the cause") as caught:
         arrived()()
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert (last.filename, last.line) == (__file__, 'raise ValueError("the cause")')
