@@ -22,8 +22,11 @@ def dumps(value: Any) -> bytes:
         return file.getvalue()
 
 
+_known: Any = cloudpickle.CloudPickler.dispatch_table
+
+
 def _reduce(code: CodeType) -> tuple[Callable[..., CodeType], tuple[Any, ...]]:
-    builder, args = cloudpickle.CloudPickler.dispatch_table[CodeType](code)
+    builder, args = _known[CodeType](code)
     return _build, (code.co_filename, builder, args)
 
 
@@ -32,6 +35,4 @@ def _build(filename: str, builder: Callable[..., CodeType], args: tuple[Any, ...
 
 
 class _Pickler(cloudpickle.CloudPickler):
-    dispatch_table: ClassVar[Any] = ChainMap(
-        {CodeType: _reduce}, cloudpickle.CloudPickler.dispatch_table
-    )
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduce}, _known)
