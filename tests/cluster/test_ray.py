@@ -46,10 +46,12 @@ def loss(model, batch):
     with open(f"{marks}/{rank}", "w") as file:
         place = [os.environ.get("GROUP_RANK"), os.environ["LOCAL_RANK"], os.getpid()]
         json.dump([*place, os.environ.get("KIND"), len(batch[0])], file)
-    if fault in ("raise", "kill") and rank == 1 and calls == 5 and not again:
+    if fault in ("raise", "kill", "leave") and rank == 1 and calls == 5 and not again:
         open(marks + "/failed", "w").close()
         if fault == "raise":
             raise ValueError("boom on one")
+        if fault == "leave":
+            os._exit(0)
         os.kill(os.getpid(), 9)
     if fault == "waits" and rank == torch.distributed.get_world_size() - 1:
         # For a node to be lost, and to come. One rank alone takes two micro-batches a step.
@@ -285,6 +287,15 @@ def test_a_rank_that_is_killed_on_a_node_that_lives_takes_a_restart(
     assert done.stderr.startswith("WorkerError: ")
     assert "ank 1" in done.stderr
     assert "The run goes on" not in done.stderr
+
+
+def test_a_rank_that_leaves_as_if_all_were_well_is_named(
+    cluster: str, run: Callable[..., Any]
+) -> None:
+    done = run("run", fault="leave", **on(cluster))
+    assert done.returncode == 1
+    assert done.stderr.startswith("WorkerError: Rank 1 of 2 ended without a word: on ")
+    assert ", rank 1 exited with status 0 before its function had returned" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])

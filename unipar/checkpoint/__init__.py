@@ -22,7 +22,7 @@ from unipar.checkpoint.inference import load_model
 from unipar.checkpoint.initial import StoredWeights, check_weights
 from unipar.checkpoint.manifest import Manifest
 from unipar.checkpoint.names import step_name, step_of
-from unipar.checkpoint.peers import Peers, forget, kept_for_others
+from unipar.checkpoint.peers import Peers, check_hosts, forget, kept_for_others
 from unipar.checkpoint.remote import (
     RemoteDirectory,
     Unreachable,
@@ -56,6 +56,7 @@ __all__ = [
     "StoredWeights",
     "Unreachable",
     "Uploads",
+    "check_hosts",
     "check_weights",
     "checkpoints",
     "describe",

@@ -188,7 +188,7 @@ def _write_part(plan: Plan, part: PartPlan, boxes: Boxes) -> dict[str, FileInfo]
             digests[item.file].append(writers[item.file].write(as_bytes(on_host(tensor)), start))
             del tensor
         for file, writer in enumerate(writers):
-            header = own.layout(file, digests[file]).header
+            header = own.header(file, digests[file])
             writer.begin_with(header)
             info = FileInfo(layouts[file].size, len(header), digest(header))
             files[part.path(plan.rank, file)] = info

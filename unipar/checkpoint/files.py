@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -66,30 +65,28 @@ class FileWriter:
         self._put(memoryview(header), 0)
 
     def _put(self, data: memoryview, start: int) -> None:
-        with self._named():
+        # Plain code: it runs for every piece, and a training step of another thread waits for it.
+        try:
             while data:
                 written = os.pwrite(self._fd, data, start)
                 data, start = data[written:], start + written
+        except OSError as error:
+            # Those of ``pwrite`` and ``fsync`` carry none.
+            error.filename = str(self.path)
+            raise
 
     def close(self, *, sync: bool = True) -> None:
         fd, self._fd = self._fd, -1
         if fd < 0:
             return
         try:
-            with self._named():
-                if sync:
-                    os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Put the path into an OSError; those of ``write`` and ``fsync`` carry none."""
-        try:
-            yield
+            if sync:
+                os.fsync(fd)
         except OSError as error:
             error.filename = str(self.path)
             raise
+        finally:
+            os.close(fd)
 
     def __enter__(self) -> FileWriter:
         return self

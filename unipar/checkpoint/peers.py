@@ -73,8 +73,7 @@ class Peers:
 
     def __init__(self, num: int, url: str, disks: Disks, world: World) -> None:
         self._hosts = sorted(set(disks.writers))
-        if num >= len(self._hosts):
-            raise ConfigError(_too_few(num, len(self._hosts), len(disks.leaders)))
+        check_hosts(num, len(self._hosts), len(disks.leaders))
         self._num, self._rank = num, world.rank
         self._memory = memory_of(url)
         self._takes_part = world.rank in self._hosts
@@ -227,14 +226,28 @@ def _is_own(memory: Path) -> bool:
     return not memory.is_symlink() and memory.lstat().st_uid == os.getuid()
 
 
-def _too_few(num: int, disks: int, hosts: int) -> str:
+def check_hosts(num: int, disks: int, hosts: int) -> None:
+    """Refuse copies in the memory of more other hosts than there are with disks of their own.
+
+    Args:
+        num: in the memory of how many hosts.
+        disks: how many have a disk of their own.
+        hosts: how many there are.
+
+    Raises:
+        ConfigError: they are too few.
+    """
+    if num < disks:
+        return
     given = f"checkpoint.peers={num} keeps each host's files in the memory of {num} more"
     if hosts == 1:
-        return f"{given}, and this run is on one host. Set checkpoint.peers=0."
+        raise ConfigError(f"{given}, and this run is on one host. Set checkpoint.peers=0.")
     if disks == 1:
-        return (
+        raise ConfigError(
             f"{given}, and the hosts of this run write to one disk that they share: a host that "
             "is lost takes nothing with it. Set checkpoint.peers=0, or an output_dir on disks of "
             "the hosts' own."
         )
-    return f"{given}, and this run has {disks} hosts with disks of their own. Set fewer."
+    raise ConfigError(
+        f"{given}, and this run has {disks} hosts with disks of their own. Set fewer."
+    )

@@ -67,28 +67,47 @@ class RankPlan:
     files: list[list[Entry]] = field(default_factory=list)
     offsets: list[list[tuple[int, ...]]] = field(default_factory=list)
 
-    def layout(self, file: int, digests: Sequence[Sequence[str]] | None = None) -> Layout:
+    _layouts: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
+
+    def layout(self, file: int) -> Layout:
         """Lay a file out, so that PyTorch's own distributed checkpoint reader understands it.
 
-        Args:
-            file: which one.
-            digests: of each entry's pieces; left out, their room is.
+        The header has room for the digests of the data, by :meth:`header`.
         """
+        if file not in self._layouts:
+            self._layouts[file] = self._lay_out(file)
+        return self._layouts[file]
+
+    def _lay_out(self, file: int) -> Layout:
         entries = self.files[file]
         sharding = {
             entry.name: {"saved_offsets": offsets}
             for entry, offsets in zip(entries, self.offsets[file], strict=True)
         }
-        order = in_file([entry.dtype for entry in entries])
-        if digests is None:
-            digests = [(NO_DIGEST,) * num_pieces(entry.nbytes) for entry in entries]
+        pieces = sum(num_pieces(entry.nbytes) for entry in entries)
+        # Strings have their quotes escaped, so that the digests are where this key is, and only
+        # there: whatever the tensors are called.
         metadata = {
+            CHECKSUMS: NO_DIGEST * pieces,
             "format": "pt",
             "DCP_VERSION": "1.0",
             SHARDING: json.dumps(sharding, separators=(",", ":")),
-            CHECKSUMS: "".join(one for own in order for one in digests[own]),
         }
         return lay_out(entries, metadata)
+
+    def header(self, file: int, digests: Sequence[Sequence[str]]) -> bytes:
+        """The first bytes of a file whose data are known.
+
+        Args:
+            file: which one.
+            digests: of each entry's pieces.
+        """
+        blank = self.layout(file).header
+        order = in_file([entry.dtype for entry in self.files[file]])
+        told = "".join(one for own in order for one in digests[own]).encode()
+        key = f'"{CHECKSUMS}":"'.encode()
+        start = blank.index(key) + len(key)
+        return blank[:start] + told + blank[start + len(told) :]
 
     def add(self, signature: Signature, tensor: int, held: int, box: Box, file: int) -> None:
         """Add a box as the next item."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from unipar.checkpoint.directory import candidates, complete, remove
+from unipar.checkpoint.directory import candidates, remove
 from unipar.errors import ConfigError
-from unipar.utils.listing import Scored, kept
+from unipar.utils.listing import Listed, Scored, kept, list_checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,8 @@ class Retention:
         """
         if self.keep_last is None:
             return []
-        surplus = self.surplus(list(complete(directory)))
         removed = []
-        for path in (manifest.path for manifest in surplus):
+        for path in (saved.path for saved in self.surplus(_whole(Path(directory)))):
             try:
                 remove(path)
             except OSError as error:
@@ -88,6 +87,16 @@ class Retention:
             else:
                 removed.append(path)
         return removed
+
+
+def _whole(directory: Path) -> list[Listed]:
+    """The whole checkpoints of a directory, the newest first.
+
+    Of each, its checksum and the sizes of its files are held: to check each tensor's description,
+    as for reading, keeps a training step of another thread waiting for the interpreter.
+    """
+    found = {one.path: one for one in list_checkpoints(directory) if one.problem is None}
+    return [found[path] for path in candidates(directory) if path in found]
 
 
 def keep_newest(directory: Path, number: int, needed: Collection[Path]) -> None:

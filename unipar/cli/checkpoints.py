@@ -61,7 +61,7 @@ def ls(
         print(json.dumps([_as_dict(one, rule, why) for one in found], indent=2))
         return
     if not found:
-        print(f"There are no checkpoints in {place}.")
+        print(f"There are no checkpoints in {place.absolute()}.")
         return
     _console().print(_table(found, rule, why))
 
@@ -146,6 +146,11 @@ def _found(directory: Path) -> tuple[list[Listed], Path]:
             f"{directory} is a URL, and this looks at directories. Checkpoints at URLs are thinned "
             "by the run that copies them there (keep_last, keep_best)."
         )
+    if directory.is_symlink() and not directory.exists():
+        raise ConfigError(
+            f"{directory} is a link to {os.readlink(directory)}, and there is nothing. Link it "
+            "to a checkpoint or a directory of them, or remove the link as any file."
+        )
     try:
         if (step := named_step(directory.resolve().name)) is not None:
             if not directory.is_dir():
@@ -204,7 +209,12 @@ def _doomed(paths: Sequence[Path], rule: Rule | None, *, force: bool) -> list[Li
                     raise ConfigError(f"no checkpoint in {place} has the metric '{metric}'.")
             stay = kept(whole, *rule)
             found = [one for one in whole[::-1] if one.path not in stay]
-        elif named_step(path.name) is None or path.is_symlink():
+        elif path.is_symlink():
+            raise ConfigError(
+                f"{path} is a link to {path.resolve()}. Name what is to be removed by its own "
+                "path; the link can be removed as any file."
+            )
+        elif named_step(path.name) is None:
             raise ConfigError(
                 f"{path} is no checkpoint (step-…). To remove all but some of a directory, say how "
                 "many stay: --keep-last 2."

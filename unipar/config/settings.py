@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,26 @@ class Layer:
     origins: Mapping[KeyPath, str]
 
     def where(self, key: KeyPath) -> str | None:
-        """Return what set ``key`` here; ``None`` where this source does not set it."""
+        """Return what set ``key`` here; ``None`` where this source does not set it.
+
+        An option that is written inline (``slurm:partition=gpu``) is set where the whole is.
+        """
         if not holds(self.values, key):
-            return None
+            inline = next(self._inline(key), None)
+            return None if inline is None else self.where(inline)
         for end in range(len(key), 0, -1):
             if key[:end] in self.origins:
                 return self.origins[key[:end]]
         # Set only in part: what set the first part of it.
         return next((name for one, name in self.origins.items() if one[: len(key)] == key), None)
+
+    def _inline(self, key: KeyPath) -> Iterator[KeyPath]:
+        """The beginning of a key that has text here, in which the rest may be written."""
+        values: Any = self.values
+        for depth, name in enumerate(key[:-1], start=1):
+            values = values.get(name) if isinstance(values, Mapping) else None
+            if isinstance(values, str):
+                yield key[:depth]
 
 
 @dataclass(frozen=True)

@@ -101,15 +101,15 @@ class Slicing:
     def microbatches(self, num_samples: int) -> list[tuple[int, int]]:
         """Start and end of this rank's micro-batches in a global batch of ``num_samples``.
 
-        The largest share is cut into micro-batches of the full size, and each other share in the
-        same proportions, since ranks may wait for each other in every micro-batch. Of a share that
-        has fewer samples than there are micro-batches the last ones are empty.
+        Each share is cut into as many parts as the largest one needs, since ranks may wait for each
+        other in every micro-batch; those of a share differ by one sample at most, so that none is
+        left with a sample alone, of which BatchNorm learns nothing, where it can be helped. Of a
+        share that has fewer samples than there are micro-batches the last ones are empty.
         """
         start, end = self.share(num_samples)
-        largest = self.largest_share(num_samples)
-        of_largest = (*range(0, largest, self.micro_batch_size), largest)
+        number = self.num_microbatches(num_samples)
         # Rounded up, so that no micro-batch of a rank is larger than its first.
-        cuts = [start - (start - end) * cut // largest for cut in of_largest]
+        cuts = [start - (start - end) * cut // number for cut in range(number + 1)]
         return list(itertools.pairwise(cuts))
 
 

@@ -149,10 +149,10 @@ def write_payload(fn: Callable[..., Any], directory: RunDir) -> None:
     Raises:
         ConfigError: it holds what cannot be copied.
     """
-    import cloudpickle
+    from unipar.launch import travel
 
     try:
-        payload = cloudpickle.dumps(fn)
+        payload = travel.dumps(fn)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"The worker processes cannot be sent what they need: {error}. Everything that the "

@@ -54,6 +54,7 @@ def run_node(config: dict[str, Any]) -> None:
     here = config["devices"] if node < training else 0
     log = directory / f"output-{restart}-{node}.log"
     ending = directory / f"ending-{restart}-{node}.txt"
+    attempt = directory / f"attempt-{restart}"
     ranks: dict[int, subprocess.Popen[bytes]] = {}
     over = threading.Event()
     try:
@@ -81,11 +82,12 @@ def run_node(config: dict[str, Any]) -> None:
                     start_new_session=True,
                     env={**os.environ, **{name: str(value) for name, value in variables.items()}},
                 )
-        threading.Thread(target=_note_failure, args=(ranks, ending, over), daemon=True).start()
-        _watch(ranks, directory, node, nodes, train.report)
+        noting = (ranks, attempt, ending, over)
+        threading.Thread(target=_note_failure, args=noting, daemon=True).start()
+        _watch(ranks, attempt, node, nodes, train.report)
     except Exception as error:
         if ranks:
-            _settle(directory / f"attempt-{restart}", size, ranks)
+            _settle(attempt, size, ranks)
         text = f"on {socket.gethostname()}, {error}{_last_lines(log)}"
         ending.write_text(text)
         raise RuntimeError(text) from error
@@ -129,7 +131,7 @@ def _begin(directory: Path, nodes: int) -> tuple[str, int, int] | None:
 
 def _watch(
     ranks: dict[int, subprocess.Popen[bytes]],
-    directory: Path,
+    attempt: Path,
     node: int,
     nodes: int,
     report: Any,
@@ -140,17 +142,17 @@ def _watch(
     """
     told, over = "", False
     while not over:
-        ended = _ended(ranks, directory, time.monotonic() + _ROUND)
-        text = _reported(directory) if node == 0 else ""
+        ended = _ended(ranks, attempt, time.monotonic() + _ROUND)
+        text = _reported(attempt.parent) if node == 0 else ""
         reports, over = _from_first((text != told, ended), nodes)
         told = text
         if reports:
             report(json.loads(text) if text else {})
-    while not _ended(ranks, directory, time.monotonic() + _ROUND):
+    while not _ended(ranks, attempt, time.monotonic() + _ROUND):
         pass
 
 
-def _ended(ranks: dict[int, subprocess.Popen[bytes]], directory: Path, deadline: float) -> bool:
+def _ended(ranks: dict[int, subprocess.Popen[bytes]], attempt: Path, deadline: float) -> bool:
     """Whether all of the node's ranks have ended until then.
 
     Raises:
@@ -158,10 +160,10 @@ def _ended(ranks: dict[int, subprocess.Popen[bytes]], directory: Path, deadline:
     """
     while True:
         codes = {rank: process.poll() for rank, process in ranks.items()}
-        if (directory / "stop").exists():
+        if (attempt.parent / "stop").exists():
             raise RuntimeError("the run was canceled")
         for rank, code in codes.items():
-            if code and code not in _ASKED:
+            if code is not None and _has_failed(rank, code, attempt):
                 raise RuntimeError(f"rank {rank} {_described(code)}")
         if None not in codes.values():
             return True
@@ -171,7 +173,10 @@ def _ended(ranks: dict[int, subprocess.Popen[bytes]], directory: Path, deadline:
 
 
 def _note_failure(
-    ranks: dict[int, subprocess.Popen[bytes]], ending: Path, over: threading.Event
+    ranks: dict[int, subprocess.Popen[bytes]],
+    attempt: Path,
+    ending: Path,
+    over: threading.Event,
 ) -> None:
     """Note the first rank of the node that fails, unless that is noted already.
 
@@ -180,13 +185,22 @@ def _note_failure(
     while not over.wait(_POLL):
         for rank, process in ranks.items():
             code = process.poll()
-            if code and code not in _ASKED and not over.is_set():
+            if code is not None and _has_failed(rank, code, attempt) and not over.is_set():
                 with contextlib.suppress(FileExistsError), ending.open("x") as file:
                     file.write(f"on {socket.gethostname()}, rank {rank} {_described(code)}")
                 return
 
 
+def _has_failed(rank: int, code: int, attempt: Path) -> bool:
+    """Whether a rank that has ended should not have; whoever leaves in good order leaves word."""
+    if code == 0:
+        return not any((attempt / f"rank-{rank}{end}").exists() for end in (".returned", ".json"))
+    return code not in _ASKED
+
+
 def _described(code: int) -> str:
+    if code == 0:
+        return "exited with status 0 before its function had returned"
     if code > 0:
         return f"exited with status {code}"
     return f"was killed by {signal.Signals(-code).name}"

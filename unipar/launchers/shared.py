@@ -108,8 +108,8 @@ class SharedRun:
             UniparError, WorkerError, KeyboardInterrupt, Terminated: as a rank has failed.
         """
         failures = self._failures()
-        told = {failure.rank for failure in failures} | set(self.finished())
-        silent = [rank for rank in range(self.size) if rank not in told]
+        heard = {failure.rank for failure in failures} | set(self.finished())
+        silent = [rank for rank in range(self.size) if rank not in heard]
         ended = [rank for rank in silent if rank in ranks]
         silent = ended or silent
         first = cause(failures) if failures else None
@@ -120,9 +120,10 @@ class SharedRun:
             silent = []
         # Systems end what is left by a signal when one process is gone.
         if silent and not self.asked_to_end and (first is None or first.kind is not Kind.ERROR):
-            lines = [
-                f"{name_ranks(silent).capitalize()} of {self.size} ended without a word: {ending}"
-            ]
+            # Of one that exits as if all were well, systems say nothing, but of those that miss it.
+            link = ". Of others is known: " if ranks and not ended else ": "
+            told = f"{name_ranks(silent).capitalize()} of {self.size} ended without a word"
+            lines = [f"{told}{link}{ending}"]
             for rank in silent:
                 lines += report.log_tail(self, rank)
             raise WorkerError("\n".join(lines), rank=silent[0])

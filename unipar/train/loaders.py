@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+from torch import nn
 
 from unipar.config import RunFields
 from unipar.data import Loader, batch_size_of, num_samples_of
 from unipar.errors import ConfigError
+
+log = logging.getLogger("unipar")
 
 
 def training_loader(
@@ -54,6 +59,28 @@ def training_loader(
         num_workers=config.num_workers,
         pin_memory=pin_memory,
     )
+
+
+def say_lone_samples(model: nn.Module, loader: Loader) -> None:
+    """Say that BatchNorm will see single samples, where nobody has asked for that.
+
+    Micro-batches are as many on every rank, so that a rank with a small share may have one sample
+    in some of them, or one that counts nothing.
+    """
+    fewest = min(loader.share_sizes)
+    if fewest >= 2 * loader.accumulation or loader.micro_batch_size == 1:
+        return
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+    if any(isinstance(one, kinds) and one.training for one in model.modules()):
+        log.warning(
+            "BatchNorm gets single samples to learn from: a rank has %d of the %d samples of a "
+            "global batch, in %d micro-batch%s. Raise global_batch_size or micro_batch_size, or "
+            "give shares that are nearer to each other.",
+            fewest,
+            loader.global_batch_size,
+            loader.accumulation,
+            "es" * (loader.accumulation > 1),
+        )
 
 
 def evaluation_loader(

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from unipar import launch, launchers
-from unipar.config import RunFields
+from unipar import checkpoint, launch, launchers
+from unipar.config import CheckpointConfig, RunFields
 from unipar.data import Loader
 from unipar.engine.checks import (
     check_capabilities,
@@ -89,6 +89,11 @@ def plan(config: RunFields, model: Any) -> Plan:
             device_type, devices = launcher.resolve_range(config.device, wanted, config.num_nodes)
         size = devices * config.num_nodes
         here = Placement(size=size, local_size=devices, num_nodes=config.num_nodes)
+        if wanted is None or launcher.starts_here:
+            # The hosts are known; whether they share a disk is not yet.
+            settings, hosts = config.checkpoint, config.num_nodes
+            if isinstance(settings, CheckpointConfig) and settings.peers:
+                checkpoint.check_hosts(settings.peers, hosts, hosts)
     placement = dataclasses.replace(here, device_type=device_type, timeout=config.timeout)
     check_model(model)
     if found is None and launcher.elsewhere and is_auto(config.strategy):

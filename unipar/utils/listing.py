@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import xxhash
 
@@ -118,12 +119,12 @@ def read(path: Path, step: int) -> Listed:
         one.problem = "being written, or left by a save that was cut off"
         return one
     try:
-        body, one.written = _manifest(path / MANIFEST)
-        files = {str(entry["path"]): int(entry["size"]) for entry in body["files"]}
-        one.num_files, one.num_bytes = len(files), sum(files.values())
-        one.strategy, one.ranks = str(body["strategy"]), int(body["world_size"])
-        one.metrics = {str(name): float(value) for name, value in body["metrics"].items()}
-        one.problem = next(_wrong_sizes(path, files), None)
+        found = os.stat(path / MANIFEST)
+        about = _manifest(path / MANIFEST, (found.st_ino, found.st_mtime_ns, found.st_size))
+        one.written, one.strategy, one.ranks = found.st_mtime, about.strategy, about.ranks
+        one.num_files, one.num_bytes = len(about.files), sum(about.files.values())
+        one.metrics = dict(about.metrics)
+        one.problem = next(_wrong_sizes(path, about.files), None)
     except OSError as error:
         one.problem = f"{MANIFEST}: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -131,7 +132,19 @@ def read(path: Path, step: int) -> Listed:
     return one
 
 
-def _manifest(file: Path) -> tuple[dict[str, Any], float]:
+class _About(NamedTuple):
+    """What is taken from a manifest; the sizes of files by path."""
+
+    files: Mapping[str, int]
+    strategy: str
+    ranks: int
+    metrics: Mapping[str, float]
+
+
+# A run asks after each save, while it trains, for checkpoints that it mostly knows.
+@functools.lru_cache(maxsize=64)
+def _manifest(file: Path, identity: tuple[int, int, int]) -> _About:
+    """Read a manifest; one that is written again has another ``identity``."""
     # Not blocking: a pipe of this name would wait for a writer.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as opened:
@@ -143,7 +156,13 @@ def _manifest(file: Path) -> tuple[dict[str, Any], float]:
     told = xxhash.xxh3_64_hexdigest(rest).encode()
     if not first.startswith(_BEGIN + told):
         raise ValueError(file)
-    return json.loads(data), status.st_mtime
+    body = json.loads(data)
+    return _About(
+        {str(entry["path"]): int(entry["size"]) for entry in body["files"]},
+        str(body["strategy"]),
+        int(body["world_size"]),
+        {str(name): float(value) for name, value in body["metrics"].items()},
+    )
 
 
 def _wrong_sizes(path: Path, files: Mapping[str, int]) -> Iterator[str]:

@@ -74,6 +74,11 @@ BEFORE: list[tuple[str, dict[str, Any], str]] = [
     ("shard size", {"strategy": "fsdp:sharding=hybrid,shard_size=3"}, r"does not divide 2"),
     ("nothing to resume", {"resume": "auto", "checkpoint": False}, r"resume.*nothing to resume"),
     (
+        "peers of one host",
+        {"checkpoint": {"directory": "memory://there", "every_steps": 2, "peers": 1}},
+        r"peers=1 .*this run is on one host\. Set checkpoint\.peers=0",
+    ),
+    (
         "an optimizer",
         {"optimizer": torch.optim.SGD(build().parameters())},
         r"built already.*function",

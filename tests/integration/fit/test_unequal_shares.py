@@ -140,3 +140,25 @@ def test_what_cannot_be_divided_so_is_refused_before_any_process(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run(**{"strategy": "ddp" if "devices" in changes else "single", **changes})
+
+
+def normed() -> nn.Module:
+    """Its statistics are over pixels too, so that one sample is no error."""
+    norm = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.BatchNorm2d(1), nn.Flatten())
+    return nn.Sequential(norm, build())
+
+
+def test_batch_norm_gets_no_sample_alone_that_need_not_be(
+    run: Callable[..., RunResult], caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = nn.Sequential(nn.BatchNorm1d(4), build())
+    # Of seven and one the one would be an error of BatchNorm's.
+    run(alone, strategy="single", micro_batch_size=7, steps=2)
+    assert "BatchNorm" not in caplog.text
+    run(normed(), strategy="single", global_batch_size=3, micro_batch_size=1, steps=1)
+    assert "BatchNorm" not in caplog.text
+    run(normed(), strategy="single", global_batch_size=3, micro_batch_size=2, steps=1)
+    assert (
+        "BatchNorm gets single samples to learn from: a rank has 3 of the 3 samples of a global "
+        "batch, in 2 micro-batches. Raise global_batch_size or micro_batch_size"
+    ) in caplog.text

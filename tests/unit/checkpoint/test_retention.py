@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,32 @@ def test_what_is_not_a_whole_checkpoint_is_let_be(directory: Path) -> None:
     Retention(keep_last=1).apply(directory)
     names = sorted(path.name for path in directory.iterdir())
     assert names == ["notes", "step-00000004", "step-00000005"]
+
+
+def test_what_is_known_is_not_read_again(
+    directory: Path, make_engine: Callable[..., Any], alone: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training waits for the interpreter while the thread that has saved decodes manifests."""
+    policy = Retention(keep_last=4, keep_best=("loss", "min"))
+    policy.apply(directory)
+    decoded: list[object] = []
+
+    def counted(own: Callable[..., Any], *args: Any) -> Any:
+        decoded.append(args[0])
+        return own(*args)
+
+    for module, name in (("utils.listing", "_About"), ("checkpoint.decode", "_manifest")):
+        found = importlib.import_module(f"unipar.{module}")
+        monkeypatch.setattr(found, name, functools.partial(counted, getattr(found, name)))
+    policy.apply(directory)
+    assert not decoded
+    # One that is put in the place of another is another.
+    engine = {"m": make_engine({"w": torch.ones(1)})}
+    save(directory, engine, alone, step=4, metrics={"loss": 0.1})
+    policy.apply(directory)
+    assert len(decoded) == 1
+    Retention(keep_last=1, keep_best=("loss", "min")).apply(directory)
+    assert [path.name for path in checkpoints(directory)] == ["step-00000004", "step-00000005"]
 
 
 def test_a_policy_that_keeps_nothing_is_refused() -> None:

@@ -183,6 +183,22 @@ def test_the_newest_whole_one_stays(run: Path, capsys: pytest.CaptureFixture[str
     assert left(run) == [1, 2, 3]
 
 
+def test_links_are_not_followed_to_what_they_lead_to(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dangling, link = run / "checkpoints/step-00000009", run / "checkpoints/step-00000008"
+    dangling.symlink_to("gone")
+    link.symlink_to("step-00000001")
+    for command in ("rm", "ls", "verify"):
+        assert main(["checkpoints", command, str(dangling)]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{dangling} is a link to gone, and there is nothing" in said
+    assert main(["checkpoints", "rm", str(link), "--yes"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{link} is a link to {step(run, 1)}. Name what is to be removed by its own path" in said
+    assert left(run) == [1, 2, 3, 4, 5, 8, 9]
+
+
 def test_nothing_is_removed_while_a_run_has_the_directory(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

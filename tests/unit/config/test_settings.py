@@ -255,6 +255,29 @@ def test_a_wrong_strategy_option_is_found_in_the_file(
 
 
 @pytest.mark.parametrize(
+    ("source", "place"),
+    [
+        ({"flags": {"strategy": "ddp:bucket_mb=3"}}, "--strategy"),
+        ({"flags": {"launcher": "slurm:partitoin=gpu"}}, "--launcher"),
+        ({"sets": ["strategy=ddp:bucket_mb=3"]}, "--set strategy=ddp:bucket_mb=3"),
+        (
+            {"environ": {"UNIPAR_STRATEGY": "ddp:bucket_mb=3"}},
+            "environment variable UNIPAR_STRATEGY",
+        ),
+    ],
+)
+def test_an_option_that_is_written_inline_is_found_where_that_is(
+    directory: Path, source: dict[str, Any], place: str
+) -> None:
+    text = BASE + "strategy: {name: ddp, bucket_cap_mb: 3}\nlauncher: {name: slurm, time: '30'}\n"
+    path = write(directory, text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path, **{"environ": {}, **source})
+    assert f": {place}: unknown key" in str(caught.value)
+    assert str(path) not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("key", "value", "says"),
     [
         ("data", "parts_of_a_run:dat", "'parts_of_a_run' has no 'dat'. Did you mean 'data'?"),

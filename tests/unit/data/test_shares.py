@@ -104,7 +104,7 @@ def test_a_run_goes_on_with_other_shares_and_with_none(cut: Cut):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(cut=cuts())
-def test_ranks_run_equally_many_micro_batches_of_sizes_in_proportion(kind: str, cut: Cut):
+def test_ranks_run_equally_many_micro_batches_each_rank_s_as_equal_as_can_be(kind: str, cut: Cut):
     group = loaders(cut, kind)
     for step in zip(*map(list, group), strict=True):
         num_samples = step[0].global_num_samples
@@ -115,14 +115,14 @@ def test_ranks_run_equally_many_micro_batches_of_sizes_in_proportion(kind: str, 
         totals = list(map(sum, sizes))
         assert sum(totals) == num_samples
         largest = totals.index(max(totals))
-        assert max(sizes[largest]) == min(cut.micro, totals[largest])
+        assert max(sizes[largest]) <= cut.micro
         for batch, own, share in zip(step, sizes, cut.shares, strict=True):
             # Of the exact part each rank has the whole number above or below.
             assert abs(sum(own) - num_samples * share / sum(cut.shares)) < 1 + 1e-9
             # What fits in memory is tried on the first.
             assert max(own) == own[0]
-            for size, of_largest in zip(own, sizes[largest], strict=True):
-                assert abs(size - of_largest * sum(own) / totals[largest]) < 1 + 1e-9
+            # BatchNorm learns nothing of a sample that is left alone, nor does a pass gain by it.
+            assert max(own) - min(own) <= 1
             assert all(len(micro.data) >= 1 for micro in batch)
 
 
@@ -140,13 +140,26 @@ def test_a_larger_batch_never_has_a_smaller_largest_part(num_samples: int, share
     micro=st.integers(1, 50),
     ranks=st.integers(1, 9),
 )
-def test_equal_shares_are_cut_as_they_were_without_shares(num_samples: int, micro: int, ranks: int):
+def test_equal_shares_are_cut_into_as_few_and_as_equal_parts_as_can_be(
+    num_samples: int, micro: int, ranks: int
+):
+    count = math.ceil(math.ceil(num_samples / ranks) / micro)
     for rank in range(ranks):
         found = Slicing(num_samples, micro, rank, ranks).microbatches(num_samples)
         start, end = rank * num_samples // ranks, (rank + 1) * num_samples // ranks
-        count = math.ceil(math.ceil(num_samples / ranks) / micro)
-        starts = [start + k * micro for k in range(count)]
-        assert found == [(min(at, end), min(at + micro, end)) for at in starts]
+        assert [i for a, b in found for i in range(a, b)] == list(range(start, end))
+        sizes = [b - a for a, b in found]
+        assert len(sizes) == count
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= micro
+
+
+def test_no_sample_is_left_alone_that_need_not_be():
+    sizes = {
+        (samples, micro): [b - a for a, b in Slicing(samples, micro, 0, 1).microbatches(samples)]
+        for samples, micro in ((4, 3), (10, 4), (9, 8))
+    }
+    assert sizes == {(4, 3): [2, 2], (10, 4): [4, 3, 3], (9, 8): [5, 4]}
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,16 @@ def test_a_command_that_has_ended_says_more_of_its_ranks(tmp_path: Path) -> None
         run.result("torchrun on b exited with status 137.", [0, 1])
 
 
+def test_a_rank_that_leaves_as_if_all_were_well_is_not_said_to_be_another(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    fail(run, 0, Terminated(signal.SIGTERM))
+    said = (
+        r"^Rank 1 of 2 ended without a word\. Of others is known: on a, rank 0 exited with status 1"
+    )
+    with pytest.raises(WorkerError, match=said):
+        run.result("on a, rank 0 exited with status 1", [0])
+
+
 def test_a_run_that_was_asked_to_end_has_no_culprit(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     run.interrupt(signal.SIGTERM)
