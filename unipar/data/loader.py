@@ -23,9 +23,17 @@ from unipar.data.checks import (
     shuffles,
     slicing_of,
 )
+from unipar.data.columns import Columns, columns_of
 from unipar.data.feed import copies_to, fed
 from unipar.data.order import Position, Slicing, Wanted, WantedSampler, epoch_order, mixed_seed
-from unipar.data.samples import Collate, Samples, raise_different, same_structure, structure
+from unipar.data.samples import (
+    Collate,
+    Samples,
+    as_it_is,
+    raise_different,
+    same_structure,
+    structure,
+)
 from unipar.data.sources import open_source
 from unipar.data.stream import StreamShare
 from unipar.data.workers import items_of, loading_settings
@@ -82,7 +90,7 @@ class Loader:
         self._shuffle = shuffles(shuffle, source)
         self._settings = loading_settings(source, num_workers, pin_memory)
         self._collate = Collate(collate_fn or source.collate_fn)
-        self._collates = collate_fn is not None
+        self._in_memory = source.in_memory and collate_fn is None
         self._position = Position(0, 0)
         self._stream_state: Any = None
         self._structure: Any = None
@@ -269,8 +277,7 @@ class Loader:
         begin = copies_to(device)
         if begin is None:
             return iter(self)
-        own = self._collates or not self._source.in_memory
-        ahead = bool(self._settings.get("num_workers")) or not own
+        ahead = bool(self._settings.get("num_workers")) or self._in_memory
         reading = fed(self._reading(), device, begin, ahead=ahead, limit=limit)
         return self._used(reading)
 
@@ -307,10 +314,13 @@ class Loader:
 
     def _loader_of(self, wanted: Wanted) -> DataLoader:
         if self._dataset_loader is None:
+            dataset, collate = Samples(self._source.dataset, self._slicing.data_rank), self._collate
+            if (columns := self._columns()) is not None:
+                dataset, collate = columns, as_it_is
             self._dataset_loader = DataLoader(
-                Samples(self._source.dataset, self._slicing.data_rank),
+                dataset,
                 batch_sampler=WantedSampler(wanted),
-                collate_fn=self._collate,
+                collate_fn=collate,
                 generator=torch.Generator(),
                 **self._settings,
             )
@@ -320,6 +330,12 @@ class Loader:
         assert isinstance(sampler, WantedSampler)
         sampler.wanted = wanted
         return self._dataset_loader
+
+    def _columns(self) -> Columns | None:
+        """The data as columns; in a worker, samples are copied into the memory that it shares."""
+        if not self._in_memory or self._settings.get("num_workers"):
+            return None
+        return columns_of(self._source.dataset)
 
     def _streamed(self) -> Generator[tuple[Batch, Any], None, None]:
         """Batches of a stream from the position on."""

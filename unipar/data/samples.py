@@ -86,6 +86,11 @@ class Collate:
             ) from error
 
 
+def as_it_is(batch: Any) -> Any:
+    """Collate what comes as a batch already."""
+    return batch
+
+
 def structure(data: Any, *, shapes: bool = False) -> Any:
     """Describe what ``data`` is made of: containers, keys and tensor dtypes, without values."""
     if isinstance(data, torch.Tensor):

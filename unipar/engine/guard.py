@@ -45,7 +45,8 @@ class GradientGuard:
     def clear(self) -> None:
         """Begin another step."""
         self._marks, self._passes, self._open = [], 0, False
-        self._show()
+        if self._hidden:
+            self._show()
 
     # -- a loss function in a whole step ---------------------------------------------------------
 
@@ -118,19 +119,19 @@ class GradientGuard:
         if not self._open and not begun:
             return
         now = self._look()
-        self._show()
+        if self._hidden:
+            self._show()
         if self._marks == now or (not begun and self._passes != passes_begun()):
             return
         triples = zip(self._parameters, self._marks, now, strict=True)
         self._refuse([p for p, a, b in triples if b != a and (begun or b != NOTHING)])
 
     def _show(self) -> None:
-        if self._hidden:
-            with torch._C.DisableTorchFunctionSubclass():
-                while self._hidden:
-                    parameter, grad, absent = self._hidden.pop()
-                    if parameter.grad is absent:
-                        parameter.grad = grad
+        with torch._C.DisableTorchFunctionSubclass():
+            while self._hidden:
+                parameter, grad, absent = self._hidden.pop()
+                if parameter.grad is absent:
+                    parameter.grad = grad
 
     def _refuse(self, changed: Sequence[nn.Parameter]) -> None:
         if not changed:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 
 from unipar.errors import ConfigError
@@ -13,6 +10,8 @@ from unipar.loss import Loss, LossSum
 
 class OwnLoop:
     """How far a user's own loop has come in the step of an engine.
+
+    Around a pass (``with loop:``) it remembers whether that has failed.
 
     Attributes:
         whole_step: whether the step is one of ``engine.train_step``, and no loop's.
@@ -32,15 +31,13 @@ class OwnLoop:
         self.forwards = 0
         self.by_hand = self.whole_step = self.broken = False
 
-    @contextlib.contextmanager
-    def breaking(self) -> Iterator[None]:
-        """Remember that a pass of a user's own loop has failed."""
-        try:
-            yield
-        except BaseException:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
             # In a whole step the error ends the step.
             self.broken = self.by_hand and not self.whole_step
-            raise
 
     def refuse_broken(self) -> None:
         """Refuse to go on with a step in which a pass has failed."""

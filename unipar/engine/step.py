@@ -159,7 +159,8 @@ class StepEngine(Engine):
         try:
             if self._given_up:
                 self._drop_given_up()
-            self._check_dropout(batch, loss_fn)
+            if self._dropout is not None and batch.global_num_samples > self._looked_at:
+                self._check_dropout(self._dropout, batch, loss_fn)
             self.reducer.begin(whole_step=True)
             self._begin()
             if self._pipeline is not None:
@@ -205,15 +206,13 @@ class StepEngine(Engine):
             return contextlib.nullcontext()
         return self._dropout.drawing(self.num_steps, microbatch)
 
-    def _check_dropout(self, batch: Batch, loss_fn: LossFn) -> None:
+    def _check_dropout(self, dropout: SampleDropout, batch: Batch, loss_fn: LossFn) -> None:
         """Look at a batch that may have more samples on each rank than those before it."""
-        if self._dropout is None or batch.global_num_samples <= self._looked_at:
-            return
         compute = functools.partial(
             self._loss, self.eval_model, loss_fn=loss_fn, part_of=None, training=False
         )
         check_rows(
-            self._dropout,
+            dropout,
             self.module,
             batch.microbatches[0],
             self.num_steps,
@@ -396,9 +395,8 @@ class StepEngine(Engine):
                     "dropout_seed='rank'."
                 )
             self._loop.refuse_broken()
-            with self._abandoning():
-                # A gradient that the loss takes of its model may need those that were hidden.
-                self._guard.open(begun=self.average.begun)
+            # A gradient that the loss takes of its model may need those that were hidden.
+            self._guarded(self._guard.open)
             if not self._loop.by_hand and not self._loop.whole_step:
                 self._loop.by_hand = True
                 self._drop_given_up()
@@ -406,8 +404,11 @@ class StepEngine(Engine):
             self._loop.forwards += 1
         else:
             self._drop_given_up()
-        with self._loop.breaking(), self.precision.forward():
-            return self.loop_model(*args, **kwargs)
+        with self._loop:
+            if not self.precision.surrounds:
+                return self.loop_model(*args, **kwargs)
+            with self.precision.forward():
+                return self.loop_model(*args, **kwargs)
 
     def zero_grad(self) -> None:
         if self._whole_steps:
@@ -419,7 +420,7 @@ class StepEngine(Engine):
     def microbatch(self, *, last: bool) -> Iterator[None]:
         if self._whole_steps:
             super().microbatch(last=last)
-        with self._loop.breaking(), self.reducer.microbatch(last=last):
+        with self._loop, self.reducer.microbatch(last=last):
             self._loop.told, self._loop.last = True, last
             try:
                 yield
@@ -435,8 +436,7 @@ class StepEngine(Engine):
         self._loop.check_backward(
             reducing=self.average.reducing, holds_forwards=self.reducer.holds_forwards
         )
-        with self._abandoning():
-            self._guard.check(begun=self.average.begun)
+        self._guarded(self._guard.check)
         total, weight, count = parts_of(loss, num_items)
         self._loop.by_hand, self._loop.forwards = True, 0
         if not self.average.begun:
@@ -444,7 +444,7 @@ class StepEngine(Engine):
             self._drop_given_up()
             self._begin()
             self.average.begin(self.spec.global_batch_size or 1)
-        with self._loop.breaking():
+        with self._loop:
             self._add(total, weight, count, last=self._loop.last)
         self._guard.hide()
 
@@ -454,18 +454,20 @@ class StepEngine(Engine):
         self._loop.refuse_broken()
         if not self.average.begun:
             raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
-        with self._abandoning():
+        try:
             self._guard.check(begun=True)
             if not self.average.reducing:
                 self._loop.check_step()
                 self.average.start()
             return self._update(max_grad_norm)
+        except BaseException:
+            self.give_up()
+            raise
 
-    @contextlib.contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Give the step up where it fails."""
+    def _guarded(self, look: Callable[..., None]) -> None:
+        """Look whether gradients were touched, and give the step up where they were."""
         try:
-            yield
+            look(begun=self.average.begun)
         except BaseException:
             self.give_up()
             raise

@@ -211,13 +211,15 @@ class World:
         self.reduced_at = time.perf_counter()
         self._step += 1
         place = self._step % _PLACES
-        known = [0.0, 0.0, place, place**2, *self._flags]
+        counted = count if self.leads and not isinstance(count, torch.Tensor) else 0.0
+        known = [0.0, counted, place, place**2, *self._flags]
         # Not on what a user's script has made torch's default device.
         values = torch.tensor(known, dtype=torch.float64, device="cpu")
         values = to_device(values, total.device)
         if self.leads:
-            values[0] = total * scale
-            values[1] = count
+            values[0] = total if scale == 1 else total * scale
+            if isinstance(count, torch.Tensor):
+                values[1] = count
         return LossReduction(self, values, None, 1.0, dist.all_reduce(values, async_op=True))
 
     def give_up_step(self) -> None:
