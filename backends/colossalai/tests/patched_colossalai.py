@@ -17,13 +17,13 @@ PLUGINS = {
     "distillation": "ddp", "gemini": "gemini", "llama": "hybrid", "resnet": "ddp",
     "sharded": "fsdp",
 }  # fmt: skip
-"""The plugin that a script of ``tests/compat`` takes, by which Colossal-AI is changed to run here."""
+"""The plugin that a script of tests/compat takes, by which Colossal-AI is changed to run here."""
 
 OTHERS = {
     "migrate/accumulation": "ddp", "migrate/flat": "ddp", "migrate/llama": "hybrid",
     "migrate/trainer": "zero2", "migrate/zero": "zero1",
 }  # fmt: skip
-"""Likewise of those of ``tests/migrate``."""
+"""Likewise of those of tests/migrate."""
 
 
 class _Kernels:
