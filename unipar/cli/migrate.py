@@ -38,7 +38,7 @@ def migrate(
     verify: Annotated[bool, Switch] = False,
     record: Path | None = None,
     against: Path | None = None,
-    args: str | None = None,
+    args: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     script: str | None = None,
     steps: int | None = None,
     processes: int | None = None,
@@ -162,8 +162,7 @@ def _record(
         processes=processes or PROCESSES,
     )
     records.write(found, path)
-    count = sum(map(len, found.losses.values()))
-    print(f"wrote {path}: {count} losses of {found.ranks} ranks on {found.device}")
+    print(f"wrote {path}: losses of {records.ranks(found.losses)} on {found.device}")
 
 
 def _prove(

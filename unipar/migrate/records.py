@@ -221,8 +221,8 @@ def prove(
     )  # fmt: skip
     if sorted(run.losses) != sorted(found.losses):
         raise ConfigError(
-            f"the record has losses of {_ranks(found.losses)}, and here the migrated script "
-            f"computed them on {_ranks(run.losses)}, so they are of other batches. Record on as "
+            f"the record has losses of {ranks(found.losses)}, and here the migrated script "
+            f"computed them on {ranks(run.losses)}, so they are of other batches. Record on as "
             "many as can run here, or run here on as many, by --processes or by what the script "
             "itself is given (--args)."
         )
@@ -264,7 +264,8 @@ def _about(found: Record, run: Run) -> str:
     return "\n".join([*lines, *([f"recorded with {'; '.join(others)}"] if others else [])])
 
 
-def _ranks(losses: Losses) -> str:
+def ranks(losses: Losses) -> str:
+    """How many ranks computed losses, in words."""
     return f"{len(losses)} rank{'s' if len(losses) > 1 else ''}"
 
 
