@@ -113,7 +113,7 @@ def write(found: Record, path: Path) -> None:
     data = found.model_dump(mode="json")
     # Written as they are: pydantic would make null of what is no finite number.
     data["losses"] = {str(rank): losses for rank, losses in found.losses.items()}
-    text = json.dumps({**data, "digest": _digest(_canonical(data))}, indent=1)
+    text = json.dumps({**data, "digest": digest_of(data)}, indent=1)
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         staged.write_text(f"{text}\n")
@@ -144,7 +144,7 @@ def read(path: Path) -> Record:
             f"{path} is a record of format {data.get('format')}, and this unipar ({__version__}) "
             f"reads format 1. Use the same version on both machines, or record again."
         )
-    if data.pop("digest", None) != _digest(_canonical(data)):
+    if data.pop("digest", None) != digest_of(data):
         raise ConfigError(f"{path} is damaged, or was edited: it is not as it was written. {again}")
     try:
         return Record.model_validate(data)
@@ -273,8 +273,9 @@ def _shown(value: Any) -> str:
     return repr(" ".join(value)) if isinstance(value, list) else str(value)
 
 
-def _canonical(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, sort_keys=True).encode()
+def digest_of(data: Mapping[str, Any]) -> str:
+    """The SHA-256 of what a record holds."""
+    return _digest(json.dumps(data, sort_keys=True).encode())
 
 
 def _digest(content: bytes) -> str:
