@@ -153,7 +153,7 @@ def row(program: Program, strategy: str | None) -> Row:
     }
     began = time.monotonic()
     found = migrate_files(program.files, settings=settings)
-    main, changed = found[program.main], 0
+    dialect, changed = next((one.dialect for one in found.values() if one.dialect), ""), 0
     for name, one in found.items():
         before = Counter(program.files[name].splitlines())
         changed += (Counter(one.code.splitlines()) - before).total()
@@ -163,7 +163,7 @@ def row(program: Program, strategy: str | None) -> Row:
     except ConfigError as error:
         told = f"refused: {_words(error)}"
     return Row(
-        program.name, main.dialect, changed, len(proof.original) if proof else 0,
+        program.name, dialect, changed, len(proof.original) if proof else 0,
         proof.difference if proof else None, half, told, time.monotonic() - began,
     )  # fmt: skip
 

@@ -20,8 +20,9 @@ PLUGINS = {
 """The plugin that a script of tests/compat takes, by which Colossal-AI is changed to run here."""
 
 OTHERS = {
-    "migrate/accumulation": "ddp", "migrate/flat": "ddp", "migrate/llama": "hybrid",
-    "migrate/trainer": "zero2", "migrate/zero": "zero1",
+    "migrate/accumulation": "ddp", "migrate/flat": "ddp", "migrate/gpt": "zero1",
+    "migrate/llama": "hybrid",
+    "migrate/trainer": "zero2", "migrate/vit": "ddp", "migrate/zero": "zero1",
 }  # fmt: skip
 """Likewise of those of tests/migrate."""
 
