@@ -265,6 +265,25 @@ SUMMARY = ("written for", "programs", "lines changed", "equal to the last bit",
            "differ", "refused")  # fmt: skip
 
 
+def _add(path: Path, found: list[Row], began: float) -> None:
+    """Put rows into a file; those of programs that have not been run this time stay."""
+    record = json.loads(path.read_text()) if path.exists() else {"about": "", "programs": []}
+    rows = {one[0]: Row(*one) for one in record["programs"]} | {one.name: one for one in found}
+    words = [one for one in sys.argv[1:] if not one.startswith(("--out", "--colossalai", "/"))]
+    packages = [one for one in ("accelerate", "deepspeed", "horovod", "lightning-fabric")
+                if any(row.name.startswith(one.rpartition("-")[2]) for row in found)]  # fmt: skip
+    about = circumstances(
+        " ".join(["python measure/migration/corpus.py", *words]), time.monotonic() - began, packages
+    )
+    content = {
+        "about": "\n\n".join(filter(None, [record["about"], about])),
+        "heads": SUMMARY,
+        "rows": [*summary([*rows.values()])],
+        "programs": [*rows.values()],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def _line(cells: list[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -277,7 +296,9 @@ def main() -> None:
     parser.add_argument("--strategy", help="what the migrated programs train under")
     parser.add_argument("--lanes", type=int, default=2, help="programs at once (default: 2)")
     parser.add_argument("--colossalai", type=Path, help="the interpreter that has Colossal-AI")
-    parser.add_argument("--out", type=Path, help="also write all of it there, as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="also put all of it there, as JSON, into what is there"
+    )
     parser.add_argument("--lines", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     asked = [
@@ -298,11 +319,7 @@ def main() -> None:
     print("", _line([*SUMMARY]), _line(["---"] * len(SUMMARY)), sep="\n")
     print(*(_line(cells) for cells in summary(found)), sep="\n")
     if options.out is not None:
-        words = "python measure/migration/corpus.py"
-        about = circumstances(words, time.monotonic() - began, ("accelerate", "deepspeed",
-                              "horovod", "lightning-fabric"))  # fmt: skip
-        record = {"about": about, "heads": SUMMARY, "rows": [*summary(found)], "programs": found}
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        _add(options.out, found, began)
     if any(one.apart is not None and not one.agrees for one in found):
         sys.exit("Losses differ.")
 

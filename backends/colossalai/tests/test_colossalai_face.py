@@ -40,7 +40,8 @@ def program(name: str) -> tuple[Path, str, dict[str, str]]:
     if name in PLUGINS:
         return FACES, f"{name}.py", {f"{name}.py": (FACES / f"{name}.py").read_text()}
     root = MIGRATED / name.partition("/")[2]
-    return root, "train.py", {path.name: path.read_text() for path in root.glob("*.py")}
+    found = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
+    return root, "train.py", found
 
 
 @functools.cache

@@ -3,9 +3,9 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-import lightning as L
+import lightning_fabric as L
 import torch
-from lightning.fabric.loggers import CSVLogger
+from lightning_fabric.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from lit import GPT, Config

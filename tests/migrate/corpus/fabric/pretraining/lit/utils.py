@@ -1,6 +1,6 @@
 import math
 
-from lightning.fabric.utilities import rank_zero_only
+from lightning_fabric.utilities import rank_zero_only
 import torch.nn.functional as F
 
 
