@@ -292,6 +292,6 @@ def _outcome(suites: list[dict[str, Any]]) -> str:
 
 
 def migrated() -> tuple[list[str], list[list[str]]]:
-    """A row for each framework: its programs, what changes in them, and how their losses compare."""
+    """A row for each framework: its programs, what changes in them, and how losses compare."""
     record = load("../migrate/corpus.json")
     return record["heads"], [[str(cell) for cell in cells] for cells in record["rows"]]

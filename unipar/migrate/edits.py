@@ -37,12 +37,6 @@ class Edits:
             at = parts.index(span)
             self._parts[span] = (*parts[:at], *old, *parts[at + 1 :])
 
-    def insert(self, at: int, text: str) -> None:
-        """Put text in front of a byte that no replacement covers, once."""
-        lines = self._insertions.setdefault(at, [])
-        if text not in lines:
-            lines.append(text)
-
     def covers(self, span: Span) -> bool:
         """Return whether this very span is replaced."""
         return span in self._parts
