@@ -55,7 +55,7 @@ PAGES = (
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "gpu.md",
     *(ROOT / "docs" / "how-to" / name for name in ("slurm.md", "elastic.md")),
-    *(ROOT / "docs" / "migrate" / f"{name}.md" for name in FACES),
+    *(ROOT / "docs" / "migrate" / f"{name}.md" for name in ("index", *FACES)),
 )
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
@@ -189,6 +189,8 @@ TABLES = {
     "settings": settings,
     "checkpoint": checkpoint,
     "survey: ran": ran,
+    "migration: corpus": lambda: _table(*surveys.migrated()),
+    "migration: about": lambda: surveys.about("../migrate/corpus.json"),
     "survey: overview": lambda: _table(*surveys.overview()),
     "survey: about": lambda: surveys.about("survey.json"),
     "survey: parity": lambda: _table(*surveys.parity()),
@@ -243,7 +245,7 @@ def of_face(name: str) -> dict[str, Callable[[], str]]:
 
 def rewritten(page: Path) -> str:
     """The text of a page with each table as the code has it now."""
-    tables = TABLES | of_face(page.stem) if page.parent.name == "migrate" else TABLES
+    tables = TABLES | of_face(page.stem) if page.stem in FACES else TABLES
     return MARKED.sub(lambda m: f"{m['begin']}{tables[m['what']]()}\n{m['end']}", page.read_text())
 
 

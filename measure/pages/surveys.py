@@ -289,3 +289,9 @@ def _outcome(suites: list[dict[str, Any]]) -> str:
         f"{number} {end}" for number, end in ((failed, "failed"), (skipped, "skipped")) if number
     )
     return ", ".join([f"{passed} passed", *others])
+
+
+def migrated() -> tuple[list[str], list[list[str]]]:
+    """A row for each framework: its programs, what changes in them, and how losses compare."""
+    record = load("../migrate/corpus.json")
+    return record["heads"], [[str(cell) for cell in cells] for cells in record["rows"]]

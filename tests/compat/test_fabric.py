@@ -44,7 +44,8 @@ def program(name: str) -> tuple[Path, str, dict[str, str]]:
     if name in OWN:
         return FACES, f"{name}.py", {f"{name}.py": (FACES / f"{name}.py").read_text()}
     root = MIGRATED / name
-    return root, "train.py", {one.name: one.read_text() for one in root.glob("*.py")}
+    found = {one.relative_to(root).as_posix(): one.read_text() for one in root.rglob("*.py")}
+    return root, "train.py", found
 
 
 @functools.cache

@@ -35,6 +35,7 @@ REFUSED = {
 } | {
     ("accelerate/adversarial", "zero2"): "strategy 'zero2' holds one model in a session",
     ("accelerate/package", "zero2"): "strategy 'zero2' holds one model in a session",
+    ("deepspeed/adversarial", "zero2"): "strategy 'zero2' holds one model in a session",
     ("accelerate/flat", "fsdp"): "'0.weight' is only a part here: the strategy divides the model",
 }
 """What is refused rightly: a remedy is in the message."""
@@ -61,8 +62,11 @@ def program(name: str) -> tuple[Path, str, dict[str, str]]:
     if own.is_file():
         return own.parent, own.name, {own.name: own.read_text()}
     root = MIGRATED / name
-    found = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
-    return root, "train.py", found
+    found = {
+        path.relative_to(root).as_posix(): path.read_text()
+        for pattern in ("*.py", "*.ipynb") for path in root.rglob(pattern)
+    }  # fmt: skip
+    return root, "train.py" if "train.py" in found else "train.ipynb", found
 
 
 @functools.cache

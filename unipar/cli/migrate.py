@@ -21,6 +21,7 @@ Framework = Literal[
     "auto", "torch", "ddp", "fsdp", "horovod", "deepspeed", "accelerate", "colossalai", "fabric"
 ]
 REFUSED, REMAINS, DIFFERS = 2, 1, 1
+STEPS, PROCESSES = 20, 2
 
 
 def migrate(
@@ -35,10 +36,12 @@ def migrate(
     report: Path | None = None,
     from_: Annotated[Framework, Parameter(name="--from")] = "auto",
     verify: Annotated[bool, Switch] = False,
-    args: str = "",
+    record: Path | None = None,
+    against: Path | None = None,
+    args: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None,
     script: str | None = None,
-    steps: int = 20,
-    processes: int = 2,
+    steps: int | None = None,
+    processes: int | None = None,
 ) -> int:
     """Turn a training script into a unipar script, and show that it trains the same.
 
@@ -58,13 +61,21 @@ def migrate(
         verify: run the original and the migrated script, and compare their losses; where they
             differ, nothing is written and the exit code is 1. The code of a notebook is run as a
             script, without its magics.
-        args: the script's command line, for --verify.
-        script: which of several files is run, for --verify.
-        steps: backward passes to compare.
-        processes: processes of a distributed script, for --verify.
+        record: run the original alone, and write its losses into this file, for --against on
+            another machine. Nothing else is written.
+        against: run the migrated script alone, as --verify, and compare its losses with those of
+            this file.
+        args: the script's command line, for these three.
+        script: which of several files is run, likewise.
+        steps: backward passes to compare, 20 unless given; those of the record with --against.
+        processes: processes of a distributed script, 2 unless given; likewise.
     """
-    if in_place and output is not None:
-        raise ConfigError("--in-place and --output were both given; give one of them.")
+    given = [name for name, one in (("--in-place", in_place), ("--output", output)) if one]
+    proofs = [name for name, one in (("--verify", verify), ("--record", record),
+                                     ("--against", against)) if one]  # fmt: skip
+    for names in (given, proofs, [*given[:1], "--record"] if record else []):
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} were both given; give one of them.")
     if not paths:
         raise ConfigError("name a script or a directory: unipar migrate train.py")
     _check_installed()
@@ -83,14 +94,20 @@ def migrate(
         print("Left alone: what is refused above cannot be migrated safely.")
     elif not changed:
         print("Nothing is to be migrated.")
+    if record is not None and changed:
+        if record.exists() and not force:
+            raise ConfigError(f"{record} is there already. Pass --force to write over it.")
+        _record(program, migrations, record, script, args, steps, processes)
+    elif record is not None:
+        print("Nothing was recorded.")
     found = None
-    if changed and not (diff or check):
+    if changed and record is None and not (diff or check):
         found = plan_output(program, migrations, output=output, in_place=in_place, force=force)
     proof = None
     if diff and changed:
         print(diff_of(program.files, migrations), end="")
-    if verify and changed:
-        proof = _prove(program, migrations, script, args, steps, processes)
+    if (verify or against) and changed:
+        proof = _prove(program, migrations, against, script, args, steps, processes)
     differs = proof is not None and not proof.agrees
     if found is not None and (force or not differs):
         for path in write(found):
@@ -113,14 +130,10 @@ def _check_installed() -> None:
         raise ConfigError("unipar migrate needs LibCST: pip install 'unipar[migrate]'")
 
 
-def _prove(
-    program: Program, migrations: Mapping[str, Migration], script: str | None, args: str,
-    steps: int, processes: int,
-) -> Proof:  # fmt: skip
-    from unipar.migrate.report import losses
-    from unipar.migrate.verify import verify
-    from unipar.migrate.writing import config_text
-
+def _main_file(
+    program: Program, migrations: Mapping[str, Migration], script: str | None
+) -> tuple[str, Migration]:
+    """The file that is run, and a migration that says how."""
     if script is None and len(migrations) > 1:
         raise ConfigError(
             "several files were given: say which one is run, as in --script train.py. "
@@ -129,17 +142,59 @@ def _prove(
     name = script or next(iter(migrations))
     if name not in migrations:
         raise ConfigError(f"there is no {name} in {program.root}: {', '.join(migrations)}.")
-    main = next(one for one in migrations.values() if one.changed)
-    proof = verify(
+    return name, next(one for one in migrations.values() if one.changed)
+
+
+def _record(
+    program: Program, migrations: Mapping[str, Migration], path: Path, script: str | None,
+    args: str | None, steps: int | None, processes: int | None,
+) -> None:  # fmt: skip
+    from unipar.migrate import records
+
+    name, main = _main_file(program, migrations, script)
+    found = records.record(
         program.root,
         name,
-        {path: one.code for path, one in migrations.items()},
-        config_text(main),
+        records.digests(program.files, program.settings),
         launcher=main.launcher,
-        arguments=shlex.split(args),
-        steps=steps,
-        processes=processes,
+        arguments=shlex.split(args or ""),
+        steps=steps or STEPS,
+        processes=processes or PROCESSES,
     )
+    records.write(found, path)
+    print(f"wrote {path}: losses of {records.ranks(found.losses)} on {found.device}")
+
+
+def _prove(
+    program: Program, migrations: Mapping[str, Migration], against: Path | None,
+    script: str | None, args: str | None, steps: int | None, processes: int | None,
+) -> Proof:  # fmt: skip
+    from unipar.migrate import records
+    from unipar.migrate.report import losses
+    from unipar.migrate.verify import verify
+    from unipar.migrate.writing import config_text
+
+    name, main = _main_file(program, migrations, script)
+    arguments = None if args is None else shlex.split(args)
+    migrated = {path: one.code for path, one in migrations.items()}
+    config = config_text(main)
+    if against is not None:
+        found = records.read(against)
+        records.check(
+            found, program.root, name, arguments=arguments, steps=steps, processes=processes
+        )
+        proof = records.prove(found, program.root, migrated, config, launcher=main.launcher)
+    else:
+        proof = verify(
+            program.root,
+            name,
+            migrated,
+            config,
+            launcher=main.launcher,
+            arguments=arguments or (),
+            steps=steps or STEPS,
+            processes=processes or PROCESSES,
+        )
     print(losses(proof))
     return proof
 

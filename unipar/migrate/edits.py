@@ -19,7 +19,6 @@ class Edits:
     def __init__(self, data: bytes) -> None:
         self.data = data
         self._parts: dict[Span, tuple[str | Span, ...]] = {}
-        self._insertions: dict[int, list[str]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -37,19 +36,12 @@ class Edits:
             at = parts.index(span)
             self._parts[span] = (*parts[:at], *old, *parts[at + 1 :])
 
-    def insert(self, at: int, text: str) -> None:
-        """Put text in front of a byte that no replacement covers, once."""
-        lines = self._insertions.setdefault(at, [])
-        if text not in lines:
-            lines.append(text)
-
     def covers(self, span: Span) -> bool:
         """Return whether this very span is replaced."""
         return span in self._parts
 
     def result(self) -> bytes:
         """The edited file."""
-        self._written: set[int] = set()
         spans = sorted(self._parts, key=lambda span: (span[0], -span[1]))
         return self._render((0, len(self.data)), spans)
 
@@ -62,12 +54,12 @@ class Edits:
                 break
             if span[0] < at or span[1] > whole[1] or span == whole:
                 continue
-            pieces += [self._plain(at, span[0]), self._render_parts(span, spans)]
+            pieces += [self.data[at : span[0]], self._render_parts(span, spans)]
             at = span[1]
-        return b"".join([*pieces, self._plain(at, whole[1])])
+        return b"".join([*pieces, self.data[at : whole[1]]])
 
     def _render_parts(self, span: Span, spans: Sequence[Span]) -> bytes:
-        rendered = self._inserted(span[0])
+        rendered = b""
         for part in self._parts[span]:
             if isinstance(part, str):
                 rendered += part.encode()
@@ -76,16 +68,3 @@ class Edits:
             else:
                 rendered += self._render(part, spans)
         return rendered
-
-    def _plain(self, start: int, stop: int) -> bytes:
-        pieces: list[bytes] = []
-        for at in sorted(place for place in self._insertions if start <= place < stop):
-            pieces += [self.data[start:at], self._inserted(at)]
-            start = at
-        return b"".join([*pieces, self.data[start:stop]])
-
-    def _inserted(self, at: int) -> bytes:
-        if at in self._written:  # A quoted part may begin where the replacement does.
-            return b""
-        self._written.add(at)
-        return "".join(self._insertions.get(at, ())).encode()

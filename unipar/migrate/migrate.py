@@ -134,7 +134,6 @@ def _migrate(
     dialect.rewrite(plan)
     if any(source.edits for source in plan.sources):
         tell_of_lone_ranks(plan, dialect.engines)
-        plan.finish()
     notes = sorted(set(plan.notes))
     refused = any(note.kind == "refused" for note in notes)
     changed = any(source.edits for source in plan.sources) and not refused

@@ -38,7 +38,6 @@ class Plan:
         self.notes: list[Note] = []
         self.models: set[Origin] = set()
         self.launcher = "python"
-        self._imports: set[tuple[str, str]] = set()
 
     # -- looking ---------------------------------------------------------------------------------
 
@@ -75,19 +74,6 @@ class Plan:
         ]
         source.edits.replace(source.span(node), *spans)
 
-    def use(self, source: Source, line: str) -> None:
-        """Make sure that a file has an import."""
-        self._imports.add((source.name, line))
-
-    def drop(self, call: cst.CSTNode, instead: str = "None") -> None:
-        """Take out a call: its line, or, where its value is used, ``instead`` of it."""
-        source = self.flow.source(call)
-        line = source.statement(call)
-        if line is None:
-            self.replace(call, instead)
-        else:
-            source.remove(line)
-
     def refuse(self, node: cst.CSTNode, why: str, todo: str) -> None:
         """Note what keeps the program from being migrated."""
         self._note("refused", node, why, todo)
@@ -113,32 +99,3 @@ class Plan:
         note = Note(source.name, source.line(node), kind, construct, why, todo)
         if note not in self.notes:
             self.notes.append(note)
-
-    # -- finishing -------------------------------------------------------------------------------
-
-    def finish(self) -> None:
-        """Add the imports that the edits need."""
-        for source in self.sources:
-            lines = sorted(line for name, line in self._imports if name == source.name)
-            if lines:
-                end = source.newline()
-                source.edits.insert(_import_place(source), "".join(line + end for line in lines))
-
-
-def _import_place(source: Source) -> int:
-    """The first byte of the line after the imports at the file's top."""
-    place, seen = None, False
-    body = source.tree.body
-    for index, line in enumerate(body):
-        small = line.body if isinstance(line, cst.SimpleStatementLine) else ()
-        imports = bool(small) and all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in small)
-        docstring = index == 0 and bool(small) and isinstance(small[0], cst.Expr)
-        if imports or docstring:
-            place, seen = line, seen or imports
-        elif seen:
-            break
-    if place is None:
-        return source.line_start(body[0]) if body else 0
-    stop = source.span(place)[1]
-    end = source.edits.data.find(b"\n", stop)
-    return len(source.edits.data) if end < 0 else end + 1

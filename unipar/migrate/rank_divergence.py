@@ -20,7 +20,8 @@ _FILES = {"glob.glob", "os.listdir", "os.path.exists", "os.path.getmtime", "os.p
 _OF_PATHS = {"exists", "is_dir", "is_file"}
 # What gives all ranks the same.
 _EXCHANGES = {"all_gather", "all_gather_object", "all_reduce", "broadcast", "broadcast_object_list",
-              "gather", "gather_for_metrics", "gather_object", "reduce"}  # fmt: skip
+              "check_trigger", "gather", "gather_for_metrics", "gather_object",
+              "reduce"}  # fmt: skip
 # Decorators of functions that only some ranks run.
 _LONE = {"on_last_process", "on_local_main_process", "on_main_process", "on_process",
          "rank_zero_only"}  # fmt: skip

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 
 from unipar.migrate.notes import Migration, Note
-from unipar.migrate.verify import TOLERANCE, Proof
+from unipar.migrate.verify import Proof
 
 _HEADINGS = {
     "refused": "Refused: the script was left alone",
@@ -49,10 +49,11 @@ def losses(proof: Proof, *, shown: int = 10) -> str:
     if counts["original"] != counts["migrated"]:
         lines.append(f"losses by rank: original {counts['original']}, "
                      f"migrated {counts['migrated']}")  # fmt: skip
+    lines += proof.about.splitlines()
     verdict = "agree" if proof.agrees else "DIFFER"
     lines.append(
         f"largest relative difference {proof.difference:.2g} "
-        f"(up to {TOLERANCE:g} is rounding): the runs {verdict}"
+        f"(up to {proof.tolerance:g} is rounding): the runs {verdict}"
     )
     return "\n".join(lines)
 

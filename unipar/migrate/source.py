@@ -126,11 +126,6 @@ class Source:
                 found.append(above)
         return found
 
-    def statement(self, node: cst.CSTNode) -> cst.BaseSmallStatement | None:
-        """The statement that a node is the whole of: an expression that nobody uses."""
-        small = self.parent(node)
-        return small if isinstance(small, cst.Expr) else None
-
     def block(self, node: cst.CSTNode) -> cst.CSTNode:
         """The innermost list of statements that a node stands in, ``with`` blocks that go apart."""
         return next(
@@ -151,9 +146,6 @@ class Source:
     def line_start(self, node: cst.CSTNode) -> int:
         """The first byte of the line on which a node begins."""
         return self.edits.data.rfind(b"\n", 0, self.span(node)[0]) + 1
-
-    def newline(self) -> str:
-        return self.tree.default_newline
 
     def remove(self, small: cst.BaseSmallStatement) -> None:
         """Take out a statement, and its line unless something else is on it."""

@@ -13,9 +13,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import psutil
 
+from unipar.benchmark.machine import processor
 from unipar.errors import ConfigError
 from unipar.migrate.launchers import REPORTS, command
 from unipar.migrate.notebooks import SUFFIX, Notebook
@@ -33,10 +35,14 @@ class Proof:
     Attributes:
         original: by rank, in the order in which ``backward()`` was called.
         migrated: likewise.
+        tolerance: relative difference up to which they agree.
+        about: what there is to say about the runs, in lines.
     """
 
     original: Mapping[int, Sequence[float]]
     migrated: Mapping[int, Sequence[float]]
+    tolerance: float = TOLERANCE
+    about: str = ""
 
     @property
     def difference(self) -> float:
@@ -56,8 +62,8 @@ class Proof:
 
     @property
     def agrees(self) -> bool:
-        """Whether they are equal up to :data:`TOLERANCE`."""
-        return self.difference <= TOLERANCE
+        """Whether they are equal up to the tolerance."""
+        return self.difference <= self.tolerance
 
     @property
     def shows(self) -> bool:
@@ -68,6 +74,25 @@ class Proof:
             for losses in run.values()
             for one in losses
         )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of one script.
+
+    Attributes:
+        losses: by rank, in the order in which ``backward()`` was called.
+        device: what they were computed on.
+        formats: the floating-point formats from parameters to the first loss.
+        drawn: whether random numbers were drawn on an accelerator.
+        versions: of Python, torch, and the frameworks that the script has imported.
+    """
+
+    losses: dict[int, list[float]]
+    device: str
+    formats: tuple[str, ...]
+    drawn: bool
+    versions: Mapping[str, str]
 
 
 def verify(
@@ -108,21 +133,34 @@ def verify(
     where = {"arguments": arguments, "steps": steps, "seed": seed, "timeout": timeout}
     start = command(launcher, processes)
     original = losses_of(root, script, {}, start, name="original", **where)
-    files = {**migrated, (PurePosixPath(script).parent / "unipar.yaml").as_posix(): config}
-    proof = Proof(
-        original,
-        losses_of(root, script, files, start, environ=environ, **where),
-    )
+    files = with_config(script, migrated, config)
+    proof = Proof(original, losses_of(root, script, files, start, environ=environ, **where))
+    return checked(proof)
+
+
+def with_config(script: str, migrated: Mapping[str, str], config: str) -> dict[str, str]:
+    """The rewritten files, and ``unipar.yaml`` where the script finds it."""
+    return {**migrated, (PurePosixPath(script).parent / "unipar.yaml").as_posix(): config}
+
+
+def checked(proof: Proof) -> Proof:
+    """Refuse losses that would show nothing."""
     if not proof.shows:
         raise ConfigError(
-            "every loss of both scripts is zero or no finite number, so there is nothing to "
-            "compare. Let them learn something: give other arguments with --args '...', or more "
-            "--steps."
+            "every loss is zero or no finite number, so there is nothing to compare. Let the "
+            "script learn something: give other arguments with --args '...', or more --steps."
         )
     return proof
 
 
 def losses_of(
+    root: Path, script: str, files: Mapping[str, str], launcher: Sequence[str], **how: Any
+) -> dict[int, list[float]]:
+    """The losses of :func:`run_of`, by rank."""
+    return run_of(root, script, files, launcher, **how).losses
+
+
+def run_of(
     root: Path,
     script: str,
     files: Mapping[str, str],
@@ -134,7 +172,7 @@ def losses_of(
     seed: int = 0,
     timeout: float = 600.0,
     environ: Mapping[str, str] | None = None,
-) -> dict[int, list[float]]:
+) -> Run:
     """Run a script in a copy of its directory, and note what ``backward()`` is called on.
 
     Args:
@@ -150,7 +188,7 @@ def losses_of(
         environ: more variables.
 
     Returns:
-        The losses by rank.
+        The losses, and how they were computed.
 
     Raises:
         ConfigError: it fails, or calls ``backward()`` nowhere.
@@ -176,7 +214,12 @@ def losses_of(
             f"the {name} script ended without calling backward() once, so there is nothing to "
             "compare. Give it the arguments that it trains with: --args '...'."
         )
-    return dict(sorted(found.items()))
+    first = found[min(found)]
+    device = f"CPU ({processor()})" if first["device"] == "cpu" else first["device"]
+    return Run(
+        {rank: one["losses"] for rank, one in sorted(found.items())}, device,
+        tuple(first["formats"]), any(one["drawn"] for one in found.values()), first["versions"],
+    )  # fmt: skip
 
 
 def _as_script(work: Path, notebook: str) -> str:
@@ -210,6 +253,8 @@ def _run(
     path = [str(capture), str(work), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         "OMP_NUM_THREADS": "1",
+        # NVIDIA's libraries would compute in 10 bits what a script computes in fp32.
+        "NVIDIA_TF32_OVERRIDE": "0",
         **os.environ,
         **more,
         "PYTHONPATH": os.pathsep.join(path),

@@ -12,6 +12,20 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+PLUGINS = {
+    "accumulation": "zero1", "adversarial": "ddp", "bert": "zero1", "checkpointing": "zero2",
+    "distillation": "ddp", "gemini": "gemini", "llama": "hybrid", "resnet": "ddp",
+    "sharded": "fsdp",
+}  # fmt: skip
+"""The plugin that a script of tests/compat takes, by which Colossal-AI is changed to run here."""
+
+OTHERS = {
+    "migrate/accumulation": "ddp", "migrate/flat": "ddp", "migrate/gpt": "zero1",
+    "migrate/llama": "hybrid",
+    "migrate/trainer": "zero2", "migrate/vit": "ddp", "migrate/zero": "zero1",
+}  # fmt: skip
+"""Likewise of those of tests/migrate."""
+
 
 class _Kernels:
     """Colossal-AI's own formula of Adam, which it keeps for bf16, in the place of its kernel.

@@ -10,6 +10,7 @@ import functools
 from pathlib import Path
 
 import pytest
+from patched_colossalai import OTHERS, PLUGINS
 
 from unipar.migrate import migrate_files
 from unipar.migrate.launchers import command
@@ -22,18 +23,6 @@ FACES = ROOT / "tests" / "compat" / "corpus" / "colossalai"
 MIGRATED = ROOT / "tests" / "migrate" / "corpus" / "colossalai"
 PATCHED = Path(__file__).parent / "patched_colossalai.py"
 TORCHRUN = command("torchrun", 2)
-
-PLUGINS = {
-    "accumulation": "zero1", "adversarial": "ddp", "bert": "zero1", "checkpointing": "zero2",
-    "distillation": "ddp", "gemini": "gemini", "llama": "hybrid", "resnet": "ddp",
-    "sharded": "fsdp",
-}  # fmt: skip
-"""The plugin that a script takes, by which Colossal-AI is changed to run here."""
-
-OTHERS = {
-    "migrate/accumulation": "ddp", "migrate/flat": "ddp", "migrate/llama": "hybrid",
-    "migrate/trainer": "zero2", "migrate/zero": "zero1",
-}  # fmt: skip
 
 ALL = ("own", "ddp", "fsdp")
 # Ranks that share each layer share samples, too.
@@ -51,7 +40,8 @@ def program(name: str) -> tuple[Path, str, dict[str, str]]:
     if name in PLUGINS:
         return FACES, f"{name}.py", {f"{name}.py": (FACES / f"{name}.py").read_text()}
     root = MIGRATED / name.partition("/")[2]
-    return root, "train.py", {path.name: path.read_text() for path in root.glob("*.py")}
+    found = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.py")}
+    return root, "train.py", found
 
 
 @functools.cache

@@ -92,6 +92,16 @@ def test_what_the_face_refuses_is_said_beforehand(
     assert said in refused(*changes)
 
 
+def test_a_trigger_is_the_same_on_all_ranks() -> None:
+    saved = (
+        "        opt.step()\n        if loss < 1:\n            accelerator.set_trigger()\n"
+        "        if accelerator.check_trigger():\n            accelerator.save_state('out')\n"
+    )
+    migration = migrated(("        opt.step()\n", saved))
+    assert migration.changed
+    assert not migration.notes
+
+
 def test_the_file_of_accelerate_config_becomes_settings() -> None:
     file = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: bf16\n"

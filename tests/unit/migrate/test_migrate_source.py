@@ -86,6 +86,7 @@ def test_a_script_is_started_as_before(code: str, launcher: str, dialect: str) -
     [
         ("import horovod.torch as hvd", "import unipar.compat.horovod.torch as hvd"),
         ("from horovod import torch as hvd", "from unipar.compat.horovod import torch as hvd"),
+        ("import horovod.torch", "from unipar.compat import horovod"),
         ("from horovod.torch import init, rank",
          "from unipar.compat.horovod.torch import init, rank"),
     ],
@@ -93,6 +94,13 @@ def test_a_script_is_started_as_before(code: str, launcher: str, dialect: str) -
 def test_horovods_face_is_imported_too(before: str, after: str) -> None:
     migration = migrate_source(f"{before}\nimport torch\n{LOOP}")
     assert migration.code == f"{after}\nimport {FACE} as torch\n{LOOP}"
+
+
+def test_a_line_that_imports_more_than_horovod_loses_nothing() -> None:
+    migration = migrate_source(f"import os, horovod.torch\nimport torch\n{LOOP}")
+    assert not migration.changed
+    (note,) = migration.notes
+    assert note.todo == "Import horovod.torch on a line of its own."
 
 
 @pytest.mark.parametrize("name", ["Adasum", "ProcessSet", "SyncBatchNorm"])

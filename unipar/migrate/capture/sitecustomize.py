@@ -51,18 +51,21 @@ def _record(torch):
     random.seed(seed)
     torch.manual_seed(seed)
     backward = torch.Tensor.backward
-    losses = []
+    losses, facts = [], {"drawn": False}
 
     def recording(self, *args, **kwargs):
         if len(losses) == wanted:
             # Every rank comes here after as many steps, so none waits for another.
             raise SystemExit(0)
+        if not losses:
+            facts.update(_circumstances(torch, self))
+        facts["drawn"] = facts["drawn"] or _drawn(torch)
         value = self.item() if self.numel() == 1 else self.sum().item()
         losses.append(value / _scale_of(self.grad_fn) * _SUMS.factor(len(losses)))
-        _write(torch, losses)
+        _write(torch, losses, facts)
         return backward(self, *args, **kwargs)
 
-    _SUMS.counted = lambda: _write(torch, losses)
+    _SUMS.counted = lambda: _write(torch, losses, facts)
     _SUMS.losses = losses
     torch.Tensor.backward = recording
     _note_scale(torch.amp.GradScaler, "scale", lambda scaler: scaler.get_scale())
@@ -70,6 +73,36 @@ def _record(torch):
     # the process. Scripts whose last act is a collective end so now and then; with a moment
     # without the GIL the thread is done before.
     atexit.register(time.sleep, 0.2)
+
+
+def _circumstances(torch, loss):
+    """What a loss is computed on, and in which formats; and with which versions."""
+    device = loss.device.type
+    if device == "cuda":
+        device = torch.cuda.get_device_name(loss.device)
+    formats, seen, near = {loss.dtype}, set(), [loss.grad_fn]
+    for node in near:
+        formats |= {one.dtype for one in getattr(node, "_input_metadata", ())}
+        for following, _ in getattr(node, "next_functions", ()):
+            if following is not None and following not in seen:
+                seen.add(following)
+                near.append(following)
+    loaded = {name: getattr(sys.modules.get(name), "__version__", None) for name in _FRAMEWORKS}
+    return {
+        "device": device,
+        "formats": sorted(str(one).removeprefix("torch.") for one in formats),
+        "versions": {
+            "Python": ".".join(map(str, sys.version_info[:3])),
+            **{name: str(found) for name, found in loaded.items() if found is not None},
+        },
+    }
+
+
+def _drawn(torch):
+    """Return whether a GPU has drawn random numbers since it was seeded."""
+    # The state is the seed and how much was drawn, of eight bytes each.
+    states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return any(bool(state[8:].any()) for state in states)
 
 
 def _note_scale(owner, name, factor):
@@ -162,16 +195,18 @@ def _held(directory):
     return False
 
 
-def _write(torch, losses):
+def _write(torch, losses, facts):
     rank = os.environ.get("HOROVOD_RANK", "0")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = torch.distributed.get_rank()
     path = os.path.join(os.environ["UNIPAR_CAPTURE_DIR"], f"{rank}.json")
     with open(path, "w") as file:
-        json.dump(losses, file)
+        json.dump({"losses": losses, **facts}, file)
 
 
 _SCALE, _NEAR = "unipar-scale", 64
+_FRAMEWORKS = ("torch", "accelerate", "colossalai", "deepspeed", "horovod", "lightning",
+               "lightning_fabric", "transformers")  # fmt: skip
 _SUMS = _Sums()
 _ACTS = {
     "torch": _record,

@@ -47,9 +47,14 @@ class Horovod(FaceDialect):
             rewrite_imports(plan, source)
 
     def _rewrite_import(self, plan: Plan, source: Source, node: cst.Import) -> None:
-        for alias in node.names:
-            if source.code(alias.name) == "horovod.torch" and alias.asname is None:
+        names = [source.code(alias.name) for alias in node.names if alias.asname is None]
+        if "horovod.torch" in names:
+            if len(node.names) > 1:
+                plan.refuse(
+                    node, "it imports more than horovod.torch, whose line takes another form.",
+                    "Import horovod.torch on a line of its own.",
+                )  # fmt: skip
+            else:
                 plan.replace(node, "from unipar.compat import horovod")
-                plan.use(source, "import unipar.compat.horovod.torch")
-                return
+            return
         super()._rewrite_import(plan, source, node)

@@ -1,0 +1,4 @@
+from .data import RandomTokens
+from .options import parse_args
+
+__all__ = ["RandomTokens", "parse_args"]
