@@ -10,8 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer
-from unipar.compat.models import Calls, PreparedModel
+from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
+from unipar.engine import broadcast_tensors
 from unipar.errors import ConfigError
 from unipar.world import World
 
@@ -34,15 +35,17 @@ class AdoptedModel(PreparedModel):
 
     Attributes:
         called: whether it was called since its last backward pass, so as to be trained.
+        wrapped: whether it is called by the wrapper that the script has put around it.
     """
 
     _unipar_passes = True
     calls: ClassVar[Calls] = _CALLS
     called: bool
+    wrapped: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__["called"] = False
+        self.__dict__["called"] = self.__dict__["wrapped"] = False
 
     @property
     def world(self) -> World:
@@ -65,6 +68,11 @@ class AdoptedModel(PreparedModel):
         """Whether each rank has a part of the weights."""
         return "parameters" in self._session.capabilities.sharded
 
+    def _share_buffers(self, training: Training) -> None:
+        # DDP's forward does it, and ranks need not evaluate together around it.
+        if torch.is_grad_enabled() or self.wrapped:
+            super()._share_buffers(training)
+
     def note(self, output: Any, inputs: Any) -> None:
         """Note on an output which models a loss of it would train."""
         if torch.is_grad_enabled() and self.training_by is not None:
@@ -83,10 +91,11 @@ class AdoptedOptimizer(PreparedOptimizer):
     Attributes:
         uncleared: whether it has stepped, and gradients were not cleared since.
         summed: whether its steps are by the sum over ranks, and not by the mean.
+        alike: whether all ranks make the same calls, as where the script knows nothing of them.
     """
 
     calls: ClassVar[Calls] = _CALLS
-    uncleared = summed = False
+    uncleared = summed = alike = False
 
     @property
     def world(self) -> World:
@@ -96,16 +105,20 @@ class AdoptedOptimizer(PreparedOptimizer):
     def take_over(self, model: AdoptedModel, **asked: Any) -> None:
         """:meth:`takes_up`, also with state from a file. Collective."""
         # Some strategies put other parameters, or fewer, into the groups.
-        self._numbered = [
-            [model.name_of(one) or "" for one in group["params"]]
-            for group in self.optimizer.param_groups
-        ]
+        self._numbered: list[list[str]] = []
+        for group in self.optimizer.param_groups:
+            self.number(group, model)
         stored = self.optimizer.state_dict() if self.divided and self.optimizer.state else None
         if stored is not None:
             self.optimizer.state.clear()
         self.takes_up(model, **asked)
         if stored is not None:
             self.import_numbered(stored)
+
+    def number(self, group: Mapping[str, Any], model: Any = None) -> None:
+        """Count the parameters of a group after those of the groups before it."""
+        model = model or self.model
+        self._numbered.append([model.name_of(one) or "" for one in group["params"]])
 
     @property
     def divided(self) -> bool:
@@ -118,19 +131,42 @@ class AdoptedOptimizer(PreparedOptimizer):
         Raises:
             ConfigError: gradients of the last step are there in PyTorch, and are not here.
         """
-        if self.uncleared:
+        if self.uncleared and not self.lends_gradients:
             raise ConfigError(
                 "the optimizer has stepped, and gradients were not cleared since: PyTorch would "
                 "add to those of the last step, which an engine has cleared. Call "
                 "optimizer.zero_grad() before this loss.backward(); p.grad = None is not seen."
             )
+        engine = self._known().engine
+        fetched = self.alike and self.begun and self.lends_gradients and engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
+        if self.uncleared or fetched:
+            # PyTorch would add to what is there, which is reduced already.
+            held = [p for p in engine.module.parameters() if p.grad is not None]
+            self._carried = [(p, p.grad.clone()) for p in held if p.grad is not None]
+            self.uncleared = False
+        if fetched:
+            engine.zero_grad()
+            self.begun = False
         self.backward(loss)
         assert isinstance(self.model, AdoptedModel)
         self.model.__dict__["called"] = False
 
     def take_step(self) -> None:
+        if self._carried and self.begun:
+            self.fetch_gradients()
+        engine = self._known().engine
+        if self.alike and self.lends_gradients and engine.gradients_changed:  # pyright: ignore[reportAttributeAccessIssue]
+            self._agree()
         super().take_step()
         self.uncleared = True
+
+    def _agree(self) -> None:
+        """Step by rank 0's gradients, where ranks have changed them by random numbers."""
+        assert self.model is not None
+        grads = [p.grad for p in self.model.module.parameters() if p.grad is not None]
+        norms = self.world.gather(float(torch.nn.utils.get_total_norm(grads)))
+        if len(set(norms)) > 1:
+            broadcast_tensors(grads, self.world)
 
     def drop(self) -> None:
         super().drop()
@@ -258,6 +294,7 @@ class _Optimizer:
             super().add_param_group(param_group)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             adopted.add_param_group(param_group)
+            adopted.number(param_group)
 
     def state_dict(self: Any) -> dict[str, Any]:
         adoption = self._unipar_adoption

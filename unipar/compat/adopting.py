@@ -64,6 +64,7 @@ class Adoption:
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._names = 0
+        self._through = False
 
     # -- what the script builds ------------------------------------------------------------------
 
@@ -153,6 +154,7 @@ class Adoption:
             )
             compiled = self.compiled.get(module, False)
             adopted.summed = optimizer in self.sums
+            adopted.alike = alone or not self.aware
             adopted.take_over(model, name=name, compile=compiled)
         optimizer.routed(adopted)
         module.__class__ = model_class(type(module), kind, self)
@@ -225,6 +227,15 @@ class Adoption:
         finally:
             self.inside = before
 
+    @contextlib.contextmanager
+    def wrapping(self) -> Iterator[None]:
+        """Around a call of a model by the wrapper that the script has put around it."""
+        before, self._through = self._through, True
+        try:
+            yield
+        finally:
+            self._through = before
+
     # -- a step ----------------------------------------------------------------------------------
 
     def compute(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
@@ -233,6 +244,7 @@ class Adoption:
             again = self._again(model)
             if again is not None:
                 return again(*args, **kwargs)
+        model.__dict__["wrapped"] = self._through
         kind = model.world.device.type
         under = torch.is_autocast_enabled(kind)
         half = current.config is not None and current.config.precision != "fp32"
@@ -313,27 +325,25 @@ class Adoption:
                 "whole_state_dict(model_or_optimizer) on all ranks, and load_whole_state_dict."
             )
 
-    def optimizer_of(self, parameters: list[torch.Tensor]) -> AdoptedOptimizer | None:
-        """The optimizer whose model has these parameters; ``None`` if no engine trains them.
+    def optimizers_of(
+        self, parameters: list[torch.Tensor]
+    ) -> tuple[list[AdoptedOptimizer], bool]:
+        """The optimizers whose models have some of these parameters.
 
-        Raises:
-            ConfigError: they are some of a model's.
+        Returns:
+            They, and whether it is one, and the parameters are all those of its model.
         """
+        found: list[AdoptedOptimizer] = []
+        whole = False
         for one in self.trained:
             model = one.model
             assert model is not None
             names = {model.name_of(parameter) for parameter in parameters}
-            if names == {None}:
-                continue
-            wanted = {name for name, p in model.module.named_parameters() if p.requires_grad}
-            if wanted <= names and None not in names:
-                return one
-            raise ConfigError(
-                f"clip_grad_norm_ was given {len(parameters)} parameters that are not those of one "
-                "model: a strategy clips the gradient of a model as a whole. Give "
-                "model.parameters() of one model."
-            )
-        return None
+            if names != {None}:
+                found.append(one)
+                wanted = {name for name, p in model.module.named_parameters() if p.requires_grad}
+                whole = wanted <= names and None not in names
+        return found, whole and len(found) == 1
 
 
 adoption = Adoption()
