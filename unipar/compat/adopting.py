@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from unipar.compat import reading
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer, model_class, optimizer_class
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import trained_by
@@ -64,7 +65,7 @@ class Adoption:
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._names = 0
-        self._through = False
+        self._through = self._reads_losses = False
 
     # -- what the script builds ------------------------------------------------------------------
 
@@ -264,7 +265,7 @@ class Adoption:
         model.note(output, (args, kwargs))
         if torch.is_grad_enabled() and not self.aware:
             self.parts.uses += model.learns
-            self.parts.note(output, (args, kwargs))
+            self.parts.note(model.module, output, (args, kwargs))
         return output
 
     def backward(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
@@ -299,10 +300,45 @@ class Adoption:
             )
         size = one.world.data_size
         if size > 1 and not self.aware:
-            loss = self.parts.weigh(loss, size)
+            loss = self.parts.weigh(loss, one.world)
         with self.engine_calls():
             one.add(loss * size if one.summed else loss)
         return True
+
+    def read(self, value: torch.Tensor, leaves: bool) -> torch.Tensor:
+        """What a script gets that reads a value on the host. Collective if it is a part's loss.
+
+        Args:
+            value: a tensor.
+            leaves: whether it leaves the device, and so may be decided by.
+        """
+        if self.inside or in_backward_pass() or type(value) is not torch.Tensor:
+            return value
+        session = current.session
+        if session is None or not self.trained or value.is_leaf and value.requires_grad:
+            return value
+        with self.engine_calls():
+            if value.grad_fn is not None and value.numel() == 1:
+                try:
+                    found = self.parts.whole(value, session.world)
+                except (ConfigError, RuntimeError):
+                    # What cannot be told is refused where it is trained on.
+                    found = value
+                else:
+                    self._reads_losses = True
+                    return found if leaves or value.requires_grad else value
+            # A sum of losses that were detached is of whole batches already.
+            figure = leaves and not (value.is_floating_point() and self._reads_losses)
+            inside = self.parts.giving or torch.is_grad_enabled()
+            if figure and self.parts.cut and inside and (line := reading.line()):
+                self.parts.tell(
+                    "%s reads a figure on the host that has no graph of its own. If it is of a "
+                    "training batch, it is of this rank's part, and ranks may decide differently "
+                    "by it: decide by the loss, or by a figure over the validation data, read "
+                    "under torch.no_grad().",
+                    line,
+                )
+        return value
 
     def check_alone(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that several ranks would have to sum."""
@@ -372,6 +408,7 @@ def close() -> None:
     """End the run; what is built afterwards is of another."""
     current.close()
     adoption.__init__()
+    reading.remove()
     nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
 
 

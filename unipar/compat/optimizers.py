@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
@@ -100,7 +101,13 @@ class PreparedOptimizer(Optimizer):
         if isinstance(engine, StepEngine):
             world, sharded = session.world, session.capabilities.sharded
             if world.data_size == world.size and not sharded & {"parameters", "gradients"}:
-                engine.lend_gradients(self.fetch_gradients)
+                held = weakref.WeakMethod(self.fetch_gradients)
+
+                def fetch() -> None:
+                    if (call := held()) is not None:
+                        call()
+
+                engine.lend_gradients(fetch)
             elif world.size > 1:
                 # What is there before the step is one rank's, where a script expects the mean.
                 engine.reducer.hides_gradients = True

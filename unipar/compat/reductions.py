@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,8 +37,27 @@ def note_share(output: torch.Tensor, share: tuple[int, int] | None) -> None:
         node.metadata[_SHARE] = share
 
 
-def factor_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> float:
+class Weight(NamedTuple):
     """What a rank's loss counts by, so that the mean over ranks is the loss of the whole batch.
+
+    Attributes:
+        factor: by the samples of the batch.
+        samples: this rank's of it.
+        counts: numbers of what its means are over, where these are not the same for each sample;
+            ranks count by them, instead.
+        plain: whether there are means over samples beside these.
+        unsure: whether one of the counts may be a constant.
+    """
+
+    factor: float
+    samples: int = 0
+    counts: tuple[torch.Tensor, ...] = ()
+    plain: bool = False
+    unsure: bool = False
+
+
+def weight_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> Weight | None:
+    """What a rank's loss counts by.
 
     Args:
         loss: of this rank's parts of batches.
@@ -47,13 +66,16 @@ def factor_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> 
             which no output of a model is found; ``None``, or 0 for all ranks', where each has
             it as a whole.
 
+    Returns:
+        Its weight; ``None`` if it is of whole batches.
+
     Raises:
         ConfigError: a rank's part does not tell what the loss would be of the whole.
     """
     graph = _Graph(loss)
     shares = graph.shares or {latest}
     if not any(one is not None and one[1] for one in shares):
-        return 1.0
+        return None
     kind = graph.kind()
     factors = {
         Fraction(1) if one is None or not one[1]
@@ -68,7 +90,16 @@ def factor_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> 
             "told once they are added. Call backward() on the loss of each, or take batches that "
             "the number of ranks divides, with drop_last=True."
         )
-    return float(factors.pop())
+    factor = float(factors.pop())
+    samples = next(one[0] for one in shares if one is not None and one[1])
+    if kind == "sum":
+        return Weight(factor, samples)
+    return Weight(factor, samples, tuple(graph.counts), graph.plain, graph.unsure)
+
+
+def is_of_part(value: torch.Tensor) -> bool:
+    """Whether a value with a graph was computed of a part of a batch."""
+    return any(one is not None and one[1] for one in _Graph(value).shares)
 
 
 class _Graph:
@@ -77,6 +108,8 @@ class _Graph:
     def __init__(self, loss: torch.Tensor) -> None:
         self._root: Any = loss.grad_fn
         self.shares: set[tuple[int, int] | None] = set()
+        self.counts: list[torch.Tensor] = []
+        self.plain = self.unsure = False
         self._varying: set[Any] = set()
         self._outputs: set[Any] = set()
         above: dict[Any, list[Any]] = {}
@@ -122,10 +155,19 @@ class _Graph:
             if (kind := _reduction(node)) is not None:
                 kinds.add(kind)
                 reduced.append(node)
+                if kind == "mean":
+                    self._count(node)
                 continue
             name, following = node.name(), list(_following(node))
+            if name.startswith("Div") and (count := _divisor(node)) is not None:
+                kinds.add("mean")
+                self.counts.append(count)
+                self.unsure |= count.is_floating_point()
+                reduced += following
+                continue
             if name.startswith("Div") and _counts(node):
                 kinds.add("mean")
+                self.plain = True
                 reduced += following
                 continue
             varying = [one for one in following if self._varies(one)]
@@ -155,6 +197,31 @@ class _Graph:
             "batch: what it would be of the whole batch cannot be told. Take means, as in "
             "loss.mean() or reduction='mean', or sums alone; or run on one process."
         )
+
+    def _count(self, node: Any) -> None:
+        """Note what a mean is over, where that may differ from sample to sample."""
+        if node.name().startswith("NllLoss"):
+            # Of targets that are not ignored, the weights of their classes.
+            self.counts.append(node._saved_total_weight)
+        elif self._selects(node):
+            found = getattr(node, "_saved_self_sym_numel", None)
+            found = node._saved_self.numel() if found is None else found
+            self.counts.append(torch.tensor(float(found), dtype=torch.float64, device="cpu"))
+        else:
+            self.plain = True
+
+    def _selects(self, node: Any) -> bool:
+        """Whether what is reduced was selected by a mask or by indices."""
+        seen, todo = set(), [node]
+        while todo:
+            node = todo.pop()
+            if node in seen or node in self._outputs:
+                continue
+            seen.add(node)
+            if node.name().startswith(("IndexBackward", "MaskedSelect", "IndexSelect")):
+                return True
+            todo += [one for one in _following(node) if self._varies(one)]
+        return False
 
     def _refuse_counted(self, node: Any) -> None:
         by = _scalar(node) if node.name().startswith("Mul") else None
@@ -227,6 +294,20 @@ def _counts(node: Any) -> bool:
     return len(sizes) > 0 and by in (math.prod(sizes), sizes[0])
 
 
+def _divisor(node: Any) -> torch.Tensor | None:
+    """The tensor that a sum is divided by, as by the sum of a mask; ``None`` for a number."""
+    other = getattr(node, "_saved_other", None)
+    (summed, _), (divisor, _) = (*node.next_functions, (None, 0))[:2]
+    if divisor is not None or summed is None or _reduction(summed) != "sum":
+        return None
+    if not isinstance(other, torch.Tensor) or other.numel() != 1:
+        return None
+    # A number of Python's is a tensor here, too, but gives way to any other of its kind.
+    small = torch.float16 if other.is_floating_point() else torch.int16
+    least = torch.zeros((), dtype=small, device=other.device)
+    return None if torch.result_type(other, least) == small else other.detach()
+
+
 def _scalar(node: Any) -> int | float | None:
     """The number that a product or a quotient was made with."""
     other = getattr(node, "_saved_other", None)
@@ -237,6 +318,34 @@ def _scalar(node: Any) -> int | float | None:
 
 def _passes(name: str) -> bool:
     return name.startswith((*_LINEAR, "Mean", "Sum")) or any(one in name for one in _HOOKS)
+
+
+def couples_inside(output: torch.Tensor, samples: int) -> str:
+    """The operation by which a model itself compares the samples of a batch; empty if none does.
+
+    Args:
+        output: of the model.
+        samples: of the part that it was computed of.
+    """
+    seen, todo = set(), [output.grad_fn]
+    while todo and samples > 1:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = list(_following(node))
+        todo += following
+        if not any(map(_is_weight, following)) and _couples(node, {samples}, set()):
+            return node.name().rstrip("0123456789").removesuffix("Backward")
+    return ""
+
+
+def _is_weight(node: Any) -> bool:
+    while node.name().startswith(("TBackward", "Transpose", "Permute", "ToCopy", "View")):
+        node = next(_following(node), None)
+        if node is None:
+            return False
+    return node.name().endswith("AccumulateGrad")
 
 
 def _couples(node: Any, samples: set[int], kinds: set[str]) -> bool:
