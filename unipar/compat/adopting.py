@@ -19,11 +19,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.compat import reading
-from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer, model_class, optimizer_class
+from unipar.compat import hooks, reading
+from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import trained_by
 from unipar.compat.parts import Parts, warn_of_parts
+from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
@@ -76,7 +77,7 @@ class Adoption:
         optimizer.__class__ = optimizer_class(type(optimizer), self)
         self._pending.append(weakref.ref(optimizer))
         self._passed.clear()
-        nn.Module.__call__ = _watched  # pyright: ignore[reportAttributeAccessIssue]
+        hooks.watch(True)
 
     def note_wrapped(self, one: Any) -> None:
         """Take notice of a model, or an optimizer, that the script gives to a framework."""
@@ -164,7 +165,7 @@ class Adoption:
         weakref.finalize(optimizer, _release, session, name).atexit = False
         self._pending = [ref for ref in self._pending if ref() not in (None, optimizer)]
         if not self._pending:
-            nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
+            hooks.watch(False)
 
     def _again(self, model: AdoptedModel) -> nn.Module | None:
         """A model that the script has built another optimizer for, taken up with that one."""
@@ -299,9 +300,9 @@ class Adoption:
                 "nothing else. Add losses, and call backward once."
             )
         size = one.world.data_size
-        if size > 1 and not self.aware:
-            loss = self.parts.weigh(loss, one.world)
         with self.engine_calls():
+            if size > 1 and not self.aware:
+                loss = self.parts.weigh(loss, one.world)
             one.add(loss * size if one.summed else loss)
         return True
 
@@ -315,7 +316,7 @@ class Adoption:
         if self.inside or in_backward_pass() or type(value) is not torch.Tensor:
             return value
         session = current.session
-        if session is None or not self.trained or value.is_leaf and value.requires_grad:
+        if session is None or not self.trained or (value.is_leaf and value.requires_grad):
             return value
         with self.engine_calls():
             if value.grad_fn is not None and value.numel() == 1:
@@ -361,9 +362,7 @@ class Adoption:
                 "whole_state_dict(model_or_optimizer) on all ranks, and load_whole_state_dict."
             )
 
-    def optimizers_of(
-        self, parameters: list[torch.Tensor]
-    ) -> tuple[list[AdoptedOptimizer], bool]:
+    def optimizers_of(self, parameters: list[torch.Tensor]) -> tuple[list[AdoptedOptimizer], bool]:
         """The optimizers whose models have some of these parameters.
 
         Returns:
@@ -391,77 +390,21 @@ def start() -> None:
     if place is not None and place.size > 1 and torch.cuda.is_available():
         # A script that knows nothing of ranks says "cuda".
         torch.cuda.set_device(place.local_rank)
-    Optimizer.__init__ = _noting  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.backward = _routed  # pyright: ignore[reportAttributeAccessIssue]
-    torch.autograd.backward = _routed_function
+    hooks.put(adoption)
 
 
 def stop() -> None:
     """End the run, and leave what is built from now on to torch."""
     close()
-    Optimizer.__init__ = _init  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.backward = _backward  # pyright: ignore[reportAttributeAccessIssue]
-    torch.autograd.backward = _backward_function
+    hooks.take_back()
 
 
 def close() -> None:
     """End the run; what is built afterwards is of another."""
     current.close()
     adoption.__init__()
+    hooks.watch(False)
     reading.remove()
-    nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
-
-
-_init, _call, _backward = Optimizer.__init__, nn.Module.__call__, torch.Tensor.backward
-_backward_function = torch.autograd.backward
-
-
-def _noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-    _init(self, *args, **kwargs)
-    adoption.note_optimizer(self)
-
-
-def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if adoption.takes(self):
-        # It has another class now.
-        return self(*args, **kwargs)
-    return _call(self, *args, **kwargs)
-
-
-def _routed(
-    self: torch.Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    asked = {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph,
-             "inputs": inputs}  # fmt: skip
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    if not adoption.backward(self, given):
-        _backward(self, gradient, retain_graph, create_graph, inputs)
-
-
-def _routed_function(
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
-             "create_graph": create_graph, "inputs": inputs}  # fmt: skip
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    loss = tensors
-    if not isinstance(tensors, torch.Tensor) and not given:
-        several = list(tensors)
-        loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
-    # Tensor.backward comes here, too, with what belongs to no engine.
-    if not isinstance(loss, torch.Tensor) or not adoption.backward(loss, given):
-        _backward_function(
-            tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
-        )
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

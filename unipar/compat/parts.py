@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from unipar.compat.graph_nodes import couples_inside
 from unipar.compat.reductions import (
     Weight,
-    couples_inside,
     is_of_part,
     note_share,
     weight_of,
@@ -68,10 +68,10 @@ class Parts:
             return
         part = self._part_of(inputs)
         found = list(tensors_of(output))
-        if part is not None and part[0] < part[1] and part[0] > 1:
-            if module not in self._looked_into:
-                self._looked_into.add(module)
-                self._look_into(module, found, part[0])
+        cut = part is not None and 1 < part[0] < part[1]
+        if part is not None and cut and module not in self._looked_into:
+            self._looked_into.add(module)
+            self._look_into(module, found, part[0])
         for tensor in found:
             note_share(tensor, part)
 
@@ -112,7 +112,7 @@ class Parts:
         return self._weighed(loss, self._factor_of(loss, world))
 
     def whole(self, value: torch.Tensor, world: World) -> torch.Tensor:
-        """What a value with a graph, as a loss, is of the whole batch. Collective if it is a part's.
+        """What a value with a graph, as a loss, is of the whole batch. Collective if of a part.
 
         Raises:
             ConfigError: the parts do not tell.
@@ -134,14 +134,16 @@ class Parts:
         return loss if factor == 1 else loss * factor
 
     def _factor_of(self, loss: torch.Tensor, world: World) -> torch.Tensor | float:
-        """What a loss counts by; kept on its graph, which does not tell it after a backward pass."""
+        """What a loss counts by; kept on its graph, which tells it before a backward pass alone."""
         node: Any = loss.grad_fn
         if _FACTOR not in node.metadata:
             found = weight_of(loss, world.data_size, self._read[-1])
             if found is None:
                 node.metadata[_FACTOR] = 1.0
             else:
-                node.metadata[_FACTOR] = self._by_counts(found, world) if found.counts else found.factor
+                node.metadata[_FACTOR] = (
+                    self._by_counts(found, world) if found.counts else found.factor
+                )
         return node.metadata[_FACTOR]
 
     def _by_counts(self, weight: Weight, world: World) -> torch.Tensor | float:
@@ -153,10 +155,9 @@ class Parts:
         # What several means count by is alike, or they cannot be weighed as one.
         own = [float(one) * (weight.samples > 0) for one in weight.counts]
         ranks = world.gather((*own, *([weight.samples] if weight.plain else ())))
-        totals = [sum(column) for column in zip(*ranks, strict=True)]
-        shares = {tuple(one / (total or 1) for one in column)
-                  for column, total in zip(zip(*ranks, strict=True), totals, strict=True)}  # fmt: skip
-        differ = any(len(set(column)) > 1 for column in zip(*ranks, strict=True))
+        columns = list(zip(*ranks, strict=True))
+        shares = [[one / (sum(column) or 1) for one in column] for column in columns]
+        differ = any(len(set(column)) > 1 for column in columns)
         self._counted |= differ and not weight.plain
         if weight.unsure and not self._counted:
             raise ConfigError(

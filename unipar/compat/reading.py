@@ -1,8 +1,8 @@
 """Figures that a script reads on the host, where each rank has a part of every batch.
 
 What a script decides by a loss, as to stop or to leave a step out, all ranks must decide alike: so
-a loss is read as that of the whole batch. What has no graph, as a count of correct predictions, does
-not tell what it is of; that is said once, with the line.
+a loss is read as that of the whole batch. What has no graph, as a count of correct predictions,
+does not tell what it is of; that is said once, with the line.
 """
 
 from __future__ import annotations

@@ -144,9 +144,9 @@ class _Cut:
 
     def _look(self, whole: Any, less: Any, length: int, path: tuple[Any, ...]) -> None:
         assert self._along is not None
-        shapes = getattr(whole, "shape", None), getattr(less, "shape", None)
-        if shapes[0] is not None and shapes[1] is not None:
-            for dim, (size, one_less) in enumerate(zip(*shapes, strict=False)):
+        shape, shorter = getattr(whole, "shape", None), getattr(less, "shape", None)
+        if shape is not None and shorter is not None:
+            for dim, (size, one_less) in enumerate(zip(shape, shorter, strict=False)):
                 if (size, one_less) == (length, length - 1):
                     self._along[path] = dim
                     return

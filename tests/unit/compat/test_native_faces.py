@@ -266,7 +266,7 @@ def test_gradients_are_there_as_pytorch_has_them(code: str) -> None:
     utils = importlib.import_module(f"{FACE}.nn.utils")
 
     def run(utils: Any) -> list[float]:
-        model, _ = trained()
+        model: Any = trained()[0]
         rest = [p for p in model.parameters() if p is not model[2].bias]
         optimizer = torch.optim.SGD(rest, lr=0.1, momentum=0.9)
         seen: list[float] = []
