@@ -19,10 +19,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer, model_class, optimizer_class
+from unipar.compat import hooks, reading
+from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import trained_by
 from unipar.compat.parts import Parts, warn_of_parts
+from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
@@ -64,6 +66,7 @@ class Adoption:
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._names = 0
+        self._through = self._reads_losses = False
 
     # -- what the script builds ------------------------------------------------------------------
 
@@ -74,7 +77,7 @@ class Adoption:
         optimizer.__class__ = optimizer_class(type(optimizer), self)
         self._pending.append(weakref.ref(optimizer))
         self._passed.clear()
-        nn.Module.__call__ = _watched  # pyright: ignore[reportAttributeAccessIssue]
+        hooks.watch(True)
 
     def note_wrapped(self, one: Any) -> None:
         """Take notice of a model, or an optimizer, that the script gives to a framework."""
@@ -153,6 +156,7 @@ class Adoption:
             )
             compiled = self.compiled.get(module, False)
             adopted.summed = optimizer in self.sums
+            adopted.alike = alone or not self.aware
             adopted.take_over(model, name=name, compile=compiled)
         optimizer.routed(adopted)
         module.__class__ = model_class(type(module), kind, self)
@@ -161,7 +165,7 @@ class Adoption:
         weakref.finalize(optimizer, _release, session, name).atexit = False
         self._pending = [ref for ref in self._pending if ref() not in (None, optimizer)]
         if not self._pending:
-            nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
+            hooks.watch(False)
 
     def _again(self, model: AdoptedModel) -> nn.Module | None:
         """A model that the script has built another optimizer for, taken up with that one."""
@@ -225,6 +229,15 @@ class Adoption:
         finally:
             self.inside = before
 
+    @contextlib.contextmanager
+    def wrapping(self) -> Iterator[None]:
+        """Around a call of a model by the wrapper that the script has put around it."""
+        before, self._through = self._through, True
+        try:
+            yield
+        finally:
+            self._through = before
+
     # -- a step ----------------------------------------------------------------------------------
 
     def compute(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
@@ -233,6 +246,7 @@ class Adoption:
             again = self._again(model)
             if again is not None:
                 return again(*args, **kwargs)
+        model.__dict__["wrapped"] = self._through
         kind = model.world.device.type
         under = torch.is_autocast_enabled(kind)
         half = current.config is not None and current.config.precision != "fp32"
@@ -252,7 +266,7 @@ class Adoption:
         model.note(output, (args, kwargs))
         if torch.is_grad_enabled() and not self.aware:
             self.parts.uses += model.learns
-            self.parts.note(output, (args, kwargs))
+            self.parts.note(model.module, output, (args, kwargs))
         return output
 
     def backward(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
@@ -286,11 +300,46 @@ class Adoption:
                 "nothing else. Add losses, and call backward once."
             )
         size = one.world.data_size
-        if size > 1 and not self.aware:
-            loss = self.parts.weigh(loss, size)
         with self.engine_calls():
+            if size > 1 and not self.aware:
+                loss = self.parts.weigh(loss, one.world)
             one.add(loss * size if one.summed else loss)
         return True
+
+    def read(self, value: torch.Tensor, leaves: bool) -> torch.Tensor:
+        """What a script gets that reads a value on the host. Collective if it is a part's loss.
+
+        Args:
+            value: a tensor.
+            leaves: whether it leaves the device, and so may be decided by.
+        """
+        if self.inside or in_backward_pass() or type(value) is not torch.Tensor:
+            return value
+        session = current.session
+        if session is None or not self.trained or (value.is_leaf and value.requires_grad):
+            return value
+        with self.engine_calls():
+            if value.grad_fn is not None and value.numel() == 1:
+                try:
+                    found = self.parts.whole(value, session.world)
+                except (ConfigError, RuntimeError):
+                    # What cannot be told is refused where it is trained on.
+                    found = value
+                else:
+                    self._reads_losses = True
+                    return found if leaves or value.requires_grad else value
+            # A sum of losses that were detached is of whole batches already.
+            figure = leaves and not (value.is_floating_point() and self._reads_losses)
+            inside = self.parts.giving or torch.is_grad_enabled()
+            if figure and self.parts.cut and inside and (line := reading.line()):
+                self.parts.tell(
+                    "%s reads a figure on the host that has no graph of its own. If it is of a "
+                    "training batch, it is of this rank's part, and ranks may decide differently "
+                    "by it: decide by the loss, or by a figure over the validation data, read "
+                    "under torch.no_grad().",
+                    line,
+                )
+        return value
 
     def check_alone(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that several ranks would have to sum."""
@@ -313,27 +362,23 @@ class Adoption:
                 "whole_state_dict(model_or_optimizer) on all ranks, and load_whole_state_dict."
             )
 
-    def optimizer_of(self, parameters: list[torch.Tensor]) -> AdoptedOptimizer | None:
-        """The optimizer whose model has these parameters; ``None`` if no engine trains them.
+    def optimizers_of(self, parameters: list[torch.Tensor]) -> tuple[list[AdoptedOptimizer], bool]:
+        """The optimizers whose models have some of these parameters.
 
-        Raises:
-            ConfigError: they are some of a model's.
+        Returns:
+            They, and whether it is one, and the parameters are all those of its model.
         """
+        found: list[AdoptedOptimizer] = []
+        whole = False
         for one in self.trained:
             model = one.model
             assert model is not None
             names = {model.name_of(parameter) for parameter in parameters}
-            if names == {None}:
-                continue
-            wanted = {name for name, p in model.module.named_parameters() if p.requires_grad}
-            if wanted <= names and None not in names:
-                return one
-            raise ConfigError(
-                f"clip_grad_norm_ was given {len(parameters)} parameters that are not those of one "
-                "model: a strategy clips the gradient of a model as a whole. Give "
-                "model.parameters() of one model."
-            )
-        return None
+            if names != {None}:
+                found.append(one)
+                wanted = {name for name, p in model.module.named_parameters() if p.requires_grad}
+                whole = wanted <= names and None not in names
+        return found, whole and len(found) == 1
 
 
 adoption = Adoption()
@@ -345,76 +390,21 @@ def start() -> None:
     if place is not None and place.size > 1 and torch.cuda.is_available():
         # A script that knows nothing of ranks says "cuda".
         torch.cuda.set_device(place.local_rank)
-    Optimizer.__init__ = _noting  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.backward = _routed  # pyright: ignore[reportAttributeAccessIssue]
-    torch.autograd.backward = _routed_function
+    hooks.put(adoption)
 
 
 def stop() -> None:
     """End the run, and leave what is built from now on to torch."""
     close()
-    Optimizer.__init__ = _init  # pyright: ignore[reportAttributeAccessIssue]
-    torch.Tensor.backward = _backward  # pyright: ignore[reportAttributeAccessIssue]
-    torch.autograd.backward = _backward_function
+    hooks.take_back()
 
 
 def close() -> None:
     """End the run; what is built afterwards is of another."""
     current.close()
     adoption.__init__()
-    nn.Module.__call__ = _call  # pyright: ignore[reportAttributeAccessIssue]
-
-
-_init, _call, _backward = Optimizer.__init__, nn.Module.__call__, torch.Tensor.backward
-_backward_function = torch.autograd.backward
-
-
-def _noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-    _init(self, *args, **kwargs)
-    adoption.note_optimizer(self)
-
-
-def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if adoption.takes(self):
-        # It has another class now.
-        return self(*args, **kwargs)
-    return _call(self, *args, **kwargs)
-
-
-def _routed(
-    self: torch.Tensor,
-    gradient: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    asked = {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph,
-             "inputs": inputs}  # fmt: skip
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    if not adoption.backward(self, given):
-        _backward(self, gradient, retain_graph, create_graph, inputs)
-
-
-def _routed_function(
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
-    asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
-             "create_graph": create_graph, "inputs": inputs}  # fmt: skip
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    loss = tensors
-    if not isinstance(tensors, torch.Tensor) and not given:
-        several = list(tensors)
-        loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
-    # Tensor.backward comes here, too, with what belongs to no engine.
-    if not isinstance(loss, torch.Tensor) or not adoption.backward(loss, given):
-        _backward_function(
-            tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
-        )
+    hooks.watch(False)
+    reading.remove()
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

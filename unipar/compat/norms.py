@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,17 +13,31 @@ from unipar.strategy import StepResult
 
 
 class StepNorm(torch.Tensor):
-    """A scalar that can be read once the optimizer has stepped; until then every use is refused."""
+    """A scalar that can be read once it is known: when the optimizer has stepped, if not before."""
 
     _result: StepResult | None = None
     _call: str
+    _fetch: Callable[[], None] | None = None
 
     @staticmethod
-    def expected(device: torch.device, call: str) -> StepNorm:
-        """One of a step that is to come, as a call has returned it."""
+    def expected(
+        device: torch.device, call: str, fetch: Callable[[], None] | None = None
+    ) -> StepNorm:
+        """One of a step that is to come, as a call has returned it.
+
+        Args:
+            device: where it is.
+            call: what has returned it.
+            fetch: settles it before the step; ``None``: nothing can, and every use is refused.
+        """
         norm = torch.zeros((), device=device).as_subclass(StepNorm)
-        norm._call = call
+        norm._call, norm._fetch = call, fetch
         return norm
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known."""
+        return self._result is not None
 
     def settle(self, result: StepResult) -> None:
         """Take over the result of the step."""
@@ -34,6 +49,8 @@ class StepNorm(torch.Tensor):
         Raises:
             ConfigError: the optimizer has not stepped.
         """
+        if self._result is None and self._fetch is not None:
+            self._fetch()
         if self._result is None:
             raise ConfigError(
                 f"the norm that {self._call}(...) returned was read before "

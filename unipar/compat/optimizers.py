@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
@@ -55,6 +57,7 @@ class PreparedOptimizer(Optimizer):
         self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
         self._limit: float | None = None
         self._norm: StepNorm | None = None
+        self._carried: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._last: StepResult | None = None
 
     def model_among(self, models: Iterable[PreparedModel]) -> PreparedModel | None:
@@ -95,9 +98,19 @@ class PreparedOptimizer(Optimizer):
             )
         with own_randomness(session.world.device):
             engine = session.prepare(model.module, optimizer=self._over(model), **asked)
-        if session.world.size > 1 and isinstance(engine, StepEngine):
-            # What is there before the step is one rank's, where a script expects the mean.
-            engine.reducer.hides_gradients = True
+        if isinstance(engine, StepEngine):
+            world, sharded = session.world, session.capabilities.sharded
+            if world.data_size == world.size and not sharded & {"parameters", "gradients"}:
+                held = weakref.WeakMethod(self.fetch_gradients)
+
+                def fetch() -> None:
+                    if (call := held()) is not None:
+                        call()
+
+                engine.lend_gradients(fetch)
+            elif world.size > 1:
+                # What is there before the step is one rank's, where a script expects the mean.
+                engine.reducer.hides_gradients = True
         if session.capabilities.sharded and isinstance(engine, StepEngine):
             # Other strategies evaluate as DDP would.
             engine.reducer.shares_buffers = current.asks_for_replicas()
@@ -147,11 +160,41 @@ class PreparedOptimizer(Optimizer):
             raise
         self.begun = True
 
+    @property
+    def clips(self) -> bool:
+        """Whether the step is clipped already."""
+        return self._norm is not None
+
+    @property
+    def lends_gradients(self) -> bool:
+        """Whether the script may use ``parameter.grad`` between backward pass and step."""
+        engine = self._known().engine
+        return isinstance(engine, StepEngine) and engine.lends_gradients
+
+    def fetch_gradients(self) -> None:
+        """Leave in ``parameter.grad`` what the step will be by, clipped if it is. Collective.
+
+        It is called when the script uses one of them.
+        """
+        engine = self._known().engine
+        assert isinstance(engine, StepEngine)
+        engine.fetch_gradients()
+        for parameter, grad in self._carried:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        self._carried = []
+        if self._norm is not None and not self._norm.settled:
+            assert self._limit is not None
+            found = nn.utils.clip_grad_norm_(engine.module.parameters(), self._limit)
+            self._norm.settle(StepResult(0.0, 0.0, float(found)))
+            # Whether it is finite is looked at in the step.
+            self._limit = math.inf
+
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
         """Have the next step clip the gradient to a 2-norm.
 
         Returns:
-            Its norm before, a scalar that can be read after the step.
+            Its norm before, a scalar that can be read after the step; or before, which then has
+            the ranks reduce their gradients, where these are whole.
         """
         if not self.begun or self._norm is not None:
             raise ConfigError(
@@ -159,7 +202,9 @@ class PreparedOptimizer(Optimizer):
                 + ("twice in one step" if self.begun else f"before {self.calls.backward}")
                 + ". Call it once, between backward and optimizer.step()."
             )
-        self._limit, self._norm = float(max_norm), StepNorm.expected(device, self.calls.clip)
+        fetch = self.fetch_gradients if self.lends_gradients else None
+        self._limit = float(max_norm)
+        self._norm = StepNorm.expected(device, self.calls.clip, fetch)
         return self._norm
 
     def take_step(self) -> None:
@@ -179,7 +224,7 @@ class PreparedOptimizer(Optimizer):
             training.failed = True
             raise
         training.called = False
-        if norm is not None:
+        if norm is not None and not norm.settled:
             norm.settle(self._last)
 
     def drop(self) -> None:
@@ -187,12 +232,15 @@ class PreparedOptimizer(Optimizer):
         training = self._known()
         if self.begun or training.failed:
             training.engine.zero_grad()
+        if self.lends_gradients:
+            for parameter in training.engine.module.parameters():
+                parameter.grad = None
         training.failed = self.strayed = False
         self.cleared = True
         self._forget()
 
     def _forget(self) -> None:
-        self.begun, self._limit, self._norm = False, None, None
+        self.begun, self._limit, self._norm, self._carried = False, None, None, []
 
     @property
     def step_was_skipped(self) -> bool:
@@ -236,10 +284,14 @@ class PreparedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self.training is not None:
+        # Whole replicas have the user's own optimizer, and its state is as long as its groups.
+        if self.training is not None and (
+            not self.lends_gradients or self._session.capabilities.sharded
+        ):
             raise ConfigError(
                 "add_param_group came after the model and its optimizer were prepared, and the "
-                "strategy knows what it divides since then. Add the group before."
+                f"strategy '{self._session.strategy.name}' knows what it divides since then. Add "
+                "the group before, or use ddp."
             )
         self.optimizer.add_param_group(param_group)
 

@@ -8,9 +8,16 @@ from collections import deque
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from unipar.compat.reductions import factor_of, note_share
+from unipar.compat.graph_nodes import couples_inside
+from unipar.compat.reductions import (
+    Weight,
+    is_of_part,
+    note_share,
+    weight_of,
+)
 from unipar.engine import share_buffers
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
@@ -19,6 +26,7 @@ from unipar.world import World
 log = logging.getLogger("unipar")
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_FACTOR = "unipar.compat.factor"
 Part = tuple[int, int] | None
 """This rank's and all ranks' samples of a batch, with 0 for the latter where each rank has it as a
 whole; ``None`` for a whole one of a size that is not known."""
@@ -29,20 +37,28 @@ class Parts:
 
     Attributes:
         uses: how many passes in training there were, forward and backward.
+        giving: how many loops over parts of batches there are now.
     """
 
     def __init__(self) -> None:
-        self.uses = 0
+        self.uses = self.giving = 0
         self._read: deque[Part] = deque(maxlen=4)
         self._uneven: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._told = False
+        self._looked_into: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._told: set[str] = set()
+        self._counted = False
+
+    @property
+    def cut(self) -> bool:
+        """Whether the batch that was read last is a part."""
+        return bool(self._read) and self._read[-1] is not None and self._read[-1][1] > 0
 
     def read(self, part: Part) -> None:
         """A batch was read; a whole one is noted once others were not."""
         if self._read or (part is not None and part[1]):
             self._read.append(part)
 
-    def note(self, output: Any, inputs: Any) -> None:
+    def note(self, module: nn.Module, output: Any, inputs: Any) -> None:
         """Note on what a model gives of which part it was computed.
 
         It is not always the one that was read last: batches are read ahead, and from several
@@ -51,8 +67,30 @@ class Parts:
         if not self._read:
             return
         part = self._part_of(inputs)
-        for tensor in tensors_of(output):
+        found = list(tensors_of(output))
+        cut = part is not None and 1 < part[0] < part[1]
+        if part is not None and cut and module not in self._looked_into:
+            self._looked_into.add(module)
+            self._look_into(module, found, part[0])
+        for tensor in found:
             note_share(tensor, part)
+
+    def _look_into(self, module: nn.Module, outputs: list[torch.Tensor], samples: int) -> None:
+        how = next(filter(None, (couples_inside(one, samples) for one in outputs)), "")
+        if how:
+            self.tell(
+                "%s seems to compare the samples of a batch with each other inside of its forward "
+                "(%s over %d of them), and each rank has a part of the batch, so results are not "
+                "those of one process. Run on one process, or divide data and gather outputs "
+                "yourself, with DistributedDataParallel.",
+                type(module).__name__, how, samples,
+            )  # fmt: skip
+
+    def tell(self, message: str, *args: Any) -> None:
+        """Warn of what is not as on one process, once."""
+        if message not in self._told:
+            self._told.add(message)
+            log.warning(message, *args)
 
     def _part_of(self, inputs: Any) -> Part:
         shapes = [one.shape for one in tensors_of(inputs) if one.dim()]
@@ -62,19 +100,81 @@ class Parts:
                     return part
         return self._read[-1]
 
-    def weigh(self, loss: torch.Tensor, ranks: int) -> torch.Tensor:
+    def weigh(self, loss: torch.Tensor, world: World) -> torch.Tensor:
         """A loss of a part, so that the mean over ranks is that of the whole batch."""
         if not self._read:
-            if not self._told:
-                log.warning(
-                    "no DataLoader of torch's gives this script its batches, so each of %d ranks "
-                    "trains on all of them: results are those of one process, and no faster.",
-                    ranks,
-                )
-                self._told = True
+            self.tell(
+                "no DataLoader of torch's gives this script its batches, so each of %d ranks "
+                "trains on all of them: results are those of one process, and no faster.",
+                world.data_size,
+            )
             return loss
-        factor = factor_of(loss, ranks, self._read[-1])
+        return self._weighed(loss, self._factor_of(loss, world))
+
+    def whole(self, value: torch.Tensor, world: World) -> torch.Tensor:
+        """What a value with a graph, as a loss, is of the whole batch. Collective if of a part.
+
+        Raises:
+            ConfigError: the parts do not tell.
+            RuntimeError: its graph is gone.
+        """
+        node: Any = value.grad_fn
+        if not self._read or (_FACTOR not in node.metadata and not is_of_part(value)):
+            return value.detach()
+        factor = self._factor_of(value, world)
+        found = self._weighed(value.detach(), factor).double()
+        dist.all_reduce(found)
+        return (found / world.size).to(value.dtype)
+
+    @staticmethod
+    def _weighed(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+        if isinstance(factor, torch.Tensor):
+            # A mean over nothing is no number.
+            return torch.where(factor > 0, loss, torch.zeros_like(loss)) * factor.to(loss.dtype)
         return loss if factor == 1 else loss * factor
+
+    def _factor_of(self, loss: torch.Tensor, world: World) -> torch.Tensor | float:
+        """What a loss counts by; kept on its graph, which tells it before a backward pass alone."""
+        node: Any = loss.grad_fn
+        if _FACTOR not in node.metadata:
+            found = weight_of(loss, world.data_size, self._read[-1])
+            if found is None:
+                node.metadata[_FACTOR] = 1.0
+            else:
+                node.metadata[_FACTOR] = (
+                    self._by_counts(found, world) if found.counts else found.factor
+                )
+        return node.metadata[_FACTOR]
+
+    def _by_counts(self, weight: Weight, world: World) -> torch.Tensor | float:
+        if len(weight.counts) == 1 and not weight.plain and (self._counted or not weight.unsure):
+            own = weight.counts[0].detach().double() * (weight.samples > 0)
+            total = own.clone().to(world.device)
+            dist.all_reduce(total)
+            return own.to(world.device) * world.size / total.clamp(min=1e-300)
+        # What several means count by is alike, or they cannot be weighed as one.
+        own = [float(one) * (weight.samples > 0) for one in weight.counts]
+        ranks = world.gather((*own, *([weight.samples] if weight.plain else ())))
+        columns = list(zip(*ranks, strict=True))
+        shares = [[one / (sum(column) or 1) for one in column] for column in columns]
+        differ = any(len(set(column)) > 1 for column in columns)
+        self._counted |= differ and not weight.plain
+        if weight.unsure and not self._counted:
+            raise ConfigError(
+                "this loss is a sum that is divided by a tensor which is the same on all ranks: "
+                "whether it counts what is summed, as the sum of a mask, or is a constant, cannot "
+                "be told. Divide by an integer count, as mask.sum() of a boolean mask, or by a "
+                "number; or run on one process."
+            )
+        first, *others = shares
+        if any(abs(a - b) > 1e-9 for one in others for a, b in zip(first, one, strict=True)):
+            raise ConfigError(
+                "this loss adds means over different numbers, as of targets that are not ignored "
+                "and of samples, of which ranks have other proportions: what each counts for "
+                "cannot be told once they are added. Call backward() on each; or run on one "
+                "process."
+            )
+        return first[world.rank] * world.size
 
     def refuse_alone(self) -> None:
         """Refuse a backward pass whose gradients nothing would sum.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Sampler, default_collate
 
 from unipar.compat.loaders import settings_of
+from unipar.compat.run import own_randomness
 from unipar.world import World
+
+log = logging.getLogger("unipar")
 
 _AHEAD = 256
 """How many batches rank 0 draws at once."""
@@ -21,7 +26,8 @@ class SharedLoader(DataLoader):
 
     Rank 0 draws the order with the generators that the script has there, and tells the others. A
     batch smaller than the number of ranks leaves some without samples: they run its first one,
-    which counts nothing.
+    which counts nothing. What the script puts batches together by, as by padding, is given whole
+    ones, and what it gives is cut up.
 
     Args:
         loader: what the script has built; a batch of it is one over all ranks.
@@ -40,8 +46,12 @@ class SharedLoader(DataLoader):
         whole: bool = False,
     ) -> None:
         self._world, self._tell = world, tell
-        self._shares = _Shares(loader.batch_sampler, world, whole=whole)
-        super().__init__(loader.dataset, batch_sampler=self._shares, **settings_of(loader))
+        settings = settings_of(loader)
+        own = not whole and settings["collate_fn"] is not default_collate
+        if own:
+            settings["collate_fn"] = _Cut(settings["collate_fn"], world.data_rank, world.data_size)
+        self._shares = _Shares(loader.batch_sampler, world, whole=whole, cut=not own)
+        super().__init__(loader.dataset, batch_sampler=self._shares, **settings)
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # A seed is drawn here, and the order with the first batch, as by torch's own.
@@ -56,8 +66,8 @@ class SharedLoader(DataLoader):
 class _Shares(Sampler[list[int]]):
     """This rank's part of each batch of a batch sampler."""
 
-    def __init__(self, batches: Any, world: World, *, whole: bool) -> None:
-        self._batches, self._world, self._whole = batches, world, whole
+    def __init__(self, batches: Any, world: World, *, whole: bool, cut: bool) -> None:
+        self._batches, self._world, self._whole, self._cut = batches, world, whole, cut
         self.counts: list[tuple[int, int]] = []
         self._reseeded = False
 
@@ -76,9 +86,9 @@ class _Shares(Sampler[list[int]]):
                 self.counts.append((len(batch), 0))
                 yield batch
                 continue
-            begin, end = len(batch) * rank // size, len(batch) * (rank + 1) // size
+            begin, end = _part(len(batch), rank, size)
             self.counts.append((end - begin, len(batch)))
-            yield batch[begin:end] if begin < end else batch[:1]
+            yield batch[begin : max(end, begin + 1)] if self._cut else batch
 
     def _order(self) -> Iterator[list[int]]:
         """The batches as rank 0 draws them. It may draw them without end."""
@@ -88,3 +98,79 @@ class _Shares(Sampler[list[int]]):
             yield from told
             if len(told) < _AHEAD:
                 return
+
+
+def _part(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Where a rank's part of a batch begins and ends; nothing is at the beginning."""
+    begin, end = length * rank // size, length * (rank + 1) // size
+    return (begin, end) if begin < end else (0, 0)
+
+
+class _Cut:
+    """Puts a whole batch together as the script does, and gives a rank's part of it.
+
+    Along which dimension samples lie is seen by a batch that has one less.
+
+    Args:
+        collate: the script's.
+        rank: of this process.
+        size: the number of ranks.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], rank: int, size: int) -> None:
+        self._collate, self._rank, self._size = collate, rank, size
+        self._along: dict[tuple[Any, ...], int] | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        whole, length = self._collate(samples), len(samples)
+        begin, end = _part(length, self._rank, self._size)
+        end = max(end, begin + 1)
+        if length == 1:
+            return whole
+        if self._along is None:
+            with own_randomness(torch.device("cpu")):
+                less = self._collate(samples[:-1])
+            self._along = {}
+            self._look(whole, less, length, ())
+        if not self._along:
+            log.warning(
+                "%s puts batches together to a %s, in which samples are not found, so each rank "
+                "puts its part together: padding and the like are not those of the whole batch. "
+                "Give tensors whose first dimension is the batch, in tuples, lists or dicts.",
+                getattr(self._collate, "__name__", "collate_fn"), type(whole).__name__,
+            )  # fmt: skip
+            return self._collate(samples[begin:end])
+        return self._cut(whole, begin, end, ())
+
+    def _look(self, whole: Any, less: Any, length: int, path: tuple[Any, ...]) -> None:
+        assert self._along is not None
+        shape, shorter = getattr(whole, "shape", None), getattr(less, "shape", None)
+        if shape is not None and shorter is not None:
+            for dim, (size, one_less) in enumerate(zip(shape, shorter, strict=False)):
+                if (size, one_less) == (length, length - 1):
+                    self._along[path] = dim
+                    return
+        elif isinstance(whole, Mapping):
+            for key in whole:
+                self._look(whole[key], less[key], length, (*path, key))
+        elif isinstance(whole, (list, tuple)):
+            if (len(whole), len(less)) == (length, length - 1):
+                self._along[path] = 0
+                return
+            for index, pair in enumerate(zip(whole, less, strict=False)):
+                self._look(*pair, length, (*path, index))
+
+    def _cut(self, value: Any, begin: int, end: int, path: tuple[Any, ...]) -> Any:
+        assert self._along is not None
+        if (dim := self._along.get(path)) is not None:
+            return value[(slice(None),) * dim + (slice(begin, end),)] if dim else value[begin:end]
+        if isinstance(value, Mapping):
+            found: Any = copy.copy(value)
+            for key in value:
+                found[key] = self._cut(value[key], begin, end, (*path, key))
+            return found
+        if isinstance(value, (list, tuple)):
+            parts = [self._cut(one, begin, end, (*path, i)) for i, one in enumerate(value)]
+            made: Any = type(value)
+            return made(*parts) if hasattr(value, "_fields") else made(parts)
+        return value

@@ -61,11 +61,12 @@ REFUSED = Table(
     Row("loss.backward();opt1.step();opt2.step()", "refused",
         "A loss trains one model. Put both into one nn.Module with one optimizer."),
     Row("p.grad", "refused",
-        "On several ranks it is not the gradient of the step: strategies scale and divide it. "
-        "Scale the loss, or clip by clip_grad_norm_."),
+        "Under a strategy that divides gradients. Scale the loss, clip by clip_grad_norm_, or use "
+        "ddp. On ranks with data of their own also between backward passes of one step: use it "
+        "after the last."),
     Row("loss.backward()", "refused",
-        "After optimizer.step() without optimizer.zero_grad(): PyTorch would add to the gradients "
-        "of the last step."),
+        "After optimizer.step() without optimizer.zero_grad(), under such a strategy: PyTorch "
+        "would add to the gradients of the last step."),
     Row("loss.sum()/n sqrt(loss) out.std(0) out@out.t()", "refused",
         "In a script that knows nothing of ranks, on several, where its graph shows it: what is "
         "neither a mean over samples nor a sum, or compares samples of a batch, cannot be told "
@@ -77,10 +78,13 @@ REFUSED = Table(
         "In such a script, over batches of a DataLoader: nothing would sum the gradients. Use an "
         "optimizer of torch.optim."),
     Row("clip_grad_value_ clip_grad_norm_(norm_type=1)", "refused",
-        "Strategies clip by the 2-norm. Use clip_grad_norm_."),
+        "Under a strategy that divides gradients, as of some parameters of a model alone: these "
+        "clip by the 2-norm of all. Use clip_grad_norm_, or ddp."),
     Row("clip_grad_norm_", "refused",
-        "Before scaler.unscale_(optimizer), where it would clip scaled gradients; or of some "
-        "parameters of a model alone."),
+        "Before scaler.unscale_(optimizer), where it would clip scaled gradients."),
+    Row("optimizer.add_param_group", "refused",
+        "After the first forward pass, under a strategy that divides state. Add the group before, "
+        "or use ddp."),
     Row("autocast()", "refused",
         "Around some forward passes of training and not around others: engines compute all of them "
         "in one precision, that of the first."),

@@ -1,4 +1,4 @@
-"""The stand-in in ``parameter.grad`` where a framework keeps gradients elsewhere.
+"""The stand-in in ``parameter.grad`` while that is not yet the gradient that a step is by.
 
 With ``None`` there, a loop that clips or scales gradients by hand would do nothing, and not know.
 """
@@ -6,10 +6,13 @@ With ``None`` there, a loop that clips or scales gradients by hand would do noth
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from unipar.errors import ConfigError
 
@@ -27,13 +30,35 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 class AbsentGradient(torch.Tensor):
-    """Takes no memory, and refuses to be computed with."""
+    """Takes no memory. Who computes with it gets the gradient of the step, or is refused."""
+
+    _fetch: Callable[[], None] | None = None
+    _parameter: weakref.ref[nn.Parameter]
 
     @staticmethod
-    def of(parameter: nn.Parameter) -> AbsentGradient:
-        """One that fits into ``parameter.grad``."""
+    def of(parameter: nn.Parameter, fetch: Callable[[], None] | None = None) -> AbsentGradient:
+        """One that fits into ``parameter.grad``.
+
+        Args:
+            parameter: whose it is.
+            fetch: puts the gradient of the step there, once it is asked for; ``None``: it cannot
+                be had there.
+        """
         nothing = _nothing(parameter.dtype, parameter.device)
-        return nothing.expand(parameter.shape).as_subclass(AbsentGradient)
+        absent = nothing.expand(parameter.shape).as_subclass(AbsentGradient)
+        absent._fetch, absent._parameter = fetch, weakref.ref(parameter)
+        return absent
+
+    def present(self) -> torch.Tensor:
+        """The gradient of the step; zeros where the parameter was not used. Collective."""
+        assert self._fetch is not None
+        self._fetch()
+        parameter = self._parameter()
+        found = None if parameter is None else parameter.grad
+        if found is None or isinstance(found, AbsentGradient):
+            with torch._C.DisableTorchFunctionSubclass():
+                return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentGradient:
         return self
@@ -46,6 +71,11 @@ class AbsentGradient(torch.Tensor):
         name = getattr(getattr(func, "__self__", None), "__name__", "") or func.__name__
         if name in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
+        found: list[AbsentGradient] = []
+        tree_map_only(AbsentGradient, found.append, (args, kwargs or {}))
+        if all(one._fetch is not None for one in found):
+            plain = tree_map_only(AbsentGradient, AbsentGradient.present, (args, kwargs or {}))
+            return func(*plain[0], **plain[1])
         raise ConfigError(
             "parameter.grad was used between engine.backward(loss) and engine.step(), and under "
             "this strategy gradients are not there: each rank keeps a share of them elsewhere, or "

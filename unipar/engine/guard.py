@@ -37,14 +37,17 @@ class GradientGuard:
         # Frozen ones too: they may be thawed between steps.
         self._parameters = list(reducer.module.parameters())
         self._nothing = [NOTHING] * len(self._parameters) if reducer.watches_gradients else []
+        self._fetch: Callable[[], None] | None = None
+        self._absent: dict[nn.Parameter, AbsentGradient] = {}
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._marks: list[Mark] = []
         self._passes = 0
-        self._open = False
+        self._open = self._lent = False
 
     def clear(self) -> None:
         """Begin another step."""
         self._marks, self._passes, self._open = [], 0, False
+        self._lent = False
         if self._hidden:
             self._show()
 
@@ -87,20 +90,48 @@ class GradientGuard:
             ConfigError: gradients were touched.
         """
         self.check(begun=begun)
+        if self._lent:
+            return
         if not self._open:
             self._open = True
             self._marks, self._passes = self._look(), passes_begun()
         elif begun:
             self._marks = self._look()
 
+    @property
+    def lends(self) -> bool:
+        """Whether a loop may use the gradient of a step before the step."""
+        return self._fetch is not None
+
+    def lend(self, fetch: Callable[[], None]) -> None:
+        """Let a loop use the gradient of a step, which is fetched when it does so.
+
+        Args:
+            fetch: puts it into ``parameter.grad``, and calls :meth:`lent`.
+        """
+        self._fetch = fetch
+
+    def lent(self) -> None:
+        """The gradient of the step is there, and the loop may do with it what it likes."""
+        self._lent = True
+        self._marks = self._look()
+
+    @property
+    def changed(self) -> bool:
+        """Whether it has done something with it."""
+        return self._lent and self._look() != self._marks
+
     def hide(self) -> None:
         """After a backward pass: let nobody take for the step's what is in ``parameter.grad``."""
-        if self._reducer.hides_gradients:
+        if self._reducer.hides_gradients or self.lends:
             # A framework's own class of parameters may do things when they are set.
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in self._parameters:
                     if parameter.requires_grad:
-                        grad, absent = parameter.grad, AbsentGradient.of(parameter)
+                        grad, absent = parameter.grad, self._absent.get(parameter)
+                        if absent is None:
+                            absent = AbsentGradient.of(parameter, self._fetch)
+                            self._absent[parameter] = absent
                         parameter.grad = absent
                         self._hidden.append((parameter, grad, absent))
         self._marks = self._look()
@@ -116,11 +147,15 @@ class GradientGuard:
         Raises:
             ConfigError: something has.
         """
-        if not self._open and not begun:
+        if self._lent or (not self._open and not begun):
             return
         now = self._look()
         if self._hidden:
             self._show()
+        if self.lends:
+            # A gradient that was set to None is one that the loop does without.
+            pairs = zip(self._marks, now, strict=True)
+            now = [old if new == NOTHING else new for old, new in pairs]
         if self._marks == now or (not begun and self._passes != passes_begun()):
             return
         triples = zip(self._parameters, self._marks, now, strict=True)

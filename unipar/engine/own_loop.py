@@ -57,9 +57,11 @@ class OwnLoop:
         """
         if reducing:
             raise ConfigError(
-                "engine.backward(loss) came after the one in engine.microbatch(last=True), whose "
-                "gradients are reduced already. Pass last=True for the last backward pass before "
-                "engine.step() alone, or leave microbatch out: step() then reduces what there is."
+                "engine.backward(loss) came after the one in engine.microbatch(last=True), or "
+                "after parameter.grad was used, so the gradients of this step are reduced already. "
+                "Pass last=True for the last backward pass before engine.step() alone, or leave "
+                "microbatch out: step() then reduces what there is. Use parameter.grad after the "
+                "last backward pass of a step."
             )
         if not self.forwards and not holds_forwards:
             raise ConfigError(

@@ -135,6 +135,7 @@ class StepEngine(Engine):
             self._undo.append(guard_optimizer(optimizer, self, clearing=clearing))
         self._modes: list[tuple[nn.Module, bool]] = []
         self._given_up = False
+        self._reduced: tuple[float, float, float] | None = None
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
         self._clear()
@@ -297,8 +298,7 @@ class StepEngine(Engine):
                 )
 
     def _update(self, max_grad_norm: float | None = None) -> StepResult:
-        loss, count, divisor = self.average.finish()
-        self.reducer.finish()
+        loss, count, divisor = self._reduced or self._reduce()
         self._clear()
         # The device has come past that step by now, in which it began to reduce this one's loss.
         if self._last_step is not None:
@@ -311,7 +311,8 @@ class StepEngine(Engine):
         careful = self.spec.on_nan != "ignore"
         limit = self.spec.max_grad_norm if max_grad_norm is None else max_grad_norm
         norm, stepped, finite = self.stepper.step(divisor, limit, careful=careful)
-        self.reducer.clear()
+        if not self._guard.lends:
+            self.reducer.clear()
         if finite is None and self.spec.on_nan == "skip":
             assert isinstance(norm, HostCopy)
             finite = math.isfinite(norm.read())
@@ -329,6 +330,12 @@ class StepEngine(Engine):
         if moving is not None:
             moving.step()
         return StepResult(loss, count, norm, skipped=not stepped, check=check)
+
+    def _reduce(self) -> tuple[float, float, float]:
+        """Sum loss and gradient over ranks; the loss, its items, and what is yet to divide by."""
+        reduced = self.average.finish()
+        self.reducer.finish()
+        return reduced
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
         if self.spec.on_nan == "skip":
@@ -367,12 +374,15 @@ class StepEngine(Engine):
         self.average.clear()
         self._loop.clear()
         self._guard.clear()
+        self._reduced = None
         self.reducer.forget()
 
     def give_up(self) -> None:
         """Be ready for another step after one that failed."""
         self.world.give_up_step()
         self._clear()
+        if isinstance(self.stepper, OptimizerStepper):
+            self.stepper.give_up()
         self._given_up = True
 
     def _drop_given_up(self) -> None:
@@ -463,6 +473,54 @@ class StepEngine(Engine):
         except BaseException:
             self.give_up()
             raise
+
+    def lend_gradients(self, fetch: Callable[[], None] | None = None) -> None:
+        """Let a user's own loop read and change ``parameter.grad`` from backward pass to step.
+
+        What it finds there is the gradient that :meth:`step` is by, and after the step it stays
+        there until the next one begins. Where gradients are elsewhere, nothing changes.
+
+        Args:
+            fetch: called once the loop asks for it, and calls :meth:`fetch_gradients`; left out:
+                that itself.
+        """
+        if isinstance(self.stepper, OptimizerStepper) and not self.reducer.hides_gradients:
+            self._guard.lend(fetch or self.fetch_gradients)
+
+    @property
+    def lends_gradients(self) -> bool:
+        """Whether a loop may use ``parameter.grad`` between backward pass and step."""
+        return self._guard.lends
+
+    @property
+    def fetched(self) -> bool:
+        """Whether :meth:`fetch_gradients` was called in this step."""
+        return self._reduced is not None
+
+    @property
+    def gradients_changed(self) -> bool:
+        """Whether the loop has changed what :meth:`fetch_gradients` has put there."""
+        return self._guard.changed
+
+    def fetch_gradients(self) -> None:
+        """Leave in ``parameter.grad`` what :meth:`step` will be by. Collective.
+
+        Ranks that do not call it take the same part in it when they step.
+        """
+        if self._reduced is not None or not self.average.begun:
+            return
+        assert isinstance(self.stepper, OptimizerStepper)
+        try:
+            self._guard.check(begun=True)
+            if not self.average.reducing:
+                self._loop.check_step()
+                self.average.start()
+            self._reduced = self._reduce()
+            self.stepper.normalize(self._reduced[2])
+        except BaseException:
+            self.give_up()
+            raise
+        self._guard.lent()
 
     def _guarded(self, look: Callable[..., None]) -> None:
         """Look whether gradients were touched, and give the step up where they were."""

@@ -69,11 +69,31 @@ class OptimizerStepper:
         self.parameters = list(parameters)
         self._total_norm = total_norm or nn.utils.get_total_norm
         self._skipping = DeviceSkipping(optimizer)
+        self._normalized = False
 
-    def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
+    def normalize(self, divisor: float) -> None:
+        """Divide the gradient of a step, once.
+
+        Args:
+            divisor: as for :meth:`step`.
+        """
+        if self._normalized:
+            return
+        self._normalized = True
         self.precision.unscale(self.optimizer)
         if divisor != 1:
             scale_gradients(self.parameters, 1 / divisor if divisor else math.nan)
+
+    def give_up(self) -> None:
+        """Be ready for another step, after one whose gradient was divided and not stepped by."""
+        if self._normalized and self.precision.scaler is not None:
+            # It may have overflowed; and it is unscaled once between two updates.
+            self.precision.scaler.update()
+        self._normalized = False
+
+    def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
+        self.normalize(divisor)
+        self._normalized = False
         if max_norm is None:
             return Update(None, self.update())
         clipped = self.clip(max_norm)

@@ -194,13 +194,8 @@ def test_what_belongs_to_no_engine_is_torchs() -> None:
     ("code", "said"),
     [
         ("loss(model).backward(retain_graph=True)", "takes a loss and nothing else"),
-        ("step(model, optimizer); loss(model).backward()", "gradients were not cleared since"),
         ("loss(model).backward(); optimizer.zero_grad(); optimizer.step()", "without a gradient"),
         ("loss(model).backward(); optimizer.step(lambda: 0)", "runs the model several times"),
-        ("loss(model).backward(); utils.clip_grad_value_(model.parameters(), 1.0)",
-         "by the 2-norm"),
-        ("loss(model).backward(); utils.clip_grad_norm_(model[0].parameters(), 1.0)", "as a whole"),
-        ("loss(model).backward(); utils.clip_grad_norm_(model.parameters(), 1.0, 1)", "a 2-norm"),
         ("with torch.autocast('cpu', torch.bfloat16): loss(model)", "in one precision"),
         ("scaler.scale(loss(model)).backward(); utils.clip_grad_norm_(model.parameters(), 1.0)",
          "before scaler.unscale_"),
@@ -234,6 +229,58 @@ def test_a_norm_that_is_clipped_to_can_be_read_after_the_step() -> None:
     moved = [(a - b).square().sum() for a, b in zip(before, model.parameters(), strict=True)]
     assert torch.stack(moved).sum().sqrt().item() == pytest.approx(1e-4, rel=1e-3)
     assert float(norm) > 1e-3
+
+
+BY_HAND = {
+    "values are clipped": "utils.clip_grad_value_(model.parameters(), 0.01)",
+    "by another norm": "utils.clip_grad_norm_(model.parameters(), 0.01, 1)",
+    "of some": "utils.clip_grad_norm_(model[0].parameters(), 0.01)",
+    "twice": "[utils.clip_grad_norm_(model.parameters(), limit) for limit in (1.0, 0.01)]",
+    "values after a norm": "utils.clip_grad_norm_(model.parameters(), 0.1); "
+    "utils.clip_grad_value_(model.parameters(), 0.01)",
+    "scaled": "[p.grad.mul_(3.0) for p in model.parameters()]",
+    "replaced": "for p in model.parameters(): p.grad = p.grad * 2 + 1",
+    "data": "[p.grad.data.clamp_(-0.01, 0.01) for p in model.parameters()]",
+    "without one": "model[0].weight.grad = None",
+    "read": "seen.append(sum(p.grad.square().sum().item() for p in model.parameters()))",
+    "read before a norm": "seen.append(model[2].weight.grad.norm().item()); "
+    "seen.append(utils.clip_grad_norm_(model.parameters(), 0.1).item())",
+    "read after a norm": "utils.clip_grad_norm_(model.parameters(), 0.1); "
+    "seen.append(model[2].weight.grad.norm().item())",
+    "a second loss": "[p.grad.mul_(0.5) for p in model.parameters()]; "
+    "model(torch.eye(4)).square().mean().backward()",
+    "read after the step": "optimizer.step(); seen.append(model[2].weight.grad.norm().item())",
+    "two steps": "optimizer.step(); model(torch.eye(4)).square().mean().backward()",
+    "cleared by hand": "optimizer.step(); [setattr(p, 'grad', None) for p in model.parameters()]; "
+    "model(torch.eye(4)).square().mean().backward()",
+    "given up": "\nfor p in model.parameters(): p.grad.zero_()\noptimizer.zero_grad()\n"
+    "model(torch.eye(4)).square().mean().backward()",
+    "thawed": "optimizer.step(); optimizer.zero_grad(); "
+    "optimizer.add_param_group({'params': [extra], 'lr': 0.5}); "
+    "model(torch.eye(4)).square().mean().backward()",
+}
+
+
+@pytest.mark.parametrize("code", BY_HAND.values(), ids=BY_HAND)
+def test_gradients_are_there_as_pytorch_has_them(code: str) -> None:
+    utils = importlib.import_module(f"{FACE}.nn.utils")
+
+    def run(utils: Any) -> list[float]:
+        model: Any = trained()[0]
+        rest = [p for p in model.parameters() if p is not model[2].bias]
+        optimizer = torch.optim.SGD(rest, lr=0.1, momentum=0.9)
+        seen: list[float] = []
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        names = {"model": model, "optimizer": optimizer, "torch": torch, "utils": utils,
+                 "seen": seen, "extra": model[2].bias}  # fmt: skip
+        exec(code, names)
+        optimizer.step()
+        return [*seen, *(x for p in model.parameters() for x in p.flatten().tolist())]
+
+    face = run(utils)
+    adopting.stop()
+    assert face == pytest.approx(run(nn.utils), rel=1e-6)
 
 
 # -- losses --------------------------------------------------------------------------------------

@@ -10,14 +10,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from unipar.compat.graph_nodes import couples_inside
 from unipar.compat.models import _LEADS_TO
-from unipar.compat.reductions import factor_of, note_share
+from unipar.compat.reductions import Weight, note_share, weight_of
 from unipar.errors import ConfigError
 
 SHARE = (3, 8)
 MEAN, SUM = 3 * 2 / 8, 2
 LABELS = torch.tensor([0, 1, 2])
 WEIGHT = nn.Parameter(torch.randn(5, 4))
+
+
+def weight(loss: Tensor) -> Weight:
+    found = weight_of(loss, 2, None)
+    assert found is not None
+    return found
 
 
 def output(share: tuple[int, int] | None = SHARE, samples: int = 3) -> Tensor:
@@ -50,7 +57,7 @@ def marked(made: Tensor, share: tuple[int, int] | None) -> Tensor:
 def test_means_count_by_samples_and_sums_as_they_are(
     loss: Callable[[Tensor], Tensor], factor: float
 ) -> None:
-    assert factor_of(loss(output()), 2, None) == factor
+    assert weight(loss(output())).factor == factor
 
 
 @pytest.mark.parametrize(
@@ -74,17 +81,50 @@ def test_means_count_by_samples_and_sums_as_they_are(
 )
 def test_what_a_part_does_not_tell_is_refused(loss: Callable[[Tensor], Tensor], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        factor_of(loss(output()), 2, None)
+        weight(loss(output()))
 
 
 def test_a_loss_of_several_batches_counts_only_if_they_are_cut_alike() -> None:
     first, ragged = output(), output((1, 5), 1)
-    assert factor_of(first.mean() + output((6, 16), 6).mean(), 2, (1, 5)) == MEAN
+    assert weight(first.mean() + output((6, 16), 6).mean()).factor == MEAN
     with pytest.raises(ConfigError, match="in other proportions"):
-        factor_of(first.mean() + ragged.mean(), 2, None)
-    assert factor_of(first.sum() + ragged.sum(), 2, None) == SUM
+        weight(first.mean() + ragged.mean())
+    assert weight(first.sum() + ragged.sum()).factor == SUM
 
 
 def test_a_loss_that_a_model_computes_is_read_inside_of_it() -> None:
     loss = output().pow(2).sum()
-    assert factor_of(marked(loss, SHARE), 2, None) == SUM
+    assert weight(marked(loss, SHARE)).factor == SUM
+
+
+MASK = torch.tensor([True, False, True])
+CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "counts", "plain"),
+    [
+        (lambda x: functional.cross_entropy(x, torch.tensor([0, -100, 2])), [2], False),
+        (lambda x: functional.cross_entropy(x, LABELS, weight=CLASSES), [6], False),
+        (lambda x: (x.sum(1) * MASK).sum() / MASK.sum(), [2], False),
+        (lambda x: (x.sum(1) * MASK).sum() / MASK.sum().clamp(min=1), [2], False),
+        (lambda x: x.sum(1)[MASK].mean(), [2], False),
+        (lambda x: functional.mse_loss(x[MASK], torch.zeros_like(x[MASK])), [8], False),
+        (lambda x: functional.cross_entropy(x, LABELS) + x.mean(), [3], True),
+        (lambda x: x[:, 0].mean(), [], True),
+        (lambda x: x.sum() / len(x), [], True),
+    ],
+)
+def test_means_over_some_count_by_these(
+    loss: Callable[[Tensor], Tensor], counts: list[float], plain: bool
+) -> None:
+    found = weight(loss(output()))
+    assert [float(one) for one in found.counts] == counts
+    assert found.plain is plain
+
+
+def test_what_a_model_compares_inside_is_found() -> None:
+    x, linear, square = torch.randn(3, 5), nn.Linear(5, 3), nn.Linear(3, 3, bias=False)
+    assert couples_inside(linear(x) @ linear(x).t(), 3) == "Mm"
+    assert couples_inside(linear(x) - linear(x).mean(0), 3) == "Mean"
+    assert couples_inside(square(linear(x).tanh()), 3) == ""

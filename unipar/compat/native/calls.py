@@ -82,35 +82,54 @@ def destroy_process_group(group: Any = None) -> None:
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """torch's; what an engine trains has its gradient clipped in the step that follows.
+    """torch's; the gradient of a whole model is clipped in the step that follows.
 
     Returns:
-        The norm before; of what an engine trains, a scalar that can be read after the step.
+        The norm before; of such a model, a scalar that under a strategy that divides gradients can
+        be read after the step.
 
     Raises:
         ConfigError: a strategy cannot clip so.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    one = adoption.optimizer_of(given)
-    if one is None:
-        return nn.utils.clip_grad_norm_(given, max_norm, norm_type, *args, **kwargs)
-    if norm_type != 2 or not max_norm > 0:
-        raise ConfigError(
-            f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): strategies clip to a "
-            "2-norm above 0."
-        )
-    if current.session is None or not current.session.capabilities.clipping:
-        raise ConfigError("this strategy cannot clip gradients. Use another, or leave it out.")
-    refuse_scaled()
-    return one.clip(float(max_norm), one.world.device)
+    trained, whole = adoption.optimizers_of(given)
+    if whole and norm_type == 2 and max_norm > 0 and not trained[0].clips:
+        if current.session is None or not current.session.capabilities.clipping:
+            raise ConfigError("this strategy cannot clip gradients. Use another, or leave it out.")
+        refuse_scaled()
+        return trained[0].clip(float(max_norm), trained[0].world.device)
+    asked = f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})"
+    _fetch(trained, f"{asked} of {len(given)} parameters")
+    return nn.utils.clip_grad_norm_(given, max_norm, norm_type, *args, **kwargs)
 
 
 def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
-    """torch's; refused for what an engine trains."""
+    """torch's, on the gradient that the step is by.
+
+    Raises:
+        ConfigError: a strategy has it elsewhere.
+    """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if adoption.optimizer_of(given) is not None:
-        raise ConfigError("clip_grad_value_: strategies clip by the 2-norm. Use clip_grad_norm_.")
+    _fetch(adoption.optimizers_of(given)[0], "clip_grad_value_")
     nn.utils.clip_grad_value_(given, clip_value, foreach)
+
+
+def _fetch(trained: list[AdoptedOptimizer], call: str) -> None:
+    """Have gradients be there for a function of torch's.
+
+    Raises:
+        ConfigError: they are not, under the strategy; or are scaled.
+    """
+    if not all(one.lends_gradients for one in trained):
+        raise ConfigError(
+            f"{call}: this strategy divides gradients among ranks, and clips those of one whole "
+            "model to a 2-norm above 0, once in a step. Use clip_grad_norm_(model.parameters(), "
+            "max_norm), or a strategy that leaves gradients whole, such as ddp."
+        )
+    if trained:
+        refuse_scaled()
+    for one in trained:
+        one.fetch_gradients()
 
 
 def compile(model: Any = None, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import data
 
+from unipar.compat import reading
 from unipar.compat.adopting import adoption
 from unipar.compat.run import current
 from unipar.compat.sharing import SharedLoader
@@ -34,7 +35,10 @@ class DataLoader(data.DataLoader):
             read = adoption.parts.read
             made[whole] = SharedLoader(self, current.world(), read, whole=whole)
         cut = iter(made[whole])
-        return cut if whole else _trained_on(cut)
+        if whole:
+            return cut
+        reading.install(adoption.read)
+        return _trained_on(cut)
 
     def _may_share(self) -> bool:
         if adoption.aware or current.placement().size == 1:
@@ -54,11 +58,33 @@ def _trained_on(batches: Iterator[Any]) -> Iterator[Any]:
     Raises:
         ConfigError: none of them was trained on, so what the script has made of them is of a part.
     """
-    before = adoption.parts.uses
-    yield from batches
-    if adoption.parts.uses == before:
+    parts = adoption.parts
+    before, drawn = parts.uses, None
+    parts.giving += 1
+    try:
+        for batch in batches:
+            with adoption.engine_calls():
+                drawn = _random_state()
+            yield batch
+            with adoption.engine_calls():
+                random = drawn != _random_state()
+            if random and parts.uses > before:
+                parts.tell(
+                    "random numbers are drawn while a batch is trained on, as by dropout or for "
+                    "noise: each rank draws others, for its part of it, so results are those of "
+                    "one process only as another seed's are."
+                )
+    finally:
+        parts.giving -= 1
+    if parts.uses == before:
         raise ConfigError(
             "a DataLoader was read to its end, and no model was trained meanwhile: each rank has "
             "read its part of the data, so what the script makes of it differs between ranks. Read "
             "it under torch.no_grad(), or call model.eval() before, and every rank reads all."
         )
+
+
+def _random_state() -> tuple[bytes, ...]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
+    return tuple(one.numpy().tobytes() for one in states)

@@ -32,7 +32,8 @@ class _Wrapper(nn.Module):
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        with adoption.wrapping():
+            return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.module.zero_grad(set_to_none)

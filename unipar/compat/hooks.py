@@ -1,0 +1,100 @@
+"""Where torch's own calls are seen: optimizers that are built, modules that are called, losses."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Seer(Protocol):
+    """What is told of them."""
+
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """Take notice of an optimizer that has just been built."""
+
+    def takes(self, module: nn.Module) -> bool:
+        """Whether a module that is called has another class now."""
+        ...
+
+    def backward(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
+        """Whether a backward pass is done."""
+        ...
+
+
+_seer: Any = None
+
+
+def put(seer: Seer) -> None:
+    """Tell of them from now on, until :func:`take_back`."""
+    global _seer
+    _seer = seer
+    Optimizer.__init__ = _noting  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.backward = _routed  # pyright: ignore[reportAttributeAccessIssue]
+    torch.autograd.backward = _routed_function
+
+
+def take_back() -> None:
+    """Leave all of it to torch."""
+    Optimizer.__init__ = _init  # pyright: ignore[reportAttributeAccessIssue]
+    torch.Tensor.backward = _backward  # pyright: ignore[reportAttributeAccessIssue]
+    torch.autograd.backward = _backward_function
+
+
+def watch(calls: bool) -> None:
+    """See every module that is called, or none."""
+    nn.Module.__call__ = _watched if calls else _call  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_init, _call, _backward = Optimizer.__init__, nn.Module.__call__, torch.Tensor.backward
+_backward_function = torch.autograd.backward
+
+
+def _noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    _seer.note_optimizer(self)
+
+
+def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if _seer.takes(self):
+        # It has another class now.
+        return self(*args, **kwargs)
+    return _call(self, *args, **kwargs)
+
+
+def _routed(
+    self: torch.Tensor,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    asked = {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph,
+             "inputs": inputs}  # fmt: skip
+    given = {name: one for name, one in asked.items() if one is not None and one is not False}
+    if not _seer.backward(self, given):
+        _backward(self, gradient, retain_graph, create_graph, inputs)
+
+
+def _routed_function(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
+             "create_graph": create_graph, "inputs": inputs}  # fmt: skip
+    given = {name: one for name, one in asked.items() if one is not None and one is not False}
+    loss = tensors
+    if not isinstance(tensors, torch.Tensor) and not given:
+        several = list(tensors)
+        loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
+    # Tensor.backward comes here, too, with what belongs to no engine.
+    if not isinstance(loss, torch.Tensor) or not _seer.backward(loss, given):
+        _backward_function(
+            tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
+        )

@@ -1,0 +1,182 @@
+"""The classes of a script's own module and optimizer, whose calls go to an engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
+
+_KEY = "_unipar"
+_STATE = ("param_groups", "state", "defaults")
+
+
+class _Module:
+    """What is put before the class of a module that an engine trains."""
+
+    _unipar_kind: type
+    _unipar_adoption: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        adoption = self._unipar_adoption
+        if adoption.inside:
+            return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return adoption.compute(self.__dict__[_KEY], args, kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.__dict__[_KEY].zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        adoption = self._unipar_adoption
+        model: AdoptedModel = self.__dict__[_KEY]
+        if not model.divided or adoption.inside:
+            return super().state_dict(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        adoption.refuse_parts("model.state_dict()")
+        with adoption.engine_calls():
+            found = model.gathered(rank0_only=adoption.rank0_only).state_dict()
+        # A module around it hands these on.
+        given = kwargs.get("destination")
+        given = {} if given is None else given
+        given.update({f"{kwargs.get('prefix', '')}{name}": one for name, one in found.items()})
+        return given
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        adoption = self._unipar_adoption
+        model: AdoptedModel = self.__dict__[_KEY]
+        if not model.divided or adoption.inside:
+            return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        adoption.refuse_parts("model.load_state_dict()")
+        with adoption.engine_calls():
+            return model.gathered().load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Copies and files are of the script's own class.
+        kept = {k: v for k, v in self.__dict__.items() if k not in (_KEY, "__deepcopy__")}
+        return object.__new__, (self._unipar_kind,), kept
+
+
+class _Optimizer:
+    """What is put before the class of every optimizer that a script builds."""
+
+    _unipar_kind: type
+    _unipar_adoption: Any
+
+    def own(self: Any) -> Optimizer:
+        """An optimizer of the script's class with the same groups and state, for an engine."""
+        made = object.__new__(self._unipar_kind)
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "step"})
+        return made
+
+    def routed(self, adopted: AdoptedOptimizer) -> None:
+        """Step by an engine from now on."""
+        self.__dict__[_KEY] = adopted
+
+    def step(self: Any, closure: Any = None) -> Any:
+        adoption = self._unipar_adoption
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is not None:
+            with adoption.engine_calls():
+                adopted.step(closure)
+            return None
+        adoption.check_alone(self)
+        return super().step() if closure is None else super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]
+
+    step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is None:
+            super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            adopted.zero_grad(set_to_none)
+
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is None:
+            super().add_param_group(param_group)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            adopted.add_param_group(param_group)
+            adopted.number(param_group)
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        adoption = self._unipar_adoption
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is None:
+            return super().state_dict()  # pyright: ignore[reportAttributeAccessIssue]
+        if not adopted.divided:
+            return adopted.optimizer.state_dict()
+        adoption.refuse_parts("optimizer.state_dict()")
+        with adoption.engine_calls():
+            return adopted.export_numbered()
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        adoption = self._unipar_adoption
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is None:
+            super().load_state_dict(state_dict)  # pyright: ignore[reportAttributeAccessIssue]
+        elif not adopted.divided and not _named_state(state_dict):
+            adopted.optimizer.load_state_dict(state_dict)
+        else:
+            adoption.refuse_parts("optimizer.load_state_dict()")
+            with adoption.engine_calls():
+                adopted.import_numbered(state_dict)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        state = {key: getattr(self, key) for key in _STATE}
+        return object.__new__, (self._unipar_kind,), state
+
+
+def _named_state(state_dict: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, str) for one in state_dict.get("state", {}))
+
+
+def _of_engine(name: str) -> property:
+    """What an engine's optimizer has, once there is one."""
+
+    def held(self: Any) -> dict[str, Any]:
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        return self.__dict__ if adopted is None else adopted.optimizer.__dict__
+
+    def get(self: Any) -> Any:
+        try:
+            return held(self)[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def put(self: Any, value: Any) -> None:
+        held(self)[name] = value
+
+    return property(get, put)
+
+
+@functools.cache
+def model_class(kind: type, original: type, adoption: Any) -> type:
+    """The class of a module whose calls go to an engine.
+
+    Args:
+        kind: as the strategy has made it.
+        original: as the script has it.
+        adoption: what hands calls to engines.
+    """
+    return _named(original, (_Module, kind), {"_unipar_adoption": adoption})
+
+
+@functools.cache
+def optimizer_class(kind: type, adoption: Any) -> type:
+    """The class of an optimizer whose steps go to an engine, once there is one.
+
+    Args:
+        kind: as the script has it.
+        adoption: what hands calls to engines.
+    """
+    held = {name: _of_engine(name) for name in _STATE}
+    return _named(kind, (_Optimizer, kind), {**held, "_unipar_adoption": adoption})
+
+
+def _named(original: type, bases: tuple[type, ...], added: dict[str, Any]) -> type:
+    told = {"__module__": original.__module__, "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__}  # fmt: skip
+    return type(original.__name__, bases, {**told, **added, "_unipar_kind": original})
