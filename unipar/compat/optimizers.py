@@ -233,8 +233,9 @@ class PreparedOptimizer(Optimizer):
         if self.begun or training.failed:
             training.engine.zero_grad()
         if self.lends_gradients:
-            for parameter in training.engine.module.parameters():
-                parameter.grad = None
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
         training.failed = self.strayed = False
         self.cleared = True
         self._forget()
@@ -293,7 +294,18 @@ class PreparedOptimizer(Optimizer):
                 f"strategy '{self._session.strategy.name}' knows what it divides since then. Add "
                 "the group before, or use ddp."
             )
+        held = len(self.optimizer.param_groups)
         self.optimizer.add_param_group(param_group)
+        if self.training is not None and any(
+            one.grad is not None for one in self.optimizer.param_groups[held]["params"]
+        ):
+            # PyTorch would add it to the next one's; an engine begins each step without any.
+            del self.optimizer.param_groups[held:]
+            raise ConfigError(
+                "add_param_group was given parameters that have a gradient from backward passes "
+                "before, which the next step would be by, too. Set their grad to None first, or "
+                "their requires_grad to False until they are to be trained."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         self._refuse_parts()

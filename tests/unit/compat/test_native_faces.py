@@ -249,13 +249,14 @@ BY_HAND = {
     "seen.append(model[2].weight.grad.norm().item())",
     "a second loss": "[p.grad.mul_(0.5) for p in model.parameters()]; "
     "model(torch.eye(4)).square().mean().backward()",
-    "read after the step": "optimizer.step(); seen.append(model[2].weight.grad.norm().item())",
+    "read after the step": "optimizer.step(); seen.append(model[2].weight.grad.norm().item()); "
+    "optimizer.zero_grad(); model(torch.eye(4)).square().mean().backward()",
     "two steps": "optimizer.step(); model(torch.eye(4)).square().mean().backward()",
     "cleared by hand": "optimizer.step(); [setattr(p, 'grad', None) for p in model.parameters()]; "
     "model(torch.eye(4)).square().mean().backward()",
     "given up": "\nfor p in model.parameters(): p.grad.zero_()\noptimizer.zero_grad()\n"
     "model(torch.eye(4)).square().mean().backward()",
-    "thawed": "optimizer.step(); optimizer.zero_grad(); "
+    "thawed": "optimizer.step(); optimizer.zero_grad(); extra.grad = None; "
     "optimizer.add_param_group({'params': [extra], 'lr': 0.5}); "
     "model(torch.eye(4)).square().mean().backward()",
 }
@@ -281,6 +282,17 @@ def test_gradients_are_there_as_pytorch_has_them(code: str) -> None:
     face = run(utils)
     adopting.stop()
     assert face == pytest.approx(run(nn.utils), rel=1e-6)
+
+
+def test_a_gradient_from_before_a_parameter_was_the_optimizers_is_refused() -> None:
+    model: Any = trained()[0]
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ConfigError, match="have a gradient from backward passes before"):
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+    assert len(optimizer.param_groups) == 1
 
 
 # -- losses --------------------------------------------------------------------------------------
