@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 
 def train(job: Any) -> None:
@@ -15,9 +17,11 @@ def train(job: Any) -> None:
         "zero_optimization": {"stage": 2},
     }
     model = job.model()
-    engine, _, loader, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), training_data=job.data, config=config
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
     )
+    sampler = DistributedSampler(job.data)
+    loader = DataLoader(job.data, batch_size=job.batch_size, sampler=sampler)
     for inputs, targets in job.turns(loader):
         loss = job.loss(engine(inputs), targets)
         engine.backward(loss)

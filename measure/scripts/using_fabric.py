@@ -15,9 +15,7 @@ def train(job: Any) -> None:
     model = job.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(
-        DataLoader(job.data, batch_size=job.batch_size, shuffle=True)
-    )
+    loader = fabric.setup_dataloaders(DataLoader(job.data, batch_size=job.batch_size, shuffle=True))
     for inputs, targets in job.turns(loader):
         optimizer.zero_grad()
         loss = job.loss(model(inputs), targets)

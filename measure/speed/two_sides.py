@@ -1,6 +1,7 @@
-"""A script under its framework and under the framework's face, in turns; each in processes of its own.
+"""A script under its framework and under the framework's face, in turns.
 
-It is run in the framework's environment, which it imports once: ranks are forked from there.
+Each has processes of its own. It is run in the framework's environment, and imports the framework
+once: ranks are forked from there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,9 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 FACE, AGAIN = "the face", "the framework again"
 PATIENCE = 120.0
 """Seconds that a block may take, or all that comes before the first."""
+
+Sides = dict[str, tuple[Callable[["Job"], None], dict[str, str]]]
+"""By name what each rank calls, and variables of its environment."""
 
 _FORKS = multiprocessing.get_context("fork")
 _WARMUP = 3
@@ -147,7 +152,9 @@ class Side:
                     raise EOFError
                 found.append(link.recv())
             except (EOFError, ConnectionError):
-                sys.exit(f"A rank came to no step; it had printed:\n{self._log.read_text()[-4000:]}")
+                sys.exit(
+                    f"A rank came to no step; it had printed:\n{self._log.read_text()[-4000:]}"
+                )
         return max(found)
 
     def block(self, steps: int) -> float:
@@ -234,20 +241,25 @@ def migrated(name: str) -> Callable[[Job], None]:
     return train
 
 
-def measure(asked: dict[str, Any]) -> list[dict[str, Any]]:
+def measure(asked: dict[str, Any]) -> dict[str, Any]:
     """Measure what is asked for.
 
     Args:
-        asked: ``script``, ``imports`` and ``around`` of it, ``settings`` of the face, and ``cells``
-            of ``program``, ``ranks``, ``rounds``, ``turns`` and ``steps``.
+        asked: ``script``, ``package``, ``preload`` and ``around`` of it, ``settings`` of the face,
+            whether the framework runs beside itself (``again``), ``cells`` of ``program``,
+            ``ranks``, ``turns`` and ``steps``, how many ``rounds`` of them, and ``seconds`` after
+            which none begins.
 
     Returns:
-        For each cell the seconds of a step by side.
+        ``version`` of the package, and for each of ``cells`` the seconds of a step by side.
     """
     warnings.simplefilter("ignore")
-    for module in asked["imports"]:
-        importlib.import_module(module)
-    sides = {
+    began = time.monotonic()
+    module, _, function = asked["preload"].partition(":")
+    loaded = importlib.import_module(module)
+    if function:
+        getattr(loaded, function)()
+    sides: Sides = {
         BASELINE: (as_it_is(asked["script"], around=asked["around"]), {}),
         FACE: (migrated(asked["script"]), asked["settings"]),
     }
@@ -256,27 +268,19 @@ def measure(asked: dict[str, Any]) -> list[dict[str, Any]]:
     gc.collect()
     # A collection in a rank would copy the pages that it shares with the others.
     gc.freeze()
-    return [_cell(sides, **cell) for cell in asked["cells"]]
-
-
-def _cell(
-    sides: dict[str, tuple[Callable[[Job], None], dict[str, str]]],
-    program: str,
-    ranks: int,
-    rounds: int,
-    turns: int,
-    steps: int,
-) -> dict[str, Any]:
-    measured: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
+    cells: list[dict[str, list[float]]] = [{name: [] for name in sides} for _ in asked["cells"]]
+    for number in range(asked["rounds"]):
         # New processes every round: where a model happens to lie in memory is worth a percent.
-        for name, values in _round(sides, program, ranks, turns, steps).items():
-            measured[name] += values
-    return {"program": program, "ranks": ranks, "seconds": measured}
+        for cell, measured in zip(asked["cells"], cells, strict=True):
+            if number and time.monotonic() - began > asked["seconds"]:
+                break
+            for name, values in _round(sides, **cell).items():
+                measured[name] += values
+    return {"version": version(asked["package"]), "cells": cells}
 
 
 def _round(
-    sides: dict[str, tuple[Callable[[Job], None], dict[str, str]]],
+    sides: Sides,
     program: str,
     ranks: int,
     turns: int,

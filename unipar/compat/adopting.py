@@ -12,7 +12,6 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -216,14 +215,9 @@ class Adoption:
         )
         return session
 
-    @contextlib.contextmanager
-    def engine_calls(self) -> Iterator[None]:
+    def engine_calls(self) -> contextlib.AbstractContextManager[None]:
         """Leave what is called to torch: an engine calls it."""
-        before, self.inside = self.inside, True
-        try:
-            yield
-        finally:
-            self.inside = before
+        return _EngineCalls(self)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -242,10 +236,8 @@ class Adoption:
                 f"the run was {'not' if under else 'under one'}. Engines compute all forward "
                 "passes that may be trained on in one precision: use autocast around all of them."
             )
-        with contextlib.ExitStack() as stack:
-            if under and not half:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.enter_context(self.engine_calls())
+        whole = torch.autocast(kind, enabled=False) if under and not half else _NOTHING
+        with whole, self.engine_calls():
             if not self.aware and model.world.data_size > 1:
                 self.parts.even_out(model.module, model.world)
             output = model.forward(*args, **kwargs)
@@ -264,9 +256,9 @@ class Adoption:
         Raises:
             ConfigError: it asks for what no engine does.
         """
-        trained = self.trained
-        if self.inside or in_backward_pass():
+        if in_backward_pass():
             return False
+        trained = self.trained
         self.parts.uses += 1
         if not trained:
             self.parts.refuse_alone()
@@ -336,6 +328,20 @@ class Adoption:
         return None
 
 
+class _EngineCalls:
+    """A block in which an engine calls; a class, for a step enters it several times."""
+
+    def __init__(self, of: Adoption) -> None:
+        self._of = of
+
+    def __enter__(self) -> None:
+        self._before, self._of.inside = self._of.inside, True
+
+    def __exit__(self, *error: Any) -> None:
+        self._of.inside = self._before
+
+
+_NOTHING = contextlib.nullcontext()
 adoption = Adoption()
 
 
@@ -388,11 +394,13 @@ def _routed(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    asked = {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph,
-             "inputs": inputs}  # fmt: skip
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    if not adoption.backward(self, given):
-        _backward(self, gradient, retain_graph, create_graph, inputs)
+    # An engine's own backward pass comes here in every step.
+    if not adoption.inside:
+        asked = {"gradient": gradient, "retain_graph": retain_graph,
+                 "create_graph": create_graph, "inputs": inputs}  # fmt: skip
+        if adoption.backward(self, _given(asked)):
+            return
+    _backward(self, gradient, retain_graph, create_graph, inputs)
 
 
 def _routed_function(
@@ -403,18 +411,21 @@ def _routed_function(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
-             "create_graph": create_graph, "inputs": inputs}  # fmt: skip
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    loss = tensors
-    if not isinstance(tensors, torch.Tensor) and not given:
-        several = list(tensors)
-        loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
     # Tensor.backward comes here, too, with what belongs to no engine.
-    if not isinstance(loss, torch.Tensor) or not adoption.backward(loss, given):
-        _backward_function(
-            tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
-        )
+    if not adoption.inside:
+        asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
+                 "create_graph": create_graph, "inputs": inputs}  # fmt: skip
+        loss, given = tensors, _given(asked)
+        if not isinstance(tensors, torch.Tensor) and not given:
+            several = list(tensors)
+            loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
+        if isinstance(loss, torch.Tensor) and adoption.backward(loss, given):
+            return
+    _backward_function(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+
+def _given(asked: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in asked.items() if one is not None and one is not False}
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
