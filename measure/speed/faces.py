@@ -136,10 +136,17 @@ def main() -> None:
 
     began, before = time.perf_counter(), usage()
     measured: dict[str, Any] = {}
+    failed: list[str] = []
     for page in args.only or FACES:
         face = FACES[page]
         print(f"measuring {face.framework.name} …", file=sys.stderr, flush=True)
-        number, rows = measure(face, quick=args.quick)
+        try:
+            number, rows = measure(face, quick=args.quick)
+        except SystemExit as failure:
+            # The others are measured all the same.
+            print(failure, file=sys.stderr, flush=True)
+            failed.append(page)
+            continue
         print(table(rows), flush=True)
         measured[page] = {
             "framework": f"{face.framework.package} {number}",
@@ -151,6 +158,8 @@ def main() -> None:
     file = args.json or (None if args.quick or args.only else FIGURES)
     if file is not None:
         file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if failed:
+        sys.exit(f"Not measured: {', '.join(failed)}.")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from measure.speed.timing import BASELINE, in_turns
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 FACE, AGAIN = "the face", "the framework again"
-PATIENCE = 120.0
+PATIENCE = 240.0
 """Seconds that a block may take, or all that comes before the first."""
 
 Sides = dict[str, tuple[Callable[["Job"], None], dict[str, str]]]
