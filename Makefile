@@ -51,7 +51,7 @@ GPU_OUT ?= docs/gpu
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all test-cluster installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean \
+.PHONY: help demo check test test-all test-cluster installed test-torch test-matrix tables compare reliability lint format docs dist bench bench-faces constraints clean \
   wheels-gpu test-gpu bench-gpu gpu-environment
 
 help:
