@@ -51,7 +51,7 @@ GPU_OUT ?= docs/gpu
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-all test-cluster installed test-torch test-matrix tables compare reliability lint format docs dist bench constraints clean \
+.PHONY: help demo check test test-all test-cluster installed test-torch test-matrix tables compare reliability lint format docs dist bench bench-faces constraints clean \
   wheels-gpu test-gpu bench-gpu gpu-environment
 
 help:
@@ -69,6 +69,7 @@ help:
 	@echo "make docs    build the documentation into docs/_build/html"
 	@echo "make dist    build the packages, unipar and every backend, as wheels and sources into dist/"
 	@echo "make bench   measure overhead, memory and checkpoint speed"
+	@echo "make bench-faces  measure unipar.compat beside the frameworks themselves, for the docs"
 	@echo "make wheels-gpu  put the wheels into wheels-gpu that the next two need, which need no network"
 	@echo "make test-gpu   run what a single GPU can prove, for the docs; beside the torch of PYTHON"
 	@echo "make bench-gpu  measure training on it beside loops written by hand, for the docs"
@@ -158,6 +159,10 @@ dist: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	$(BIN)/python measure/speed/run.py
+
+bench-faces: $(VENV)/.backends $(ALONE)/.backends
+	$(BIN)/python measure/speed/faces.py
+	$(BIN)/python measure/pages/generate.py
 
 wheels-gpu: $(VENV)/.dev
 	$(BIN)/python measure/gpu/wheels.py $(GPU_WHEELS) --python $(GPU_PYTHON)

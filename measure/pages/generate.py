@@ -20,7 +20,16 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from measure.pages import benchmarks, beside, commands, figures, gpu, reliability, surveys  # noqa: E402
+from measure.pages import (  # noqa: E402
+    benchmarks,
+    beside,
+    commands,
+    faces,
+    figures,
+    gpu,
+    reliability,
+    surveys,
+)
 from unipar.compat import (  # noqa: E402
     accelerate_names,
     colossalai_names,
@@ -30,19 +39,19 @@ from unipar.compat import (  # noqa: E402
 from unipar.compat.tables import lines_of  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
 from unipar.launchers.registry import LAUNCHERS  # noqa: E402
-from unipar.migrate.dialects.accelerate import Accelerate  # noqa: E402
-from unipar.migrate.dialects.colossalai import ColossalAI  # noqa: E402
-from unipar.migrate.dialects.deepspeed import DeepSpeed  # noqa: E402
-from unipar.migrate.dialects.fabric import Fabric  # noqa: E402
+from unipar.migrate.dialects import DIALECTS  # noqa: E402
 from unipar.strategy import StrategyOptions, registry  # noqa: E402
 
-FACES = {
-    "accelerate": (Accelerate(), accelerate_names.TABLES),
-    "colossalai": (ColossalAI(), colossalai_names.TABLES),
-    "deepspeed": (DeepSpeed(), deepspeed_names.TABLES),
-    "fabric": (Fabric(), fabric_names.TABLES),
+NAMES = {
+    "accelerate": accelerate_names.TABLES,
+    "colossalai": colossalai_names.TABLES,
+    "deepspeed": deepspeed_names.TABLES,
+    "fabric": fabric_names.TABLES,
 }
-"""The dialect and the tables of each page of docs/migrate that is on a face."""
+"""The tables of names of those faces that are packages of a framework's own."""
+
+MIGRATED = {one.name: one for one in DIALECTS if one.rows}
+"""The dialect of each page of docs/migrate."""
 
 PAGES = (
     ROOT / "docs" / "architecture.md",
@@ -55,7 +64,7 @@ PAGES = (
     ROOT / "docs" / "security.md",
     ROOT / "docs" / "gpu.md",
     *(ROOT / "docs" / "how-to" / name for name in ("slurm.md", "elastic.md")),
-    *(ROOT / "docs" / "migrate" / f"{name}.md" for name in ("index", *FACES)),
+    *(ROOT / "docs" / "migrate" / f"{name}.md" for name in ("index", *MIGRATED)),
 )
 MARKED = re.compile(
     r"(?P<begin><!-- (?P<what>[\w: ]+) begin -->\n).*?(?P<end><!-- (?P=what) end -->)", re.DOTALL
@@ -233,19 +242,28 @@ TABLES = {
 
 
 def of_face(name: str) -> dict[str, Callable[[], str]]:
-    """The tables of a page on a framework that has a face."""
-    dialect, tables = FACES[name]
+    """The tables of a page on migrating from a framework."""
+    dialect, tables = MIGRATED[name], NAMES.get(name, ())
     return {
         "maps": lambda: dialect.table().rstrip(),
         "refused": lambda: dialect.refused_table().rstrip(),
         "kept": lambda: lines_of(tables, "kept").rstrip(),
         "ignored": lambda: lines_of(tables, "ignored").rstrip(),
+        "speed": lambda: _speed(name),
     }
+
+
+def _speed(name: str) -> str:
+    found = faces.speed(name)
+    if found is None:
+        return faces.NOTHING
+    about, heads, rows = found
+    return f"{about}\n\n{_table(heads, rows)}"
 
 
 def rewritten(page: Path) -> str:
     """The text of a page with each table as the code has it now."""
-    tables = TABLES | of_face(page.stem) if page.stem in FACES else TABLES
+    tables = TABLES | of_face(page.stem) if page.stem in MIGRATED else TABLES
     return MARKED.sub(lambda m: f"{m['begin']}{tables[m['what']]()}\n{m['end']}", page.read_text())
 
 

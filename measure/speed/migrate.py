@@ -1,4 +1,4 @@
-"""How fast ``unipar migrate`` reads and rewrites scripts, beside what LibCST alone takes."""
+"""How fast ``unipar migrate`` reads scripts and changes imports, beside what LibCST alone takes."""
 
 from __future__ import annotations
 

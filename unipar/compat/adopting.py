@@ -12,7 +12,6 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,6 +47,7 @@ class Adoption:
         sums: optimizers that step by the sum over ranks, and not by the mean.
         parts: of batches, which a rank has where the script knows nothing of ranks.
         inside: whether what is called now is called by an engine.
+        through: whether a model is called through the wrapper that the script has put around it.
         gathers: whether the script takes state dicts on all ranks, as under FSDP.
         rank0_only: whether only the first of them wants those.
         synchronized: whether the script asks for batch norms over all ranks.
@@ -55,7 +55,8 @@ class Adoption:
     """
 
     def __init__(self) -> None:
-        self.aware = self.inside = self.gathers = self.rank0_only = False
+        self.aware = self.inside = self.through = False
+        self.gathers = self.rank0_only = self._reads_losses = False
         self.synchronized = self.scripts_precision = False
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -66,7 +67,6 @@ class Adoption:
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._names = 0
-        self._through = self._reads_losses = False
 
     # -- what the script builds ------------------------------------------------------------------
 
@@ -220,23 +220,13 @@ class Adoption:
         )
         return session
 
-    @contextlib.contextmanager
-    def engine_calls(self) -> Iterator[None]:
+    def engine_calls(self) -> contextlib.AbstractContextManager[None]:
         """Leave what is called to torch: an engine calls it."""
-        before, self.inside = self.inside, True
-        try:
-            yield
-        finally:
-            self.inside = before
+        return _While(self, "inside")
 
-    @contextlib.contextmanager
-    def wrapping(self) -> Iterator[None]:
+    def wrapping(self) -> contextlib.AbstractContextManager[None]:
         """Around a call of a model by the wrapper that the script has put around it."""
-        before, self._through = self._through, True
-        try:
-            yield
-        finally:
-            self._through = before
+        return _While(self, "through")
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -246,7 +236,7 @@ class Adoption:
             again = self._again(model)
             if again is not None:
                 return again(*args, **kwargs)
-        model.__dict__["wrapped"] = self._through
+        model.__dict__["wrapped"] = self.through
         kind = model.world.device.type
         under = torch.is_autocast_enabled(kind)
         half = current.config is not None and current.config.precision != "fp32"
@@ -256,10 +246,8 @@ class Adoption:
                 f"the run was {'not' if under else 'under one'}. Engines compute all forward "
                 "passes that may be trained on in one precision: use autocast around all of them."
             )
-        with contextlib.ExitStack() as stack:
-            if under and not half:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            stack.enter_context(self.engine_calls())
+        whole = torch.autocast(kind, enabled=False) if under and not half else _NOTHING
+        with whole, self.engine_calls():
             if not self.aware and model.world.data_size > 1:
                 self.parts.even_out(model.module, model.world)
             output = model.forward(*args, **kwargs)
@@ -278,9 +266,9 @@ class Adoption:
         Raises:
             ConfigError: it asks for what no engine does.
         """
-        trained = self.trained
-        if self.inside or in_backward_pass():
+        if in_backward_pass():
             return False
+        trained = self.trained
         self.parts.uses += 1
         if not trained:
             self.parts.refuse_alone()
@@ -381,6 +369,21 @@ class Adoption:
         return found, whole and len(found) == 1
 
 
+class _While:
+    """A block in which an attribute is true; a class, for a step enters it several times."""
+
+    def __init__(self, of: Adoption, name: str) -> None:
+        self._of, self._name = of, name
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._of, self._name)
+        setattr(self._of, self._name, True)
+
+    def __exit__(self, *error: Any) -> None:
+        setattr(self._of, self._name, self._before)
+
+
+_NOTHING = contextlib.nullcontext()
 adoption = Adoption()
 
 

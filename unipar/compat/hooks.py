@@ -10,7 +10,13 @@ from torch.optim import Optimizer
 
 
 class Seer(Protocol):
-    """What is told of them."""
+    """What is told of them.
+
+    Attributes:
+        inside: whether an engine calls, so that all is left to torch.
+    """
+
+    inside: bool
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that has just been built."""
@@ -71,11 +77,13 @@ def _routed(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    asked = {"gradient": gradient, "retain_graph": retain_graph, "create_graph": create_graph,
-             "inputs": inputs}  # fmt: skip
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    if not _seer.backward(self, given):
-        _backward(self, gradient, retain_graph, create_graph, inputs)
+    # An engine's own backward pass comes here in every step.
+    if not _seer.inside:
+        asked = {"gradient": gradient, "retain_graph": retain_graph,
+                 "create_graph": create_graph, "inputs": inputs}  # fmt: skip
+        if _seer.backward(self, _given(asked)):
+            return
+    _backward(self, gradient, retain_graph, create_graph, inputs)
 
 
 def _routed_function(
@@ -86,15 +94,18 @@ def _routed_function(
     grad_variables: Any = None,
     inputs: Any = None,
 ) -> None:
-    asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
-             "create_graph": create_graph, "inputs": inputs}  # fmt: skip
-    given = {name: one for name, one in asked.items() if one is not None and one is not False}
-    loss = tensors
-    if not isinstance(tensors, torch.Tensor) and not given:
-        several = list(tensors)
-        loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
     # Tensor.backward comes here, too, with what belongs to no engine.
-    if not isinstance(loss, torch.Tensor) or not _seer.backward(loss, given):
-        _backward_function(
-            tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs
-        )
+    if not _seer.inside:
+        asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
+                 "create_graph": create_graph, "inputs": inputs}  # fmt: skip
+        loss, given = tensors, _given(asked)
+        if not isinstance(tensors, torch.Tensor) and not given:
+            several = list(tensors)
+            loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
+        if isinstance(loss, torch.Tensor) and _seer.backward(loss, given):
+            return
+    _backward_function(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+
+def _given(asked: dict[str, Any]) -> dict[str, Any]:
+    return {name: one for name, one in asked.items() if one is not None and one is not False}

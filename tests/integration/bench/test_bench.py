@@ -63,6 +63,19 @@ def test_every_part_measures_what_it_names(parts: list[str], tmp_path: Path) -> 
     assert held == (["met"] * 3 if "memory" in parts else [])
 
 
+@pytest.mark.thorough
+def test_a_face_is_measured_beside_its_framework(tmp_path: Path) -> None:
+    figures = tmp_path / "faces.json"
+    script = str(ROOT / "measure" / "speed" / "faces.py")
+    subprocess.run(
+        [sys.executable, script, "--quick", "--only", "ddp", "--json", str(figures)],
+        check=True, timeout=170, capture_output=True,
+    )  # fmt: skip
+    rows = json.loads(figures.read_text())["faces"]["ddp"]["rows"]
+    assert len(rows) == 8, "two programs on one and two processes, beside two runs each"
+    assert all(row["ratio"]["pairs"] == 2 and row["ratio"]["median"] > 0 for row in rows)
+
+
 def test_a_missed_aim_is_said_to_be_missed() -> None:
     slow = Row.timed("steps", [1.2, 1.3, 1.25], [1.0, 1.0, 1.0], "{:.2f} s".format, aim=1.1)
     unsure = Row.timed("loads", [1.2, 1.0, 1.15], [1.0, 1.0, 1.0], "{:.2f} s".format, aim=1.1)

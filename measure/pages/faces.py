@@ -1,0 +1,43 @@
+"""The tables of what faces cost beside their frameworks, as ``make bench-faces`` measured it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+FIGURES = Path(__file__).resolve().parents[2] / "docs" / "migrate" / "faces.json"
+NOTHING = "It has not been measured yet."
+
+
+def speed(page: str) -> tuple[str, list[str], list[list[str]]] | None:
+    """When and where, and a row for each program and number of processes.
+
+    Args:
+        page: of docs/migrate, by its name.
+
+    Returns:
+        ``None`` where nothing has been measured.
+    """
+    if not FIGURES.exists():
+        return None
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    face = figures["faces"].get(page)
+    if face is None:
+        return None
+    busy = "" if figures["others"] is None else (
+        f" Other processes had {figures['others']:.0%} of the cores meanwhile."
+    )  # fmt: skip
+    rows = []
+    for row in face["rows"]:
+        ratio, aim = row["ratio"], row["aim"]
+        spread = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+        verdict = ""
+        if aim is not None:
+            verdict = "met" if ratio["median"] <= aim else "missed"
+            if ratio["low"] <= aim < ratio["high"]:
+                verdict += ", within the spread"
+            verdict = f"at most {aim:g}: {verdict}"
+        rows.append([row["what"], row["baseline"], row["ours"], spread, str(ratio["pairs"]),
+                     verdict])  # fmt: skip
+    heads = ["a step", "the framework", "beside it", "ratio (95 % interval)", "pairs", "aim"]
+    return f"{figures['about']} {face['framework']}.{busy}", heads, rows
