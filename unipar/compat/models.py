@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from unipar.engine import StepEngine, broadcast_tensors
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
 from unipar.session import Session
+from unipar.state import is_dtensor
 from unipar.strategy import Engine
 
 _LEADS_TO = "unipar.compat"
@@ -242,9 +244,35 @@ class PreparedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ConfigError(
-            "a prepared model is trained by an engine, which cannot be copied. Copy the model "
-            f"before {self.calls.prepare}, or {self.calls.unwrap}."
+        """A model that computes by itself, as for an average of weights.
+
+        Raises:
+            ConfigError: the strategy divides the model.
+        """
+        if self.training_by is not None and "parameters" in self._session.capabilities.sharded:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' divides the model among ranks, so a "
+                f"copy (deepcopy, AveragedModel) would hold a part. {self._averaging()}"
+            )
+        made = type(self)(
+            copy.deepcopy(self.module, memo), self._session, half=self._half, device=None,
+            widens=self._widens,
+        )  # fmt: skip
+        # Ranks have the same weights since the model is trained.
+        made._shared = self._shared or self.training_by is not None
+        return made
+
+    def _averaging(self) -> str:
+        """How to average the weights of a model that is divided."""
+        if any(is_dtensor(one) for one in self.module.parameters()):
+            return (
+                f"For an average of weights, after {self.calls.prepare}: average = [p.detach()"
+                ".clone() for p in model.parameters()], which is divided alike; p.data.copy_(a) "
+                "evaluates with it."
+            )
+        return (
+            f"Copy it before {self.calls.prepare}; and to average weights as it is trained, use a "
+            "strategy that leaves parameters whole, such as ddp or zero2."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
@@ -17,6 +18,8 @@ from unipar.errors import ConfigError
 from unipar.loss import LossSum
 from unipar.session import Session
 from unipar.strategy import StepResult
+
+log = logging.getLogger("unipar")
 
 
 class PreparedOptimizer(Optimizer):
@@ -102,6 +105,13 @@ class PreparedOptimizer(Optimizer):
             # Other strategies evaluate as DDP would.
             engine.reducer.shares_buffers = current.asks_for_replicas()
         self.model, self.training = model, model.trained_by(engine, self.drop)
+        away = any(not one.numel() for one in model.module.parameters())
+        if away and "parameters" not in (current.asks_to_divide() or ()):
+            log.warning(
+                "strategy '%s' keeps parameters away between forward passes: what reads or averages"
+                " model.parameters() there finds them empty, without an error. Read weights by %s.",
+                session.strategy.name, self.calls.whole,
+            )  # fmt: skip
 
     def _over(self, model: PreparedModel) -> Any:
         """Give the user's optimizer the parameters that take the place of those that it has."""
