@@ -38,6 +38,7 @@ class AdoptedModel(PreparedModel):
 
     _unipar_passes = True
     calls: ClassVar[Calls] = _CALLS
+    guards_module: ClassVar[bool] = False
     called: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -79,6 +79,8 @@ class PreparedModel(nn.Module):
     """
 
     calls: ClassVar[Calls] = Calls()
+    guards_module: ClassVar[bool] = True
+    """Whether state dicts of the module itself are refused where they would be of parts."""
 
     def __init__(
         self,
@@ -112,6 +114,8 @@ class PreparedModel(nn.Module):
         for name, one in engine.module.named_parameters():
             self._names[id(one)] = weakref.ref(one), name
         self.training_by = Training(engine, drop)
+        if self.guards_module:
+            _guard(engine.module, self._session, self.calls)
         return self.training_by
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,6 +278,32 @@ class PreparedModel(nn.Module):
             f"Copy it before {self.calls.prepare}; and to average weights as it is trained, use a "
             "strategy that leaves parameters whole, such as ddp or zero2."
         )
+
+
+def _guard(module: nn.Module, session: Session, calls: Calls) -> None:
+    """Refuse state dicts of parts, and weights that are put into what has copies of them."""
+    name, sharded = session.strategy.name, session.capabilities.sharded
+
+    # The engine holds them, which is to hold no prepared model.
+    def refuse_parts(module: Any, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:  # As engines look at their own.
+            return
+        raise ConfigError(
+            f"strategy '{name}' divides the model among ranks, so {calls.unwrap}.state_dict() here "
+            f"is only a part. Call {calls.whole}, on all ranks."
+        )
+
+    def refuse_weights(*args: Any) -> None:
+        raise ConfigError(
+            f"strategy '{name}' divides the run's state among ranks, so weights cannot be put "
+            f"into {calls.unwrap} here. Load them before {calls.prepare}."
+        )
+
+    if "parameters" in sharded:
+        for one in module.modules():
+            one.register_state_dict_pre_hook(refuse_parts)
+    if sharded:
+        module.register_load_state_dict_pre_hook(refuse_weights)
 
 
 def marks_output(node: Any) -> bool:
