@@ -188,7 +188,7 @@ class Session:
         if error is not None:
             from unipar.launch.failure import note
 
-            explained = self._explained(error)
+            explained = self.explained(error)
             error = explained or error
             note(error)
         # Before this rank's connections close, and others fail by that.
@@ -220,8 +220,8 @@ class Session:
                 return error
         return None
 
-    def _explained(self, error: BaseException) -> ConfigError | None:
-        """A framework's error in words of the strategy's, if it knows it."""
+    def explained(self, error: BaseException) -> ConfigError | None:
+        """A framework's error in words of the strategy's; ``None`` where it has none."""
         if isinstance(error, UniparError):
             return None
         words = self.strategy.explain(error)

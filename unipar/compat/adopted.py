@@ -36,6 +36,7 @@ class AdoptedModel(PreparedModel):
 
     _unipar_passes = True
     calls: ClassVar[Calls] = _CALLS
+    guards_module: ClassVar[bool] = False
     called: bool
     wrapped: bool
 

@@ -82,7 +82,11 @@ ENGINE = Table(
         "gradient_clipping fp16_enabled bfloat16_enabled zero_optimization "
         "zero_optimization_stage optimizer_name optimizer_params scheduler_name scheduler_params "
         "steps_per_print wall_clock_breakdown was_step_applied deepspeed_io get_data_parallel_rank "
-        "get_batch_info dataloader_drop_last destroy zero_grad scale",
+        "get_batch_info dataloader_drop_last destroy zero_grad scale module optimizer lr_scheduler "
+        "client_optimizer client_lr_scheduler basic_optimizer training_data training_dataloader "
+        "collate_fn config device dist_backend world_size global_rank local_rank dp_world_size "
+        "mp_world_size data_parallel_group mpu losses pipeline_parallelism has_moe_layers "
+        "sequence_parallel_size global_steps global_samples micro_steps skipped_steps",
         "kept",
     ),
     Row(
@@ -91,7 +95,8 @@ ENGINE = Table(
         "An engine reduces every gradient once, when it steps.",
     ),
     Row(
-        "empty_partition_cache dump_state print_forward_breakdown is_compiled tput_timer monitor",
+        "empty_partition_cache dump_state print_forward_breakdown is_compiled timers tput_timer "
+        "monitor",
         "ignored",
         "It is of DeepSpeed's memory and logs.",
     ),
@@ -122,7 +127,23 @@ ENGINE = Table(
         "refused",
         "Use torch.distributed, or deepspeed.comm.",
     ),
-    Row("get_*parallel_* is_first_weights_partition_group", "refused", _GROUPS),
+    Row(
+        "get_*parallel_* is_first_weights_partition_group *_group seq_dp_world_size mesh_device",
+        "refused",
+        _GROUPS,
+    ),
+    Row(
+        "checkpoint_engine loaded_checkpoint_* save_zero_checkpoint save_non_zero_checkpoint",
+        "refused",
+        _CHECKPOINT,
+    ),
+    Row(
+        "engine_timers* enable_backward_allreduce gradient_average inside_no_sync_ctxt flatten "
+        "unflatten module_forward_* moe_layers num_experts gate_modules optimized_linear_* "
+        "param_names scale_wrt_gas use_ds_comm warn_unscaled_loss dont_change_device zenflow",
+        "refused",
+        "It is the state of DeepSpeed's own engine.",
+    ),
     Row(
         "zero_* *_enabled *_config aio_* amp_* autotp_* autotuning_* bf16_* fp16_* clip_* "
         "collect_* communication_data_type cpuadam_* flops_profiler_* get_data_types "

@@ -10,8 +10,7 @@ _BY_OPTIONS = "Say strategy and its options in unipar.yaml (docs/strategies.md).
 _ITS_OWN = "It is a part of Fabric's own machinery. Leave it out."
 _TPU = "unipar trains on CPUs and CUDA GPUs."
 _PRECISION = (
-    "Weights and reductions stay fp32 here. Use precision='bf16-mixed', '16-mixed' or '32-true', "
-    "or precision: fp8 in unipar.yaml."
+    "Use precision='bf16-mixed', '16-mixed' or '32-true', or precision: fp8 in unipar.yaml."
 )
 _ITS_OWN_LOOP = (
     "It has a loop of its own, or is a part of it, which only the Trainer runs: call unipar.fit, "
@@ -61,7 +60,10 @@ STRATEGIES = Table(
 
 PLUGINS = Table(
     "lightning_fabric.plugins",
-    Row("MixedPrecision FSDPPrecision DeepSpeedPrecision Precision", "kept"),
+    Row(
+        "MixedPrecision HalfPrecision DoublePrecision FSDPPrecision DeepSpeedPrecision Precision",
+        "kept",
+    ),
     Row(
         "ClusterEnvironment LightningEnvironment TorchElasticEnvironment SLURMEnvironment "
         "MPIEnvironment LSFEnvironment KubeflowEnvironment",
@@ -69,7 +71,7 @@ PLUGINS = Table(
         "The launcher is found by itself.",
     ),
     Row("XLA* TPU*", "refused", _TPU),
-    Row("HalfPrecision DoublePrecision TransformerEnginePrecision", "refused", _PRECISION),
+    Row("TransformerEnginePrecision", "refused", _PRECISION),
     Row(
         "BitsandbytesPrecision", "refused", "Quantize layers by bitsandbytes, before fabric.setup."
     ),
@@ -125,7 +127,8 @@ FABRIC = Table(
 CALLS = Table(
     "calls",
     Row(
-        "Fabric(precision='bf16-true'/'16-true'/'64-true'/'transformer-engine')",
+        "Fabric(precision='transformer-engine') "
+        "DeepSpeedStrategywithprecision='bf16-true'/'16-true'",
         "refused",
         _PRECISION,
     ),
@@ -197,8 +200,7 @@ CALLS = Table(
 )
 
 _WORDS = {
-    "Fabric(precision='bf16-true'/'16-true'/'64-true'/'transformer-engine')":
-        "bf16-true 16-true 64-true 64 transformer-engine transformer-engine-float16",
+    "Fabric(precision='transformer-engine')": "transformer-engine transformer-engine-float16",
     "Fabric(accelerator='mps'/'tpu')": "mps tpu",
     "Fabric(strategy='dp'/'xla'/'xla_fsdp'/'single_xla'/'single_tpu')":
         "dp xla xla_fsdp single_xla single_tpu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from unipar.engine import StepEngine, broadcast_tensors
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
 from unipar.session import Session
+from unipar.state import is_dtensor
 from unipar.strategy import Engine
 
 _LEADS_TO = "unipar.compat"
@@ -77,6 +79,8 @@ class PreparedModel(nn.Module):
     """
 
     calls: ClassVar[Calls] = Calls()
+    guards_module: ClassVar[bool] = True
+    """Whether state dicts of the module itself are refused where they would be of parts."""
 
     def __init__(
         self,
@@ -110,6 +114,8 @@ class PreparedModel(nn.Module):
         for name, one in engine.module.named_parameters():
             self._names[id(one)] = weakref.ref(one), name
         self.training_by = Training(engine, drop)
+        if self.guards_module:
+            _guard(engine.module, self._session, self.calls)
         return self.training_by
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,10 +248,62 @@ class PreparedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise ConfigError(
-            "a prepared model is trained by an engine, which cannot be copied. Copy the model "
-            f"before {self.calls.prepare}, or {self.calls.unwrap}."
+        """A model that computes by itself, as for an average of weights.
+
+        Raises:
+            ConfigError: the strategy divides the model.
+        """
+        if self.training_by is not None and "parameters" in self._session.capabilities.sharded:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' divides the model among ranks, so a "
+                f"copy (deepcopy, AveragedModel) would hold a part. {self._averaging()}"
+            )
+        made = type(self)(
+            copy.deepcopy(self.module, memo), self._session, half=self._half, device=None,
+            widens=self._widens,
+        )  # fmt: skip
+        # Ranks have the same weights since the model is trained.
+        made._shared = self._shared or self.training_by is not None
+        return made
+
+    def _averaging(self) -> str:
+        """How to average the weights of a model that is divided."""
+        if any(is_dtensor(one) for one in self.module.parameters()):
+            return (
+                f"For an average of weights, after {self.calls.prepare}: average = [p.detach()"
+                ".clone() for p in model.parameters()], which is divided alike; p.data.copy_(a) "
+                "evaluates with it."
+            )
+        return (
+            f"Copy it before {self.calls.prepare}; and to average weights as it is trained, use a "
+            "strategy that leaves parameters whole, such as ddp or zero2."
         )
+
+
+def _guard(module: nn.Module, session: Session, calls: Calls) -> None:
+    """Refuse state dicts of parts, and weights that are put into what has copies of them."""
+    name, sharded = session.strategy.name, session.capabilities.sharded
+
+    # The engine holds them, which is to hold no prepared model.
+    def refuse_parts(module: Any, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:  # As engines look at their own.
+            return
+        raise ConfigError(
+            f"strategy '{name}' divides the model among ranks, so {calls.unwrap}.state_dict() here "
+            f"is only a part. Call {calls.whole}, on all ranks."
+        )
+
+    def refuse_weights(*args: Any) -> None:
+        raise ConfigError(
+            f"strategy '{name}' divides the run's state among ranks, so weights cannot be put "
+            f"into {calls.unwrap} here. Load them before {calls.prepare}."
+        )
+
+    if "parameters" in sharded:
+        for one in module.modules():
+            one.register_state_dict_pre_hook(refuse_parts)
+    if sharded:
+        module.register_load_state_dict_pre_hook(refuse_weights)
 
 
 def marks_output(node: Any) -> bool:

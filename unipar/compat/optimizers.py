@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -18,7 +20,9 @@ from unipar.engine import StepEngine
 from unipar.errors import ConfigError
 from unipar.loss import LossSum
 from unipar.session import Session
-from unipar.strategy import StepResult
+from unipar.strategy import Engine, StepResult
+
+log = logging.getLogger("unipar")
 
 
 class PreparedOptimizer(Optimizer):
@@ -83,9 +87,11 @@ class PreparedOptimizer(Optimizer):
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:
         """Put the model under the strategy, with this optimizer. Collective.
 
+        Engines of models that no script holds any more are released before.
+
         Args:
             model: what it updates.
-            asked: of :meth:`unipar.Session.prepare`.
+            asked: of :meth:`unipar.Session.prepare`; a name that is free, where it has none.
 
         Raises:
             ConfigError: the strategy cannot do it; or another optimizer trains the model.
@@ -96,6 +102,9 @@ class PreparedOptimizer(Optimizer):
                 f"two optimizers update one {type(model.module).__name__}, which an engine steps "
                 "with one. Give one optimizer all of the parameters, in groups."
             )
+        if "name" not in asked:
+            _release_unused(session)
+            asked["name"] = _unused_name(session)
         with own_randomness(session.world.device):
             engine = session.prepare(model.module, optimizer=self._over(model), **asked)
         if isinstance(engine, StepEngine):
@@ -115,24 +124,36 @@ class PreparedOptimizer(Optimizer):
             # Other strategies evaluate as DDP would.
             engine.reducer.shares_buffers = current.asks_for_replicas()
         self.model, self.training = model, model.trained_by(engine, self.drop)
+        _MODELS[engine] = weakref.ref(model)
+        away = any(not one.numel() for one in model.module.parameters())
+        if away and "parameters" not in (current.asks_to_divide() or ()):
+            log.warning(
+                "strategy '%s' keeps parameters away between forward passes: what reads or averages"
+                " model.parameters() there finds them empty, without an error. Read weights by %s.",
+                session.strategy.name, self.calls.whole,
+            )  # fmt: skip
 
     def _over(self, model: PreparedModel) -> Any:
         """Give the user's optimizer the parameters that take the place of those that it has."""
+        optimizer, calls = self.optimizer, self.calls
+        # An engine keeps what builds its optimizer, and is to hold no model.
+        name_of = weakref.WeakMethod(model.name_of)
 
         def build(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-            final = dict(named)
-            for group in self.optimizer.param_groups:
+            final, known = dict(named), name_of()
+            assert known is not None
+            for group in optimizer.param_groups:
                 for at, parameter in enumerate(group["params"]):
-                    new = final.get(model.name_of(parameter) or "")
-                    if new is None or (new is not parameter and parameter in self.optimizer.state):
+                    new = final.get(known(parameter) or "")
+                    if new is None or (new is not parameter and parameter in optimizer.state):
                         raise ConfigError(
-                            f"the {type(self.optimizer).__name__} has state already, or "
+                            f"the {type(optimizer).__name__} has state already, or "
                             "parameters that the model has not, and the strategy puts others in "
                             "their place. Prepare it before its first step; "
-                            f"{self.calls.load} restores its state."
+                            f"{calls.load} restores its state."
                         )
                     group["params"][at] = new
-            return self.optimizer
+            return optimizer
 
         return build
 
@@ -330,6 +351,25 @@ class PreparedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
+
+
+_MODELS: weakref.WeakKeyDictionary[Engine, weakref.ref[PreparedModel]] = weakref.WeakKeyDictionary()
+"""The models of engines."""
+
+
+def _release_unused(session: Session) -> None:
+    """Release the engines of models that no rank holds any more. Collective."""
+    if not session.engines:
+        return
+    gc.collect()
+    gone = {n for n, one in session.engines.items() if one in _MODELS and _MODELS[one]() is None}
+    for name in sorted(set.intersection(*session.world.gather(gone))):
+        session.release(name)
+
+
+def _unused_name(session: Session) -> str:
+    names = ("model", *(f"model{number}" for number in range(2, len(session.engines) + 2)))
+    return next(name for name in names if name not in session.engines)
 
 
 Chosen = TypeVar("Chosen", bound=PreparedOptimizer)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Run:
         self._placement: Placement | None = None
         self._given: Placement | None = None
         self._file: Path | None = None
+        self._undo: Callable[[], None] = lambda: None
 
     def stand(self, place: Placement, file: Path) -> None:
         """Be one of the processes that were started for the run of a script.
@@ -95,13 +97,19 @@ class Run:
     def asks_for_replicas(self) -> bool:
         """Whether the script trains whole replicas that share buffers, whatever strategy runs."""
         asked = self._asked.get("strategy")
-        if asked is None:
-            return True
         if isinstance(asked, Mapping) and not asked.get("broadcast_buffers", True):
             return False
-        with contextlib.suppress(ConfigError):  # What it asks for may not be installed.
-            return not resolve(asked).capabilities().sharded
-        return False
+        divided = self.asks_to_divide()
+        return divided is not None and not divided
+
+    def asks_to_divide(self) -> frozenset[str] | None:
+        """What the script's own strategy divides; ``None`` if that is not installed."""
+        asked = self._asked.get("strategy")
+        if asked is None:
+            return frozenset()
+        with contextlib.suppress(ConfigError):
+            return frozenset(resolve(asked).capabilities().sharded)
+        return None
 
     def layout(self, asked: Mapping[str, Any]) -> Layout:
         """How ranks are arranged, or will be when a session is opened so.
@@ -163,12 +171,14 @@ class Run:
                 self._world = join(session.world.placement)
                 atexit.register(self.close)
         self.session, self.config, self._asked = session, config, dict(asked)
+        self._undo = explain_uncaught(session)
         return session
 
     def close(self) -> None:
         """End the run, if there is one. Another may follow."""
-        session, world = self.session, self._world
+        session, world, undo = self.session, self._world, self._undo
         self.__init__()
+        undo()
         if session is not None:
             session.__exit__(None, None, None)
         if world is not None:
@@ -199,6 +209,29 @@ class Run:
 
 
 current = Run()
+
+
+def explain_uncaught(session: Session) -> Callable[[], None]:
+    """Show an error that ends the script in words of the strategy's, where it has some.
+
+    Returns:
+        What takes that back.
+    """
+    shown = sys.excepthook
+
+    def show(kind: Any, error: BaseException, trace: Any) -> None:
+        explained = session.explained(error)
+        if explained is None:
+            shown(kind, error, trace)
+        else:
+            shown(type(explained), explained, None)
+
+    def undo() -> None:
+        if sys.excepthook is show:
+            sys.excepthook = shown
+
+    sys.excepthook = show
+    return undo
 
 
 @contextlib.contextmanager

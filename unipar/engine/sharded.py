@@ -1,13 +1,14 @@
 """Parameters that FSDP2 has made shards of, used where they are not gathered.
 
 They are DTensors outside of the model's forward pass. Most operations that mix them with plain
-tensors are errors of torch's; those that are none leave gradients that FSDP does not know of.
+tensors are errors of torch's; those that are none leave gradients that FSDP does not know of, or
+give numbers that are of one rank's shard alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -31,8 +32,10 @@ _REMEDIES = (
     "For a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
     "Adam (but not of AdamW); any other is computed in the forward of the module that holds them, "
     "where they are whole, and returned with its output. For a moving average or a target network: "
-    "read a shard's own values by parameter.detach().to_local(), and average shards with shards; "
-    "or the whole by parameter.detach().full_tensor(), which every rank has to call."
+    "build it once the model is prepared, as [p.detach().clone() for p in model.parameters()], "
+    "which is divided alike, so that it can be averaged with the parameters and copied into them. "
+    "For a number, such as a norm, or the whole tensor: x.detach().full_tensor(), which every rank "
+    "has to call."
 )
 
 
@@ -64,20 +67,72 @@ def explain_sharded(error: BaseException, strategy: str) -> str:
     )
 
 
-def refuse_gradients_outside(module: nn.Module, strategy: str) -> list[Callable[[], None]]:
-    """Refuse a backward pass that comes to a shard itself, not to what FSDP has gathered.
+def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], None]]:
+    """Refuse gradients of shards, and numbers that are of one rank's shard.
 
-    Its gradient would miss the weighting of this rank's samples, which only FSDP's reduction
-    makes the global batch's.
+    A gradient that comes to a shard itself, not to what FSDP has gathered, would miss the weighting
+    of this rank's samples, which only FSDP's reduction makes the global batch's.
 
     Returns:
-        What takes that back.
+        What takes that back; numbers are refused until the process ends.
     """
+    # A private table, which torch's own loss_parallel changes, too (torch 2.13,
+    # distributed/tensor/parallel/loss.py).
+    dispatcher: Any = DTensor._op_dispatcher  # pyright: ignore[reportAttributeAccessIssue]
+    dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number_of
     return [
-        parameter.register_hook(partial(_refuse, name, strategy)).remove
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and isinstance(parameter, DTensor)
+        _gradients_asked_of(module, strategy),
+        *(
+            parameter.register_hook(partial(_refuse, name, strategy)).remove
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and isinstance(parameter, DTensor)
+        ),
     ]
+
+
+def _number_of(op: Any, args: Any, kwargs: Any) -> Any:
+    """What ``item()`` gives, which torch takes from this rank's part, whatever others have.
+
+    torch 2.13, distributed/tensor/_sharding_prop.py, propagate_op_sharding_non_cached.
+    """
+    one: DTensor = args[0]
+    if one.device_mesh.size() > 1 and not all(p.is_replicate() for p in one.placements):
+        raise ConfigError(
+            "a number was read (item(), float(), an if) of a tensor that is divided among ranks, "
+            f"of which this one has {tuple(map(str, one.placements))}: it would be of this rank's "
+            f"part. {_REMEDIES}"
+        )
+    return op(one.to_local())
+
+
+def _gradients_asked_of(module: nn.Module, strategy: str) -> Callable[[], None]:
+    """Refuse ``torch.autograd.grad`` over shards, which no graph leads to.
+
+    It would be an error without a name, or ``None`` with ``allow_unused=True``.
+    """
+    shards = {id(p): name for name, p in module.named_parameters() if isinstance(p, DTensor)}
+    asked = torch.autograd.grad
+
+    @wraps(asked)
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in (inputs,) if isinstance(inputs, torch.Tensor) else (inputs := tuple(inputs)):
+            if id(one) in shards:
+                raise ConfigError(
+                    f"torch.autograd.grad was asked for the gradient of parameter "
+                    f"'{shards[id(one)]}'. Under strategy '{strategy}' this rank holds a shard of "
+                    "it, and models compute with what is gathered of all ranks. Gradients of a "
+                    "model's inputs can be taken; for those of its parameters, as in MAML or a "
+                    "penalty on their norm, use strategy='ddp'."
+                )
+        return asked(outputs, inputs, *args, **kwargs)
+
+    def undo() -> None:
+        if torch.autograd.grad is grad:
+            torch.autograd.grad = asked
+        shards.clear()
+
+    torch.autograd.grad = grad
+    return undo
 
 
 def discard_gradients(root: Any, strategy: str) -> None:

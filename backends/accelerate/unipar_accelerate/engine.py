@@ -24,7 +24,7 @@ from unipar.engine import (
     see_calls,
     sum_shards,
 )
-from unipar.engine.sharded import discard_gradients, refuse_gradients_outside
+from unipar.engine.sharded import discard_gradients, refuse_uses_outside
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
@@ -101,7 +101,7 @@ def prepare_shards(
     check_wrapped(accelerator, options, model, world)
     sum_shards(module)
     check_divisible(steps, "accelerate", world, AsDTensors(comes_first=False))
-    undo += refuse_gradients_outside(module, "accelerate")
+    undo += refuse_uses_outside(module, "accelerate")
     reducer = ShardReducer(module, world, accelerator)
     return _engine(spec, world, module, optimizer, accelerator, model, prepared, reducer, undo)
 

@@ -75,6 +75,21 @@ def averaged(engine: Engine, data: torch.Tensor) -> None:
         target.mul_(0.9).add_(engine.module.weight, alpha=0.1)  # pyright: ignore
 
 
+def measured(engine: Engine, data: torch.Tensor) -> None:
+    if engine.module.weight.norm().item() > 1e6:  # pyright: ignore
+        raise ValueError("the weights have exploded")
+
+
+def counted(engine: Engine, data: torch.Tensor) -> None:
+    torch.count_nonzero(engine.module.weight).item()  # pyright: ignore
+
+
+def differentiated(engine: Engine, data: torch.Tensor) -> None:
+    # None where it is allowed that no graph leads there, and a shard's is never in one.
+    loss = engine(data).square().mean()
+    torch.autograd.grad(loss, engine.module.parameters(), create_graph=True, allow_unused=True)
+
+
 def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -> str:
     try:
         with unipar.Session("fsdp", placement=placement) as session:
@@ -94,7 +109,10 @@ def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -
         (by_hand(penalized_whole), ["the loss depends on parameter 'weight'"]),
         (by_train_step(projected), ["outside of the model's forward pass", "weight_decay=2c"]),
         (evaluated, ["outside of the model's forward pass"]),
-        (averaged, ["outside of the model's forward pass", "parameter.detach().full_tensor()"]),
+        (averaged, ["outside of the model's forward pass", "[p.detach().clone() for p in"]),
+        (measured, ["a number was read", "would be of this rank's part", "full_tensor()"]),
+        (counted, ["a number was read"]),
+        (differentiated, ["autograd.grad was asked for the gradient of parameter 'weight'"]),
     ],
 )
 def test_a_shard_used_as_if_it_were_the_parameter_is_refused(
@@ -151,7 +169,8 @@ def remedies(placement: Placement, strategy: str) -> dict[str, Any]:
                 with torch.no_grad():
                     own.mul_(0.9).add_(p, alpha=0.1)
         weights = [whole(p.detach()) for p in engine.module.parameters()]
-        return {"weights": weights, "average": [whole(own) for own in target]}
+        norms = [whole(p.detach().norm()).item() for p in engine.module.parameters()]
+        return {"weights": weights, "average": [whole(own) for own in target], "norms": norms}
 
 
 def test_what_is_advised_makes_the_run_of_a_plain_loop(world_pool: Any) -> None:

@@ -45,8 +45,8 @@ from unipar.engine import (
 )
 from unipar.engine.sharded import (
     discard_gradients,
-    refuse_gradients_outside,
     refuse_unreduced,
+    refuse_uses_outside,
     scaler_of,
     total_norm_of_shards,
 )
@@ -133,7 +133,7 @@ def prepare(
     if sharded:
         parts = [*holders, *units, module]
         undo.append(refuse_changed_weights(module, name, parts, is_copy))
-        undo += refuse_gradients_outside(module, options.strategy)
+        undo += refuse_uses_outside(module, options.strategy)
         every = options.reduce_scatter_every_microbatch
         reducer = ShardReducer(module, world, name, every=every)
     else:

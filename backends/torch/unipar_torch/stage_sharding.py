@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from unipar.engine import Undo, refuse_changed_weights, refuse_inner_gradients, see_calls
-from unipar.engine.sharded import discard_gradients, refuse_gradients_outside
+from unipar.engine.sharded import discard_gradients, refuse_uses_outside
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
 from unipar.utils.torch_versions import sharded_groups
@@ -74,7 +74,7 @@ def watch_weights(stage: Stage) -> list[Undo]:
     module = stage.module
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     changed = refuse_changed_weights(module, _STRATEGY, parts, is_copy)
-    outside = refuse_gradients_outside(module, _STRATEGY)
+    outside = refuse_uses_outside(module, _STRATEGY)
     return [changed, *outside, *see_calls(module, _STRATEGY)]
 
 

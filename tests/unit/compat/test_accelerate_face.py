@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,7 +101,6 @@ def test_a_norm_and_gradients_can_be_read_before_the_step() -> None:
         ),
         (lambda a, m, o, x: a.register_for_checkpointing(1), "was given a int, which has no"),
         (lambda a, m, o, x: a.prepare(torch.optim.SGD(m.parameters(), 1)), "two optimizers update"),
-        (lambda a, m, o, x: copy.deepcopy(m), "Copy the model before accelerator.prepare"),
         (lambda a, m, o, x: a.save_state(), "nothing says where checkpoints are"),
         (lambda a, m, o, x: a.init_trackers("p") or a.get_tracker("x").log_images, "log_images"),
     ],
@@ -243,3 +241,38 @@ def test_batches_are_cut_up_by_the_configuration_alone(caplog: pytest.LogCapture
 def test_buffers_are_shared_where_the_framework_would(asked: Any, shares: bool) -> None:
     Accelerator(cpu=True, **asked)
     assert current.asks_for_replicas() is shares
+
+
+def test_a_second_accelerator_has_engines_of_its_own(tmp_path: Path) -> None:
+    def fold(number: int) -> Any:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, loader = parts(accelerator)
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        for x in loader:
+            step(accelerator, model, optimizer, x)
+        accelerator.save_state(str(tmp_path / str(number)))
+        # What a script may have left over when the next fold begins.
+        return schedule, loader, accelerator.unwrap_model(model)
+
+    for number in range(2):
+        left, session = fold(number), current.session
+        assert session is not None
+        assert [*session.engines] == ["model"]
+        assert left
+    accelerator = Accelerator(cpu=True)
+    parts(accelerator)
+    accelerator.load_state(str(tmp_path / "1"))
+
+
+def test_memory_that_is_freed_makes_room() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(accelerator)
+    step(accelerator, model, optimizer, next(iter(loader)))
+    session = current.session
+    assert session is not None
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+    assert not session.engines
+    kept = parts(accelerator)
+    assert ([*session.engines], len(kept)) == (["model"], 3)
+    accelerator.clear()
+    assert not session.engines

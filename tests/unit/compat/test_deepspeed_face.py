@@ -409,3 +409,12 @@ def test_one_process_has_a_group_too() -> None:
     total = torch.ones(2)
     deepspeed.comm.all_reduce(total)  # pyright: ignore[reportAttributeAccessIssue]
     assert total.tolist() == [1, 1]
+
+
+def test_engines_that_a_script_has_done_with_are_released() -> None:
+    for _ in range(2):
+        _, (engine, *_) = start()
+        step(engine)
+        assert current.session is not None
+        assert [*current.session.engines] == ["model"]
+        del engine, _

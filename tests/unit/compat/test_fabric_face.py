@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import functools
 import os
@@ -17,7 +18,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from unipar.compat.fabric import Fabric, is_wrapped, seed_everything, settings
 from unipar.compat.fabric.loggers import CSVLogger, TensorBoardLogger
-from unipar.compat.fabric.plugins import ClusterEnvironment, MixedPrecision, SLURMEnvironment
+from unipar.compat.fabric.plugins import (
+    ClusterEnvironment,
+    DoublePrecision,
+    MixedPrecision,
+    SLURMEnvironment,
+)
 from unipar.compat.fabric.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -176,7 +182,8 @@ class OwnEnvironment(ClusterEnvironment):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"precision": "bf16-true"}, "Use precision='bf16-mixed'"),
+        ({"precision": "transformer-engine"}, "Use precision='bf16-mixed'"),
+        ({"precision": "16-true", "strategy": "deepspeed"}, "Use precision='bf16-mixed'"),
         ({"precision": "32-true", "plugins": MixedPrecision("bf16-mixed")}, "Give one"),
         ({"accelerator": "tpu"}, "Use accelerator='auto'"),
         ({"strategy": "dp"}, r"Fabric\(strategy='dp'\) has no counterpart. Use one of ddp"),
@@ -370,6 +377,34 @@ def test_models_that_a_script_has_done_with_are_released() -> None:
     assert (len(session.engines), len(kept)) == (1, 2)
     kept += parts(fabric)
     assert (len(session.engines), len(kept)) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({"precision": "bf16-true"}, torch.bfloat16),
+        ({"precision": "16-true"}, torch.float16),
+        ({"plugins": DoublePrecision()}, torch.float64),
+    ],
+)
+def test_weights_are_of_the_precision_that_is_true(given: Any, dtype: torch.dtype) -> None:
+    fabric = Fabric(**CPU, **given)
+    torch.manual_seed(0)
+    with fabric.init_module():
+        model = nn.Linear(3, 3)
+    plain = copy.deepcopy(model)
+    assert plain.weight.dtype == dtype
+    prepared, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.5))
+    x = torch.randn(4, 3)
+    out = prepared(x)
+    assert (out.dtype, out.tolist()) == (torch.float32, plain(x.to(dtype)).float().tolist())
+    assert copy.deepcopy(prepared)(x).tolist() == out.tolist()
+    fabric.backward(out.square().mean())
+    optimizer.step()
+    plain(x.to(dtype)).float().square().mean().backward()
+    torch.optim.SGD(plain.parameters(), 0.5).step()
+    assert torch.equal(prepared.module.weight, plain.weight)
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_helpers() -> None:

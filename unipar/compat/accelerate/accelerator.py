@@ -297,16 +297,9 @@ class Accelerator(Exchange, Keeping):
             model = None if optimizer.training else optimizer.model_among(self._models)
             if model is not None:
                 optimizer.takes_up(
-                    model, name=self._unused_name(), max_grad_norm=self._max_grad_norm,
+                    model, max_grad_norm=self._max_grad_norm,
                     compile=self._compile, activation_checkpointing=self._recompute,
                 )  # fmt: skip
-
-    def _unused_name(self) -> str:
-        number, name = 1, "model"
-        while name in self._session.engines:
-            number += 1
-            name = f"model{number}"
-        return name
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Let go of everything that was prepared.

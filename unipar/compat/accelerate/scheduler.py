@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 from unipar.compat.accelerate.state import GradientState
 from unipar.compat.optimizers import PreparedOptimizer
@@ -30,14 +31,16 @@ class Paced:
     def __init__(
         self,
         scheduler: Any,
-        optimizers: Sequence[PreparedOptimizer],
+        optimizers: Iterable[PreparedOptimizer],
         state: GradientState,
         *,
         times: int,
         with_optimizer: bool,
         split: bool,
     ) -> None:
-        self.scheduler, self.optimizers, self._state = scheduler, optimizers, state
+        self.scheduler, self._state = scheduler, state
+        # One that a script has left over from before keeps no model.
+        self.optimizers = WeakSet(optimizers)
         self._times, self._with_optimizer, self._split = times, with_optimizer, split
 
     def step(self, *args: Any, **kwargs: Any) -> None:

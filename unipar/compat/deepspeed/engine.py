@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from unipar.compat.deepspeed.checkpoints import Keeping
 from unipar.compat.deepspeed.data import DeepSpeedDataLoader
+from unipar.compat.deepspeed.facts import Facts
 from unipar.compat.deepspeed.parts import EngineModel, EngineOptimizer, Unlogged
 from unipar.compat.deepspeed_names import ENGINE, refuse
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
 
-class DeepSpeedEngine(Keeping):
+class DeepSpeedEngine(Facts):
     """What ``deepspeed.initialize`` gives: it is called, gets a loss, and is stepped.
 
     Args:
@@ -33,6 +33,7 @@ class DeepSpeedEngine(Keeping):
         module: the model, as the strategy has made it.
         optimizer: as given.
         lr_scheduler: is stepped after every update.
+        training_data: what ``initialize`` was given.
         training_dataloader: of the data that ``initialize`` was given.
         config: DeepSpeed's configuration.
         micro_steps: micro-batches so far.
@@ -59,6 +60,7 @@ class DeepSpeedEngine(Keeping):
         self.__dict__["_model"] = model
         self.optimizer = optimizer
         self.lr_scheduler: Any = None
+        self.training_data: Any = None
         self.training_dataloader: DeepSpeedDataLoader | None = None
         self.config = dict(config)
         self.collate_fn = collate_fn
@@ -199,154 +201,10 @@ class DeepSpeedEngine(Keeping):
         """Return whether loaders leave a last, shorter batch out."""
         return bool(self.config.get("dataloader_drop_last", False))
 
-    # -- what there is to know -------------------------------------------------------------------
-
-    @property
-    def device(self) -> torch.device:
-        """This process's."""
-        return current.device()
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank among those of its node."""
-        return current.placement().local_rank
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank."""
-        return current.placement().rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-        return current.placement().size
-
-    @property
-    def dp_world_size(self) -> int:
-        """How many of them see different data."""
-        return current.world().data_size
-
-    @property
-    def client_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer itself, which the engine steps."""
-        return self.optimizer.optimizer if self.optimizer is not None else None
-
-    basic_optimizer = client_optimizer
-
-    def get_data_parallel_rank(self) -> int:
-        """This process's rank among those that see different data."""
-        return current.world().data_rank
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
-        return self._accumulation
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of a micro-batch on a rank."""
-        return self._size
-
-    def train_batch_size(self) -> int:
-        """Samples of a step over all ranks."""
-        return self._size * self._accumulation * self.dp_world_size
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples of a step, those of a micro-batch, and micro-batches of a step."""
-        return self.train_batch_size(), self._size, self._accumulation
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Take another number of micro-batches to a step."""
-        steps, left = divmod(train_batch_size, self._size * self.dp_world_size)
-        if left or not steps:
-            raise ValueError(
-                f"{train_batch_size} samples are not a number of micro-batches of {self._size} on "
-                f"{self.dp_world_size} ranks"
-            )
-        self._accumulation = steps
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Take another size of micro-batches."""
-        self._size = micro_batch_size
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return self._of_groups("lr")
-
-    def get_type(self) -> list[Any]:
-        """The type of each parameter group, where groups have one."""
-        return self._of_groups("type")
-
-    def get_mom(self) -> list[Any]:
-        """The momentum of each parameter group, or its betas."""
-        named = self.optimizer_name() in ("SGD", "RMSprop")
-        return self._of_groups("momentum" if named else "betas")
-
-    def _of_groups(self, key: str) -> list[Any]:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [group.get(key, 0.0) for group in groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm of the last update's gradients before they were clipped; ``None`` before it.
-
-        Raises:
-            ConfigError: gradients are not clipped, and nobody has measured it.
-        """
-        if self._norm is None and self.global_steps and not self._clips:
-            raise ConfigError(
-                "get_global_grad_norm() is of gradients that are clipped, and gradient_clipping is "
-                "0. Set it to a large number, to measure alone."
-            )
-        return self._norm
-
-    def gradient_clipping(self) -> float:
-        """The norm that gradients are clipped to; 0 if they are not."""
-        return float(self.config.get("gradient_clipping", 1.0))
-
-    def fp16_enabled(self) -> bool:
-        """Return whether the run computes in float16."""
-        return self._precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Return whether the run computes in bfloat16, but for the matrix products of ``fp8``."""
-        return self._precision in ("bf16", "fp8")
-
-    def zero_optimization(self) -> bool:
-        """Return whether the configuration asks for ZeRO, whatever the strategy."""
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_stage(self) -> int:
-        """The stage of ZeRO that the configuration asks for, whatever the strategy."""
-        zero = self.config.get("zero_optimization", 0)
-        return int(zero.get("stage", 0) if isinstance(zero, Mapping) else bool(zero))
-
-    def optimizer_name(self) -> str | None:
-        """The optimizer that the configuration names; of the script's own, its class."""
-        named = (self.config.get("optimizer") or {}).get("type")
-        return named or (type(self.client_optimizer).__name__ if self.optimizer else None)
-
-    def optimizer_params(self) -> dict[str, Any] | None:
-        """The arguments of the optimizer that the configuration names."""
-        return (self.config.get("optimizer") or {}).get("params")
-
-    def scheduler_name(self) -> str | None:
-        """The scheduler that the configuration names."""
-        return (self.config.get("scheduler") or {}).get("type")
-
-    def scheduler_params(self) -> dict[str, Any] | None:
-        """The arguments of the scheduler that the configuration names."""
-        return (self.config.get("scheduler") or {}).get("params")
-
-    def steps_per_print(self) -> int | None:
-        """What the configuration says; nothing is printed."""
-        return self.config.get("steps_per_print")
-
-    def wall_clock_breakdown(self) -> bool:
-        """What the configuration says; nothing is printed."""
-        return bool(self.config.get("wall_clock_breakdown", False))
-
     # -- memory and logs of DeepSpeed's ----------------------------------------------------------
 
     is_compiled = False
-    tput_timer = monitor = Unlogged()
+    timers = tput_timer = monitor = Unlogged()
 
     def empty_partition_cache(self) -> None:
         """Nothing."""
@@ -369,6 +227,13 @@ class DeepSpeedEngine(Keeping):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Refused."""
         ENGINE.refuse("compile", "engine.compile(…)")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__dict__ and not hasattr(type(self), name):
+            row = ENGINE.find(name)
+            if row is not None and row.fate == "refused":
+                ENGINE.refuse(name, f"engine.{name} = {value!r}")
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:

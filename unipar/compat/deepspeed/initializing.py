@@ -86,14 +86,14 @@ def initialize(
                 f"the {type(own).__name__} updates no parameter of this "
                 f"{type(model).__name__}. Build it over model.parameters()."
             )
-        taken.takes_up(prepared, name=_unused_name(session), max_grad_norm=clip or None)
-        prepared.whole_alone(session)
+        taken.takes_up(prepared, max_grad_norm=clip or None)
     engine = DeepSpeedEngine(
         prepared, taken, settings, micro_batch_size=size, accumulation_steps=accumulation,
         precision=precision, clips=clip > 0, collate_fn=collate_fn,
     )  # fmt: skip
     engine.lr_scheduler = _scheduler(settings, taken, lr_scheduler)
     if training_data is not None:
+        engine.training_data = training_data
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, taken, engine.training_dataloader, engine.lr_scheduler
 
@@ -144,11 +144,6 @@ def _open(settings: Mapping[str, Any]) -> Session:
         strategy.pop("overlap_comm", None)
     asked = {"strategy": strategy} if strategy != {"name": "deepspeed", "stage": 0} else {}
     return current.open({**asked, "precision": found.get("precision", "fp32")})
-
-
-def _unused_name(session: Session) -> str:
-    names = ("model", *(f"model{number}" for number in range(2, len(session.engines) + 2)))
-    return next(name for name in names if name not in session.engines)
 
 
 def _widen(model: nn.Module, precision: str) -> None:

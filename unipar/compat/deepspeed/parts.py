@@ -12,7 +12,6 @@ from unipar.compat.models import Calls, PreparedModel, led_to
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.engine import StepEngine
 from unipar.errors import ConfigError
-from unipar.session import Session
 
 _INITIALIZE = "engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, …)"
 _CALLS = Calls(
@@ -30,29 +29,6 @@ class EngineModel(PreparedModel):
     """A model in the run's precision, whose outputs are what they are there."""
 
     calls: ClassVar[Calls] = _CALLS
-
-    def whole_alone(self, session: Session) -> None:
-        """Refuse ``module.state_dict()`` of parts, and weights put into what has copies of them."""
-        name, sharded = session.strategy.name, session.capabilities.sharded
-
-        def refuse_parts(module: Any, prefix: str, keep_vars: bool) -> None:
-            if keep_vars:  # As engines look at their own.
-                return
-            raise ConfigError(
-                f"strategy '{name}' divides the model among ranks, so its state_dict() here is "
-                f"only a part. Call {self.calls.whole}, on all ranks."
-            )
-
-        def refuse_weights(*args: Any) -> None:
-            raise ConfigError(
-                f"strategy '{name}' divides the run's state among ranks, so weights cannot be put "
-                "into the module here. Load them before deepspeed.initialize."
-            )
-
-        if "parameters" in sharded:
-            self.module.register_state_dict_pre_hook(refuse_parts)
-        if sharded:
-            self.module.register_load_state_dict_pre_hook(refuse_weights)
 
 
 class EngineOptimizer(PreparedOptimizer):
@@ -104,9 +80,13 @@ class EngineOptimizer(PreparedOptimizer):
 
 
 class Unlogged:
-    """DeepSpeed's timer and monitor, which note nothing here."""
+    """DeepSpeed's timers and monitor, which note nothing here."""
 
     enabled = False
+
+    def __call__(self, name: str) -> Unlogged:
+        """The timer of a name."""
+        return self
 
     def update_epoch_count(self) -> None:
         """Nothing."""
@@ -114,7 +94,21 @@ class Unlogged:
     def start(self) -> None:
         """Nothing."""
 
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def has_timer(self, name: str) -> bool:
+        """No timer has ever run."""
+        return False
+
+    def elapsed(self, reset: bool = True) -> float:
+        """No time was noted."""
+        return 0.0
+
+    def log(self, names: Any, *args: Any, **kwargs: Any) -> None:
         """Nothing."""
 
     def write_events(self, event_list: Any) -> None:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import inspect
 import os
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,17 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from unipar.compat.fabric import checkpoints, launching, seeding, settings
+from unipar.compat.fabric import launching, seeding, settings
 from unipar.compat.fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
+from unipar.compat.fabric.building import Building
 from unipar.compat.fabric.data import FabricDataLoader, set_up
 from unipar.compat.fabric.exchange import Exchange
-from unipar.compat.fabric.ranks import rank_zero_warn
+from unipar.compat.fabric.keeping import Keeping
 from unipar.compat.fabric.strategies import Strategy
 from unipar.compat.fabric.wrappers import FabricModule, FabricOptimizer, uncompiled
 from unipar.compat.fabric_names import refuse
 from unipar.compat.optimizers import trained_by
-from unipar.compat.run import current, own_randomness
-from unipar.data import move_to
+from unipar.compat.run import current
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -39,7 +35,7 @@ def _is_using_cli() -> bool:
     return os.environ.get("LT_CLI_USED") == "1"
 
 
-class Fabric(Exchange):
+class Fabric(Exchange, Building, Keeping):
     """Lightning's, over a run under any strategy that takes a script's own loop.
 
     Arguments are Fabric's. ``unipar.yaml`` and the environment win over ``strategy``, ``precision``
@@ -192,7 +188,10 @@ class Fabric(Exchange):
         precision = current.config.precision
         half = None if precision == "fp32" else COMPUTE_DTYPES[precision]
         device = self.device if move_to_device else None
-        prepared = FabricModule(plain, session, half=half, device=device)
+        true = self._asked.true
+        if true is not None:
+            plain.to(true)
+        prepared = FabricModule(plain, session, half=half, device=device, true=true)
         self._models[prepared] = {**self._asked.prepare, "compile": compiled}
         if not any(one.requires_grad for one in plain.parameters()):
             prepared.share()
@@ -223,13 +222,7 @@ class Fabric(Exchange):
                 f"the {type(optimizer).__name__} has no parameters of a model that was set up. Set "
                 "up its model first, or both: model, optimizer = fabric.setup(model, optimizer)."
             )
-        _release_unused(session)
-        number, name = 1, "model"
-        while name in session.engines:
-            number += 1
-            name = f"model{number}"
-        wrapped.takes_up(model, name=name, **self._models[model])
-        _TRAINED[name] = weakref.ref(model)
+        wrapped.takes_up(model, **self._models[model])
         self._optimizers.add(wrapped)
         return wrapped
 
@@ -339,148 +332,12 @@ class Fabric(Exchange):
             )
         return contextlib.nullcontext()
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast to the run's precision, if that is half."""
-        _ = self._session
-        assert current.config is not None
-        half = current.config.precision != "fp32"
-        dtype = COMPUTE_DTYPES[current.config.precision] if half else None
-        return torch.autocast(self.device.type, dtype, enabled=half)
-
-    # -- building --------------------------------------------------------------------------------
-
-    def to_device(self, obj: Any) -> Any:
-        """A module, a tensor, or a collection of tensors on this process's device."""
-        if isinstance(obj, FabricModule):
-            return obj
-        return obj.to(self.device) if isinstance(obj, nn.Module) else move_to(obj, self.device)
-
-    @contextlib.contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build a module on this process's device; on the host where ranks divide parameters.
-
-        Args:
-            empty_init: whether no random numbers are drawn for its weights.
-        """
-        divides = "parameters" in self._session.capabilities.sharded
-        with contextlib.ExitStack() as stack:
-            if empty_init:
-                stack.enter_context(own_randomness(self.device))
-            if not divides:
-                stack.enter_context(self.device)
-            yield
-
-    @contextlib.contextmanager
-    def init_tensor(self) -> Iterator[None]:
-        """Build tensors on this process's device."""
-        with self.device:
-            yield
-
-    def sharded_model(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing: a strategy divides a model when it is set up."""
-        return contextlib.nullcontext()
-
     @staticmethod
     def seed_everything(
         seed: int | None = None, workers: bool | None = None, verbose: bool = True
     ) -> int:
         """Seed all generators; workers of loaders have seeds of their own unless told otherwise."""
         return seeding.seed_everything(seed, workers is not False, verbose)
-
-    # -- files -----------------------------------------------------------------------------------
-
-    def save(
-        self,
-        path: Any,
-        state: Any,
-        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Write a state, models and optimizers in it whole. Collective.
-
-        Args:
-            path: a file, or a directory where ranks divide the state.
-            state: a dictionary, also of objects that have a ``state_dict``.
-            filter: by key of ``state``, which entries of a state dict to keep.
-        """
-        checkpoints.save(Path(path), state, filter or {}, self._session)
-
-    def load(
-        self,
-        path: Any,
-        state: Any = None,
-        strict: bool = True,
-        *,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Take over what :meth:`save` or Fabric under DDP has written. Collective.
-
-        Args:
-            path: the file or directory.
-            state: what takes it over: a dictionary, a model or an optimizer.
-            strict: whether all that is asked for must be there.
-            weights_only: as for ``torch.load``.
-
-        Returns:
-            What is left over.
-        """
-        return checkpoints.load(
-            Path(path), state, self._session, strict=strict, weights_only=weights_only
-        )
-
-    def load_raw(
-        self, path: Any, obj: Any, strict: bool = True, *, weights_only: bool | None = None
-    ) -> None:
-        """Take over a file that holds the state dict of one model or optimizer. Collective."""
-        self.load(path, obj, strict, weights_only=weights_only)
-
-    # -- callbacks and loggers -------------------------------------------------------------------
-
-    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method of every callback that has it, with the arguments that it takes."""
-        for one in self._callbacks:
-            method = getattr(one, hook_name, None)
-            if method is None:
-                continue
-            if not callable(method):
-                rank_zero_warn(f"{type(one).__name__}.{hook_name} is no method, and is not called.")
-                continue
-            taken = inspect.signature(method).parameters
-            every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
-            method(*args, **{k: v for k, v in kwargs.items() if every or k in taken})
-
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Tell all loggers of a value."""
-        self.log_dict({name: value}, step)
-
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Tell all loggers of several values."""
-        told = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
-        for one in self._loggers:
-            one.log_metrics(metrics=told, step=step)
-
-    @property
-    def loggers(self) -> list[Any]:
-        """The loggers."""
-        return self._loggers
-
-    @property
-    def logger(self) -> Any:
-        """The first logger."""
-        return self._loggers[0]
-
-
-_TRAINED: dict[str, weakref.ref[FabricModule]] = {}
-"""The models of engines, by their names."""
-
-
-def _release_unused(session: Session) -> None:
-    """Release the engines of models that no rank holds any more. Collective."""
-    if not session.engines:
-        return
-    gc.collect()
-    unused = {name for name in session.engines if _TRAINED[name]() is None}
-    for name in sorted(set.intersection(*session.world.gather(unused))):
-        session.release(name)
 
 
 def _listed(given: Any) -> list[Any]:

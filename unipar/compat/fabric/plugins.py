@@ -26,6 +26,19 @@ class MixedPrecision(Precision):
         self.precision = precision
 
 
+class HalfPrecision(Precision):
+    """Weights and all computation in 16 bits."""
+
+    def __init__(self, precision: str = "16-true") -> None:
+        self.precision = precision
+
+
+class DoublePrecision(Precision):
+    """Weights and all computation in 64 bits."""
+
+    precision = "64-true"
+
+
 class FSDPPrecision(MixedPrecision):
     """The precision of ``FSDPStrategy``."""
 

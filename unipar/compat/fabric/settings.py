@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, NamedTuple
 
+import torch
+
 from unipar.compat.fabric import strategies
 from unipar.compat.fabric.accelerators import Accelerator
 from unipar.compat.fabric.plugins import Precision, precision_among
@@ -17,6 +19,9 @@ _PRECISIONS = {
     "32-true": "fp32", "32": "fp32", "bf16-mixed": "bf16", "bf16": "bf16", "16-mixed": "fp16",
     "16": "fp16",
 }  # fmt: skip
+_TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64,
+         "64": torch.float64}  # fmt: skip
+"""Precisions of the weights themselves, in which a run of fp32 leaves them."""
 
 
 class Asked(NamedTuple):
@@ -29,6 +34,7 @@ class Asked(NamedTuple):
         num_nodes: nodes.
         shares: whether Fabric would share data out to a single process, too.
         spawns: whether ``launch`` has a function run in processes, and the script in none.
+        true: the dtype of weights, where that is other than fp32.
         of_deepspeed: whether Fabric would clear gradients, and step schedulers, by DeepSpeed.
     """
 
@@ -39,6 +45,7 @@ class Asked(NamedTuple):
     shares: bool
     spawns: bool
     of_deepspeed: bool
+    true: torch.dtype | None = None
 
 
 def read(
@@ -67,15 +74,19 @@ def read(
             f"Fabric was given precision={precision!r} and a plugin for {of_plugins!r}. Give one."
         )
     given = [one for one in (precision, of_plugins, run.pop("precision", None)) if one is not None]
+    true = None
     if given and not current.decides("precision"):
-        run["precision"] = _precision(given[0])
+        run["precision"], true = _precision(given[0])
     if not current.decides("device"):
         device = _device(accelerator)
         run |= {} if device == "auto" else {"device": device}
     how = getattr(made, "start_method", "popen")
+    of_deepspeed = isinstance(made, strategies.DeepSpeedStrategy)
+    if true is not None and of_deepspeed:
+        refuse("DeepSpeedStrategy with precision='bf16-true'/'16-true'")
     return Asked(
         run, prepare, _count(devices), num_nodes, strategy != "auto", how != "popen",
-        isinstance(made, strategies.DeepSpeedStrategy),
+        of_deepspeed, true,
     )  # fmt: skip
 
 
@@ -111,11 +122,14 @@ def _made(strategy: Any) -> strategies.ParallelStrategy | None:
     return strategy if isinstance(strategy, strategies.ParallelStrategy) else None
 
 
-def _precision(given: Any) -> str:
+def _precision(given: Any) -> tuple[str, torch.dtype | None]:
+    """The precision of the run, and the dtype that the script gives weights."""
     word = given.precision if isinstance(given, Precision) else str(given)
+    if word in _TRUE:
+        return "fp32", _TRUE[word]
     if word not in (*_PRECISIONS, *_PRECISIONS.values()):
-        refuse("Fabric(precision='bf16-true'/'16-true'/'64-true'/'transformer-engine')")
-    return _PRECISIONS.get(word, word)
+        refuse("Fabric(precision='transformer-engine')")
+    return _PRECISIONS.get(word, word), None
 
 
 def _device(accelerator: Any) -> str:

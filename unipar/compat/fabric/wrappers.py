@@ -39,38 +39,49 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FabricModule(PreparedModel):
-    """A model that is called as before; methods of its own that compute have to be named."""
+    """A model that is called as before; methods of its own that compute have to be named.
+
+    Args:
+        args: of a prepared model.
+        true: the dtype of its weights and of all that it computes, if that is not fp32.
+        kwargs: of a prepared model.
+    """
 
     calls: ClassVar[Calls] = _CALLS
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, true: torch.dtype | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._true = true
         self._methods: set[str] = set(_STEPS)
         # On one process nothing is around the model, as in Fabric.
         self._divides = self._session.world.size > 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._half is not None:
-            args, kwargs = tree_map_only(torch.Tensor, _single, (args, kwargs))
-        return super().forward(*args, **kwargs)
+        if self._true is None and self._half is None:
+            return super().forward(*args, **kwargs)
+        taken = self._true or torch.float32
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: _cast(t, taken), (args, kwargs))
+        with default_dtype(self._true):
+            output = super().forward(*args, **kwargs)
+        if self._true is None:
+            return output
+        return tree_map_only(torch.Tensor, lambda t: _cast(t, torch.get_default_dtype()), output)
 
     def trained_by(self, engine: Engine, drop: Callable[[], None]) -> Training:
-        training = super().trained_by(engine, drop)
-        if "parameters" in self._session.capabilities.sharded:
-            # Held by the engine, which is to hold no model.
-            this: Any = weakref.proxy(self)
-            refuse_parts = functools.partial(FabricModule._refuse_parts, this)
-            for one in engine.module.modules():
-                one.register_state_dict_pre_hook(refuse_parts)
-        return training
+        groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+        stepped = {one.dtype for group in groups for one in group["params"]}
+        if self._true is not None and stepped != {self._true}:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' steps by copies of the weights in other "
+                f"precision than {self._true}. Use precision='bf16-mixed' or '32-true', or "
+                "strategy ddp or fsdp."
+            )
+        return super().trained_by(engine, drop)
 
-    def _refuse_parts(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if keep_vars:  # An engine's own.
-            return
-        raise ConfigError(
-            f"strategy '{self._session.strategy.name}' divides the model among ranks, so "
-            f"model.module.state_dict() here is only a part. Call {self.calls.whole}, on all ranks."
-        )
+    def __deepcopy__(self, memo: Any) -> Any:
+        made = super().__deepcopy__(memo)
+        made._true, made._methods = self._true, {*self._methods}
+        return made
 
     def mark_forward_method(self, method: Any) -> None:
         """Let a method of the model's own lead to the engine, as ``model(...)`` does.
@@ -136,8 +147,19 @@ def _computing(module: nn.Module, name: str) -> Iterator[None]:
             handle.remove()
 
 
-def _single(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make tensors of a dtype where none is given; ``None`` changes nothing."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 class FabricOptimizer(PreparedOptimizer):
@@ -172,12 +194,6 @@ class FabricOptimizer(PreparedOptimizer):
         named = model.module.named_parameters()
         self._partial = any(one.requires_grad and name not in held for name, one in named)
         super().takes_up(model, **asked)
-
-    def _over(self, model: PreparedModel) -> Any:
-        # An engine keeps it, and is to hold neither.
-        this: Any = weakref.proxy(self)
-        of: Any = weakref.proxy(model)
-        return PreparedOptimizer._over(this, of)
 
     def backward(self, loss: torch.Tensor) -> None:
         super().backward(loss)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from unipar.compat.colossalai.booster.plugin_base import Plugin
 from unipar.compat.colossalai_names import refuse
-from unipar.compat.models import Calls, PreparedModel, Training, led_to
+from unipar.compat.models import Calls, PreparedModel, led_to
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.compat.run import current
 from unipar.errors import ConfigError
@@ -40,18 +40,6 @@ class BoostedModel(PreparedModel):
         """The module itself, as the strategy has made it."""
         return self.module
 
-    def trained_by(self, engine: Engine, drop: Callable[[], None]) -> Training:
-        training = super().trained_by(engine, drop)
-        if "parameters" in self._session.capabilities.sharded:
-            for module in self.module.modules():
-                module.register_state_dict_pre_hook(self._refuse_part)
-        return training
-
-    def _refuse_part(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        # Engines ask for the parameters themselves; what is written to a file is detached.
-        if not keep_vars:
-            self.state_dict()
-
 
 class BoostedOptimizer(PreparedOptimizer):
     """An optimizer that its model's engine steps.
@@ -76,7 +64,7 @@ class BoostedOptimizer(PreparedOptimizer):
         session: Session,
         *,
         plugin: Plugin | None,
-        others: list[BoostedOptimizer],
+        others: WeakSet[BoostedOptimizer],
         may_skip: bool,
     ) -> None:
         super().__init__(optimizer, session, accumulating=lambda: False, may_skip=may_skip)

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from unipar.compat.run import current
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 
-_optimizers: list[BoostedOptimizer] = []
+_optimizers: WeakSet[BoostedOptimizer] = WeakSet()
 
 
 class Booster:
@@ -123,13 +124,11 @@ class Booster:
                 f"{type(model.module).__name__}. Boost a model with the optimizer over its own "
                 "parameters, built before it is boosted."
             )
-        number = len(self._session.engines) + 1
         max_norm = self.plugin.max_norm if self.plugin is not None else 0
         boosted.takes_up(
-            model, name="model" if number == 1 else f"model{number}",
-            max_grad_norm=float(max_norm) if max_norm and max_norm > 0 else None,
+            model, max_grad_norm=float(max_norm) if max_norm and max_norm > 0 else None
         )  # fmt: skip
-        _optimizers.append(boosted)
+        _optimizers.add(boosted)
         return boosted
 
     # -- a step ----------------------------------------------------------------------------------

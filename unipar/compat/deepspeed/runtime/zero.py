@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from unipar.compat.deepspeed_names import ZERO_MODULE
+from unipar.compat.gathering import gather
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
@@ -45,16 +48,18 @@ class Init(contextlib.nullcontext[None]):
 
 
 class GatheredParameters:
-    """A block in which parameters are whole, which they are unless the strategy divides them.
+    """A block in which parameters are whole, as copies where the strategy divides them. Collective.
 
     Args:
         params: a parameter or several.
-        modifier_rank: whose changes all ranks take over at the end of the block; collective.
+        modifier_rank: whose changes all ranks take over at the end of the block; without it they
+            are lost where the strategy divides parameters, as in DeepSpeed.
         fwd_module: means nothing.
-        enabled: whether anything is done.
+        enabled: means nothing for what is divided: a script that asks for a lower stage of ZeRO
+            than divides parameters finds them whole without it.
 
     Raises:
-        ConfigError: the strategy divides them; or they are changed, and it has copies of them.
+        ConfigError: they are changed, and the strategy has copies or parts of them.
     """
 
     def __init__(
@@ -64,30 +69,31 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(params)
-        self.params, self.modifier_rank = given if enabled else [], modifier_rank
+        self.params = [params] if isinstance(params, torch.Tensor) else list(params)
+        self.modifier_rank = modifier_rank if enabled else None
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         session = current.session
-        if session is None:
+        if session is None or not session.capabilities.sharded:
             return
-        trained = {id(p) for one in session.engines.values() for p in one.module.parameters()}
-        for parameter in self.params:
-            if is_dtensor(parameter) or _is_part(parameter):
+        divided = "parameters" in session.capabilities.sharded
+        asked = {id(one) for one in self.params}
+        for engine in session.engines.values():
+            named = {n: p for n, p in engine.module.named_parameters() if id(p) in asked}
+            if named and self.modifier_rank is not None:
                 raise ConfigError(
-                    "zero.GatheredParameters: the strategy divides these parameters among ranks. "
-                    "Look at them before deepspeed.initialize; or use "
-                    "engine.module_state_dict() of all ranks, which rank 0 gets whole."
-                )
-            changed = id(parameter) in trained and self.modifier_rank is not None
-            if changed and session.capabilities.sharded:
-                raise ConfigError(
-                    "zero.GatheredParameters(modifier_rank=…): the strategy has copies of these "
-                    "parameters, which a change would not reach. Set them before "
+                    "zero.GatheredParameters(modifier_rank=…): the strategy has copies or parts of "
+                    "these parameters, which a change would not reach. Set them before "
                     "deepspeed.initialize, or use engine.load_checkpoint."
                 )
+            if named and divided:
+                states = [one for one in engine.export_state().weights if one.name in named]
+                for name, whole in gather(states, session.world, kept=True).items():
+                    self._undo.callback(_show(named[name], whole))
 
     def __exit__(self, *error: object) -> None:
+        self._undo.close()
         if self.modifier_rank is None or current.placement().size == 1 or error[0] is not None:
             return
         world = current.world()
@@ -98,9 +104,30 @@ class GatheredParameters:
                 parameter.copy_(sent)
 
 
-def _is_part(parameter: Any) -> bool:
-    """Whether ZeRO's stage 3 has taken a parameter's values away."""
-    return getattr(parameter, "ds_numel", parameter.numel()) != parameter.numel()
+def _show(parameter: Any, whole: torch.Tensor) -> Callable[[], None]:
+    """Have a part of a parameter look like the whole; returns what takes that back."""
+    whole = whole.to(parameter.device, parameter.dtype)
+    if is_dtensor(parameter):
+        # Its data cannot be any other tensor's; a class is chosen by who looks.
+        kind, parameter._whole = type(parameter), whole
+        parameter.__class__ = _whole_of(kind)
+
+        def undo() -> None:
+            parameter.__class__ = kind
+            del parameter._whole
+
+        return undo
+    part, parameter.data = parameter.data, whole
+    return lambda: setattr(parameter, "data", part)
+
+
+@functools.cache
+def _whole_of(kind: Any) -> Any:
+    def as_whole(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_map_only(cls, lambda one: one.__dict__["_whole"], (args, kwargs or {}))
+        return func(*given[0], **given[1])
+
+    return type("Whole", (kind,), {"__torch_function__": classmethod(as_whole)})
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
