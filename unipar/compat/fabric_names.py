@@ -127,8 +127,7 @@ FABRIC = Table(
 CALLS = Table(
     "calls",
     Row(
-        "Fabric(precision='transformer-engine') "
-        "DeepSpeedStrategywithprecision='bf16-true'/'16-true'",
+        "Fabric(precision='transformer-engine') DeepSpeedStrategy(precision='bf16-true'/'16-true')",
         "refused",
         _PRECISION,
     ),

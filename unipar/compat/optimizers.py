@@ -36,8 +36,7 @@ class PreparedOptimizer(Optimizer):
 
     Attributes:
         optimizer: the user's.
-        model: what it updates, once both are prepared.
-        training: its engine, likewise.
+        training: the engine of what it updates, once both are prepared.
         begun: whether a loss came since the last step.
         cleared: whether gradients were dropped since the last loss of any model.
         strayed: whether a loss that trains another model has left gradients in this one's.
@@ -55,7 +54,7 @@ class PreparedOptimizer(Optimizer):
         may_skip: bool,
     ) -> None:
         self.optimizer = optimizer
-        self.model: PreparedModel | None = None
+        self._model: Callable[[], PreparedModel | None] = lambda: None
         self.training: Training | None = None
         self.begun = self.cleared = self.strayed = False
         self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
@@ -63,6 +62,11 @@ class PreparedOptimizer(Optimizer):
         self._norm: StepNorm | None = None
         self._carried: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._last: StepResult | None = None
+
+    @property
+    def model(self) -> PreparedModel | None:
+        """What it updates, once both are prepared."""
+        return self._model()
 
     def model_among(self, models: Iterable[PreparedModel]) -> PreparedModel | None:
         """The model that this optimizer updates; ``None`` if it is not among these.
@@ -102,7 +106,8 @@ class PreparedOptimizer(Optimizer):
                 f"two optimizers update one {type(model.module).__name__}, which an engine steps "
                 "with one. Give one optimizer all of the parameters, in groups."
             )
-        if "name" not in asked:
+        named = "name" in asked
+        if not named:
             _release_unused(session)
             asked["name"] = _unused_name(session)
         with own_randomness(session.world.device):
@@ -123,7 +128,9 @@ class PreparedOptimizer(Optimizer):
         if session.capabilities.sharded and isinstance(engine, StepEngine):
             # Other strategies evaluate as DDP would.
             engine.reducer.shares_buffers = current.asks_for_replicas()
-        self.model, self.training = model, model.trained_by(engine, self.drop)
+        # A scheduler that a script has left over has this optimizer, and is to hold no model.
+        self._model = (lambda: model) if named else weakref.ref(model)
+        self.training = model.trained_by(engine, self.drop)
         _MODELS[engine] = weakref.ref(model)
         away = any(not one.numel() for one in model.module.parameters())
         if away and "parameters" not in (current.asks_to_divide() or ()):

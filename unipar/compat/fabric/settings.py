@@ -83,7 +83,7 @@ def read(
     how = getattr(made, "start_method", "popen")
     of_deepspeed = isinstance(made, strategies.DeepSpeedStrategy)
     if true is not None and of_deepspeed:
-        refuse("DeepSpeedStrategy with precision='bf16-true'/'16-true'")
+        refuse("DeepSpeedStrategy(precision='bf16-true'/'16-true')")
     return Asked(
         run, prepare, _count(devices), num_nodes, strategy != "auto", how != "popen",
         of_deepspeed, true,
