@@ -54,6 +54,17 @@ def of_numbers(node: Any) -> bool:
     return is_number(node) and not node.name().endswith("AccumulateGrad")
 
 
+def total_weight(node: Any) -> torch.Tensor | None:
+    """What a mean over classes divides by: the weights of targets that it does not ignore."""
+    return node._saved_total_weight if node.name().startswith("NllLoss") else None
+
+
+def size_before(node: Any) -> int:
+    """How many numbers a mean is over."""
+    found = getattr(node, "_saved_self_sym_numel", None)
+    return node._saved_self.numel() if found is None else found
+
+
 def counts(node: Any) -> bool:
     """Whether a sum is divided by the number of what it sums, so that it is a mean."""
     following = next(nodes_after(node))

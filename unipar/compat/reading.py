@@ -7,7 +7,7 @@ does not tell what it is of; that is said once, with the line.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def _reading(name: str, read: Callable[[torch.Tensor, bool], torch.Tensor]) -> A
 
 def line() -> str:
     """The line that reads, if it is none of torch's own."""
-    frame: Any = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
         # Formatting a tensor reads it there.

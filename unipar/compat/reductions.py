@@ -15,6 +15,8 @@ from unipar.compat.graph_nodes import (
     passes,
     reduction,
     scalar,
+    size_before,
+    total_weight,
 )
 from unipar.compat.models import marks_output
 from unipar.errors import ConfigError
@@ -192,13 +194,11 @@ class _Graph:
 
     def _count(self, node: Any) -> None:
         """Note what a mean is over, where that may differ from sample to sample."""
-        if node.name().startswith("NllLoss"):
-            # Of targets that are not ignored, the weights of their classes.
-            self.counts.append(node._saved_total_weight)
+        if (weight := total_weight(node)) is not None:
+            self.counts.append(weight)
         elif self._selects(node):
-            found = getattr(node, "_saved_self_sym_numel", None)
-            found = node._saved_self.numel() if found is None else found
-            self.counts.append(torch.tensor(float(found), dtype=torch.float64, device="cpu"))
+            found = float(size_before(node))
+            self.counts.append(torch.tensor(found, dtype=torch.float64, device="cpu"))
         else:
             self.plain = True
 

@@ -260,7 +260,8 @@ def test_a_second_accelerator_has_engines_of_its_own(tmp_path: Path) -> None:
         assert [*session.engines] == ["model"]
         assert left
     accelerator = Accelerator(cpu=True)
-    parts(accelerator)
+    _, optimizer, _ = parts(accelerator)
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
     accelerator.load_state(str(tmp_path / "1"))
 
 

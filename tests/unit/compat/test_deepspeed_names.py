@@ -69,7 +69,8 @@ class Asked(dict):
 DeepSpeedConfig(Asked(train_batch_size=8))
 members = [n for n in dir(DeepSpeedEngine) if not n.startswith("_")
            and not hasattr(torch.nn.Module, n)]
-deepspeed.init_distributed("gloo", init_method="file://" + tempfile.mktemp(), rank=0, world_size=1)
+deepspeed.init_distributed("gloo", auto_mpi_discovery=False, rank=0, world_size=1,
+                           init_method="file://" + tempfile.mktemp())
 layer = torch.nn.Linear(1, 1)
 engine, *_ = deepspeed.initialize(model=layer, optimizer=torch.optim.SGD(layer.parameters(), 0.1),
                                   config={"train_batch_size": 1})
