@@ -1,5 +1,6 @@
 """A loop of Colossal-AI's."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

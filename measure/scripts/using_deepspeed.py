@@ -1,5 +1,6 @@
 """A loop of DeepSpeed's, at ZeRO's second stage."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

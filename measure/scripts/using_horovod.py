@@ -1,5 +1,6 @@
 """A loop of Horovod's."""
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from typing import Any

@@ -87,7 +87,8 @@ def counted(engine: Engine, data: torch.Tensor) -> None:
 def differentiated(engine: Engine, data: torch.Tensor) -> None:
     # None where it is allowed that no graph leads there, and a shard's is never in one.
     loss = engine(data).square().mean()
-    torch.autograd.grad(loss, engine.module.parameters(), create_graph=True, allow_unused=True)
+    weights = [*engine.module.parameters()]
+    torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
 
 
 def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -> str:

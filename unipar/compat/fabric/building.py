@@ -20,8 +20,11 @@ from unipar.session import Session
 class Building:
     """The methods of ``Fabric`` that make tensors, or say how they are computed with."""
 
-    device: torch.device
     _asked: Asked
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
 
     @property
     def _session(self) -> Session:

@@ -109,12 +109,13 @@ def _show(parameter: Any, whole: torch.Tensor) -> Callable[[], None]:
     whole = whole.to(parameter.device, parameter.dtype)
     if is_dtensor(parameter):
         # Its data cannot be any other tensor's; a class is chosen by who looks.
-        kind, parameter._whole = type(parameter), whole
-        parameter.__class__ = _whole_of(kind)
+        divided: Any = parameter
+        kind, divided._whole = type(divided), whole
+        divided.__class__ = _whole_of(kind)
 
         def undo() -> None:
-            parameter.__class__ = kind
-            del parameter._whole
+            divided.__class__ = kind
+            del divided._whole
 
         return undo
     part, parameter.data = parameter.data, whole
