@@ -17,6 +17,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unipar.errors import ConfigError, first_few
 from unipar.utils.torch_versions import reset_passes, sharded_groups
@@ -74,19 +75,20 @@ def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], N
     of this rank's samples, which only FSDP's reduction makes the global batch's.
 
     Returns:
-        What takes that back; numbers are refused until the process ends.
+        What takes that back. Numbers of shards, and ``torch.autograd.grad`` over them, are refused
+        as long as there are any.
     """
     # A private table, which torch's own loss_parallel changes, too (torch 2.13,
     # distributed/tensor/parallel/loss.py).
     dispatcher: Any = DTensor._op_dispatcher  # pyright: ignore[reportAttributeAccessIssue]
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number_of
+    torch.autograd.grad = _grad_of_no_shard
+    divided = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
+    _SHARDS.update({parameter: (name, strategy) for name, parameter in divided})
     return [
-        _gradients_asked_of(module, strategy),
-        *(
-            parameter.register_hook(partial(_refuse, name, strategy)).remove
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad and isinstance(parameter, DTensor)
-        ),
+        parameter.register_hook(partial(_refuse, name, strategy)).remove
+        for name, parameter in divided
+        if parameter.requires_grad
     ]
 
 
@@ -105,34 +107,28 @@ def _number_of(op: Any, args: Any, kwargs: Any) -> Any:
     return op(one.to_local())
 
 
-def _gradients_asked_of(module: nn.Module, strategy: str) -> Callable[[], None]:
+_SHARDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Parameters of which this rank has a shard, with their names and the strategy's."""
+_grad = torch.autograd.grad
+
+
+@wraps(_grad)
+def _grad_of_no_shard(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse ``torch.autograd.grad`` over shards, which no graph leads to.
 
     It would be an error without a name, or ``None`` with ``allow_unused=True``.
     """
-    shards = {id(p): name for name, p in module.named_parameters() if isinstance(p, DTensor)}
-    asked = torch.autograd.grad
-
-    @wraps(asked)
-    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in (inputs,) if isinstance(inputs, torch.Tensor) else (inputs := tuple(inputs)):
-            if id(one) in shards:
-                raise ConfigError(
-                    f"torch.autograd.grad was asked for the gradient of parameter "
-                    f"'{shards[id(one)]}'. Under strategy '{strategy}' this rank holds a shard of "
-                    "it, and models compute with what is gathered of all ranks. Gradients of a "
-                    "model's inputs can be taken; for those of its parameters, as in MAML or a "
-                    "penalty on their norm, use strategy='ddp'."
-                )
-        return asked(outputs, inputs, *args, **kwargs)
-
-    def undo() -> None:
-        if torch.autograd.grad is grad:
-            torch.autograd.grad = asked
-        shards.clear()
-
-    torch.autograd.grad = grad
-    return undo
+    for one in (inputs,) if isinstance(inputs, torch.Tensor) else (inputs := tuple(inputs)):
+        if isinstance(one, torch.Tensor) and (found := _SHARDS.get(one)) is not None:
+            name, strategy = found
+            raise ConfigError(
+                f"torch.autograd.grad was asked for the gradient of parameter '{name}'. Under "
+                f"strategy '{strategy}' this rank holds a shard of it, and models compute with "
+                "what is gathered of all ranks. Gradients of a model's inputs can be taken; for "
+                "those of its parameters, as in MAML or a penalty on their norm, use "
+                "strategy='ddp'."
+            )
+    return _grad(outputs, inputs, *args, **kwargs)
 
 
 def discard_gradients(root: Any, strategy: str) -> None:

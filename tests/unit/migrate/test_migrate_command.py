@@ -165,7 +165,7 @@ def test_losses_of_zero_show_nothing(
     monkeypatch.setattr("unipar.migrate.verify.losses_of", lambda *_args, **_kwargs: {0: losses})
     assert main(["migrate", str(script), "--verify"]) == 2
     said = capsys.readouterr()
-    assert "is zero or no finite number, so there is nothing to compare. Let them" in said.err
+    assert "is zero or no finite number, so there is nothing to compare. Let the script" in said.err
     assert "agree" not in said.out
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
