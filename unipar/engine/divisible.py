@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from unipar.combined import optimizers_in
 from unipar.engine.divisions import Division, Part, Undivided, whole_of
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, UniparError
 from unipar.strategy import EngineSpec, OptimizerFactory
 from unipar.world import World
 
@@ -190,6 +190,9 @@ def _try(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> Se
             return _steps(optimizer, division, samples)
         except _Indivisible as error:
             return str(error)
+        except UniparError as error:
+            # What follows the first sentence are remedies for a model.
+            return str(error).partition(". ")[0]
         except Exception as error:
             # The user's own code may raise anything.
             said = textwrap.shorten(str(error), 160, placeholder=" …")

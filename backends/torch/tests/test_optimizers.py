@@ -148,8 +148,16 @@ def test_muon_under_fsdp_is_as_far_from_the_plain_loop_as_its_own_bf16_takes_it(
 @pytest.mark.parametrize(
     ("strategy", "build_optimizer", "message"),
     [
-        ("fsdp", adafactor, "fsdp: the optimizer Adafactor cannot be used .* it raised Runtime"),
-        ("fsdp", lamb, r"fsdp: the optimizer Lamb cannot be used .*% off .*whole \(.*ddp"),
+        (
+            "fsdp",
+            adafactor,
+            "fsdp: the optimizer Adafactor cannot be used .* tensors a number was read",
+        ),
+        (
+            "fsdp",
+            lamb,
+            r"fsdp: the optimizer Lamb cannot be used .* tensors a number was read .*whole \(.*ddp",
+        ),
         # It is built once more for each rank's share, and nobody knows what with.
         ("ddp:shard_optimizer=true", lamb, "ddp: the optimizer Lamb .* it raised TypeError"),
     ],
