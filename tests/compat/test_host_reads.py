@@ -22,7 +22,7 @@ from unipar.testing.host_reads import counting_host_reads
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 
-SCRIPTS = sorted((Path(__file__).parents[3] / "measure" / "scripts").glob("using_*.py"))
+SCRIPTS = sorted((Path(__file__).parents[2] / "measure" / "scripts").glob("using_*.py"))
 
 
 class Job:
