@@ -36,7 +36,7 @@ REFUSED = {
     ("accelerate/adversarial", "zero2"): "strategy 'zero2' holds one model in a session",
     ("accelerate/package", "zero2"): "strategy 'zero2' holds one model in a session",
     ("deepspeed/adversarial", "zero2"): "strategy 'zero2' holds one model in a session",
-    ("accelerate/flat", "fsdp"): "'0.weight' is only a part here: the strategy divides the model",
+    ("accelerate/flat", "fsdp"): "accelerator.unwrap_model(model).state_dict() here is only a part",
 }
 """What is refused rightly: a remedy is in the message."""
 

@@ -129,7 +129,8 @@ class GradientGuard:
                 for parameter in self._parameters:
                     if parameter.requires_grad:
                         grad, absent = parameter.grad, self._absent.get(parameter)
-                        if absent is None:
+                        # ZeRO's third stage changes the shapes of parameters.
+                        if absent is None or absent.shape != parameter.shape:
                             absent = AbsentGradient.of(parameter, self._fetch)
                             self._absent[parameter] = absent
                         parameter.grad = absent
