@@ -62,7 +62,8 @@ def test_a_script_starts_its_processes(
         [sys.executable, "train.py", strategy], cwd=tmp_path, capture_output=True, text=True,
         timeout=200, env={
             # Unbuffered, the ranks' lines would come in pieces, one between the other's.
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", **({"UNIPAR_STRATEGY": runs} if runs else {}),
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "",
+            **({"UNIPAR_STRATEGY": runs} if runs else {}),
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
