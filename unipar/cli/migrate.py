@@ -158,8 +158,8 @@ def _record(
         records.digests(program.files, program.settings),
         launcher=main.launcher,
         arguments=shlex.split(args or ""),
-        steps=steps or STEPS,
-        processes=processes or PROCESSES,
+        steps=STEPS if steps is None else steps,
+        processes=PROCESSES if processes is None else processes,
     )
     records.write(found, path)
     print(f"wrote {path}: losses of {records.ranks(found.losses)} on {found.device}")
@@ -192,8 +192,8 @@ def _prove(
             config,
             launcher=main.launcher,
             arguments=arguments or (),
-            steps=steps or STEPS,
-            processes=processes or PROCESSES,
+            steps=STEPS if steps is None else steps,
+            processes=PROCESSES if processes is None else processes,
         )
     print(losses(proof))
     return proof

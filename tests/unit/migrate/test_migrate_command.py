@@ -157,6 +157,20 @@ def test_an_interrupted_proof_writes_nothing(script: Path, monkeypatch: pytest.M
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
 
 
+def test_no_steps_are_not_the_number_that_is_taken_without_any(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def losses_of(*_: object, steps: int, **__: object) -> dict[int, list[float]]:
+        seen.append(steps)
+        return {0: [1.0]}
+
+    monkeypatch.setattr("unipar.migrate.verify.losses_of", losses_of)
+    assert main(["migrate", str(script), "--verify", "--steps", "0", "--diff"]) == 0
+    assert set(seen) == {0}
+
+
 @pytest.mark.parametrize("losses", [[0.0, 0.0], [float("nan"), 0.0], []])
 def test_losses_of_zero_show_nothing(
     losses: list[float], script: Path, capsys: pytest.CaptureFixture[str],
