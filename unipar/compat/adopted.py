@@ -92,6 +92,7 @@ class AdoptedOptimizer(PreparedOptimizer):
     """
 
     calls: ClassVar[Calls] = _CALLS
+    keeps_model: ClassVar[bool] = True
     uncleared = summed = alike = False
 
     @property

@@ -43,6 +43,8 @@ class PreparedOptimizer(Optimizer):
     """
 
     calls: ClassVar[Calls] = Calls()
+    keeps_model: ClassVar[bool] = False
+    """Whether it holds its model, which else goes when the script lets go of it."""
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
     def __init__(
@@ -106,8 +108,7 @@ class PreparedOptimizer(Optimizer):
                 f"two optimizers update one {type(model.module).__name__}, which an engine steps "
                 "with one. Give one optimizer all of the parameters, in groups."
             )
-        named = "name" in asked
-        if not named:
+        if "name" not in asked:
             _release_unused(session)
             asked["name"] = _unused_name(session)
         with own_randomness(session.world.device):
@@ -129,7 +130,7 @@ class PreparedOptimizer(Optimizer):
             # Other strategies evaluate as DDP would.
             engine.reducer.shares_buffers = current.asks_for_replicas()
         # A scheduler that a script has left over has this optimizer, and is to hold no model.
-        self._model = (lambda: model) if named else weakref.ref(model)
+        self._model = (lambda: model) if self.keeps_model else weakref.ref(model)
         self.training = model.trained_by(engine, self.drop)
         _MODELS[engine] = weakref.ref(model)
         away = any(not one.numel() for one in model.module.parameters())

@@ -73,7 +73,7 @@ class AbsentGradient(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         found: list[AbsentGradient] = []
         tree_map_only(AbsentGradient, found.append, (args, kwargs or {}))
-        if all(one._fetch is not None for one in found):
+        if found and all(one._fetch is not None for one in found):
             plain = tree_map_only(AbsentGradient, AbsentGradient.present, (args, kwargs or {}))
             return func(*plain[0], **plain[1])
         raise ConfigError(

@@ -226,7 +226,8 @@ def prove(
             "many as can run here, or run here on as many, by --processes or by what the script "
             "itself is given (--args)."
         )
-    return Proof(found.losses, run.losses, _bound(found, run), _about(found, run))
+    bound = _bound(found, run)
+    return Proof(found.losses, run.losses, bound, _about(found, run, bound))
 
 
 def _bound(found: Record, run: Run) -> float:
@@ -248,12 +249,12 @@ def _bound(found: Record, run: Run) -> float:
     return max(BOUNDS[one] for one in found.formats)
 
 
-def _about(found: Record, run: Run) -> str:
+def _about(found: Record, run: Run, bound: float) -> str:
     """What the comparison is between, and why it is as exact as it is."""
     lines = [f"recorded on {found.device} in {', '.join(found.formats)}, run on {run.device}"]
     if run.device != found.device:
         lines.append(
-            f"losses of two devices are compared up to {_bound(found, run):g}, since they sum in "
+            f"losses of two devices are compared up to {bound:g}, since they sum in "
             f"other orders and approximate functions otherwise; on one it is {TOLERANCE:g}"
         )
     here = {**run.versions, "unipar": __version__}
