@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from measure.report import Row
+from unipar.benchmark.statistics import Estimate
+
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "migrate" / "faces.json"
 NOTHING = "It has not been measured yet."
 
@@ -28,16 +31,11 @@ def speed(page: str) -> tuple[str, list[str], list[list[str]]] | None:
         f" Other processes had {figures['others']:.0%} of the cores meanwhile."
     )  # fmt: skip
     rows = []
-    for row in face["rows"]:
-        ratio, aim = row["ratio"], row["aim"]
-        spread = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-        verdict = ""
-        if aim is not None:
-            verdict = "met" if ratio["median"] <= aim else "missed"
-            if ratio["low"] <= aim < ratio["high"]:
-                verdict += ", within the spread"
-            verdict = f"at most {aim:g}: {verdict}"
-        rows.append([row["what"], row["baseline"], row["ours"], spread, str(ratio["pairs"]),
-                     verdict])  # fmt: skip
+    for values in face["rows"]:
+        row = Row(**(values | {"ratio": Estimate.model_validate(values["ratio"])}))
+        ratio = row.ratio
+        spread = f"{ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+        verdict = "" if row.aim is None else f"{row.wanted}: {row.verdict}"
+        rows.append([row.what, row.baseline, row.ours, spread, str(ratio.pairs), verdict])
     heads = ["a step", "the framework", "beside it", "ratio (95 % interval)", "pairs", "aim"]
     return f"{figures['about']} {face['framework']}.{busy}", heads, rows

@@ -22,7 +22,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -43,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from measure.ports import free_port  # noqa: E402
 from measure.reliability import replicas  # noqa: E402
 from measure.report import circumstances  # noqa: E402
 from unipar.launch.elastic import ask  # noqa: E402
@@ -138,9 +138,7 @@ class Torchelastic(Job):
     conf = ""
 
     def start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--max-restarts=9"),
@@ -181,9 +179,7 @@ class Torchft(Job):
     heartbeat: tuple[str, ...] = ()
 
     def start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+        self._port = free_port()
         lighthouse = Path(sysconfig.get_path("scripts"), "torchft_lighthouse")
         # As its README has it.
         times = ("--quorum_tick_ms", "100", "--join_timeout_ms", "10000", *self.heartbeat)

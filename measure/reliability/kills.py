@@ -18,7 +18,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from measure.ports import free_port  # noqa: E402
 from measure.reliability import victim  # noqa: E402
 from measure.report import circumstances  # noqa: E402
 from unipar import checkpoint  # noqa: E402
@@ -56,10 +56,7 @@ class Run:
 
     def start(self) -> list[psutil.Process]:
         """Its two ranks, forked from this process: what they import takes longer than they run."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         place |= {"LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
         return [self._fork({**place, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
 

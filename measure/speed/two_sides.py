@@ -13,7 +13,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -34,6 +33,8 @@ from torch.utils.data import TensorDataset
 
 from examples.gpt import GPT
 from measure.frameworks import answer
+from measure.ports import free_port
+from measure.speed import overhead
 from measure.speed.timing import BASELINE, in_turns
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -79,12 +80,10 @@ class Job:
 
     def model(self) -> nn.Module:
         """A new one, the same on all ranks."""
+        if self._program == "tiny":
+            return overhead.model()
         torch.manual_seed(0)
-        if self._program == "gpt":
-            return GPT(length=64)
-        return nn.Sequential(
-            nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
-        )
+        return GPT(length=64)
 
     @staticmethod
     def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -123,7 +122,7 @@ class Side:
         log: Path,
     ) -> None:
         self._log, self._links, self._processes = log, [], []
-        port = _free_port()
+        port = free_port()
         for rank in range(ranks):
             here, there = _FORKS.Pipe()
             told = {
@@ -169,12 +168,6 @@ class Side:
             process.kill()
         for process in self._processes:
             process.join()
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def _rank(
