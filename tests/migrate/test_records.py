@@ -125,7 +125,7 @@ def test_losses_of_another_number_of_ranks_are_refused(
     [
         (["--args", "--lr 0.2"], "made with --args '--lr 0.1', and '--lr 0.2' was given."),
         (["--steps", "7"], "made with --steps 6, and 7 was given. Leave --steps out"),
-        (["--processes", "2"], "made with --processes 1, and 2 was given."),
+        (["--processes", "2"], "--processes has no effect on train.py: no launcher starts it, so"),
         (["--verify"], "--verify and --against were both given; give one of them."),
     ],
 )

@@ -68,7 +68,8 @@ def migrate(
         args: the script's command line, for these three.
         script: which of several files is run, likewise.
         steps: backward passes to compare, 20 unless given; those of the record with --against.
-        processes: processes of a distributed script, 2 unless given; likewise.
+        processes: processes of a script that a launcher starts, 2 unless given; likewise. A script
+            that starts its own, or is one, has no use for it, and it is refused.
     """
     given = [name for name, one in (("--in-place", in_place), ("--output", output)) if one]
     proofs = [name for name, one in (("--verify", verify), ("--record", record),
@@ -131,8 +132,9 @@ def _check_installed() -> None:
 
 
 def _main_file(
-    program: Program, migrations: Mapping[str, Migration], script: str | None
-) -> tuple[str, Migration]:
+    program: Program, migrations: Mapping[str, Migration], script: str | None,
+    processes: int | None,
+) -> tuple[str, Migration]:  # fmt: skip
     """The file that is run, and a migration that says how."""
     if script is None and len(migrations) > 1:
         raise ConfigError(
@@ -142,7 +144,14 @@ def _main_file(
     name = script or next(iter(migrations))
     if name not in migrations:
         raise ConfigError(f"there is no {name} in {program.root}: {', '.join(migrations)}.")
-    return name, next(one for one in migrations.values() if one.changed)
+    main = next(one for one in migrations.values() if one.changed)
+    if processes is not None and main.launcher == "python":
+        raise ConfigError(
+            f"--processes has no effect on {name}: no launcher starts it, so it alone says how "
+            "many processes it has. Leave --processes out, and give what the script reads: "
+            "--args '...'."
+        )
+    return name, main
 
 
 def _record(
@@ -151,7 +160,7 @@ def _record(
 ) -> None:  # fmt: skip
     from unipar.migrate import records
 
-    name, main = _main_file(program, migrations, script)
+    name, main = _main_file(program, migrations, script, processes)
     found = records.record(
         program.root,
         name,
@@ -174,7 +183,7 @@ def _prove(
     from unipar.migrate.verify import verify
     from unipar.migrate.writing import config_text
 
-    name, main = _main_file(program, migrations, script)
+    name, main = _main_file(program, migrations, script, processes)
     arguments = None if args is None else shlex.split(args)
     migrated = {path: one.code for path, one in migrations.items()}
     config = config_text(main)
