@@ -72,7 +72,17 @@ def _record(torch):
     # Seen with torch 2.13: a gloo thread that lets go of a tensor while the interpreter ends aborts
     # the process. Scripts whose last act is a collective end so now and then; with a moment
     # without the GIL the thread is done before.
-    atexit.register(time.sleep, 0.2)
+    atexit.register(time.sleep, _MOMENT)
+    if torch.distributed.is_available():
+        destroy = torch.distributed.destroy_process_group
+
+        def destroying(group=None):
+            # And of a group that is destroyed, DDP holds the last reference: it waits with the GIL
+            # for that thread, which waits for the GIL, if the script drops its model thereafter.
+            time.sleep(_MOMENT)
+            destroy(group)
+
+        torch.distributed.destroy_process_group = destroying
 
 
 def _circumstances(torch, loss):
@@ -205,6 +215,8 @@ def _write(torch, losses, facts):
 
 
 _SCALE, _NEAR = "unipar-scale", 64
+_MOMENT = 0.2
+"""Seconds in which a gloo thread lets go of the tensors of collectives that are done."""
 _FRAMEWORKS = ("torch", "accelerate", "colossalai", "deepspeed", "horovod", "lightning",
                "lightning_fabric", "transformers")  # fmt: skip
 _SUMS = _Sums()
