@@ -356,7 +356,13 @@ def _own_gather(world: World) -> Gather:
 
     def gather(value: Any) -> list[Any]:
         values: list[Any] = [None] * world.size
-        dist.all_gather_object(values, value, group=group)
+        try:
+            dist.all_gather_object(values, value, group=group)
+        except RuntimeError as error:
+            raise CheckpointError(
+                "Another rank ended, or did not answer, while it was written; what there is of it "
+                "is no checkpoint, and is removed with the next save."
+            ) from error
         return values
 
     return gather

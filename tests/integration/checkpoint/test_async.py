@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from unipar import Session, checkpoint
 from unipar.checkpoint.files import FileWriter
 from unipar.data.batch import Batch, MicroBatch
+from unipar.migrate.launchers import command
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 
@@ -94,3 +96,44 @@ def two_saves(placement: Placement, directory: Path) -> list[str]:
 def test_a_save_waits_for_the_one_before(world_pool: WorldPools, tmp_path: Path) -> None:
     for names in world_pool(2).run(two_saves, tmp_path):
         assert names == [f"step-{step:08d}" for step in range(1, 5)]
+
+
+LOST = """\
+import os, sys, time
+import torch
+from unipar import CheckpointError, Session, checkpoint
+from unipar.checkpoint.files import FileWriter
+
+with Session("ddp", device="cpu") as session:
+    session.prepare(torch.nn.Linear(4, 4))
+    engines, world = session.engines, session.world
+    checkpoint.save_async(sys.argv[1], engines, world, step=1).wait()
+    if world.rank == 1:
+        FileWriter.write = lambda *_: time.sleep(60)
+    pending = checkpoint.save_async(sys.argv[1], engines, world, step=2)
+    if world.rank == 1:
+        os._exit(7)
+    try:
+        pending.wait()
+    except CheckpointError as error:
+        print(error, "|", *(path.name for path in checkpoint.checkpoints(sys.argv[1])), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_is_lost_meanwhile_is_told_in_words(
+    forked_programs: None, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOST)
+    done = subprocess.run(
+        [*command("torchrun", 2), str(script), str(tmp_path / "saved")],
+        capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    assert done.returncode == 7
+    assert done.stdout.startswith("Another rank ended, or did not answer, while it was written; ")
+    assert done.stdout.endswith("| step-00000001\n")
+    # The thread has said so when it happened, and no more than that.
+    assert f"The checkpoint of step 2 failed: {done.stdout.split(' |')[0]}" in done.stderr
+    assert "gloo" not in done.stderr
