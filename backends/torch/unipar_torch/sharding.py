@@ -196,10 +196,12 @@ def shard_units(
         if isinstance(unit, FSDPModule):
             # The user has.
             continue
+        # What is outside of the units, the backward pass begins with: as by PyTorch's own default.
+        keeps = options.keeps_gathered or unit is module
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=not options.keeps_gathered,
+            reshard_after_forward=not keeps,
             mp_policy=_mixed_precision(spec, options, root=unit is module and gives_loss),
             offload_policy=_offload(world.device, options),
         )
