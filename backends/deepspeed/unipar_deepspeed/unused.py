@@ -9,6 +9,7 @@ cleared.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class Unused:
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._used: set[int] = set()
+        self._under_way: tuple[Any, torch.Tensor] | None = None
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._seen)
             for parameter in parameters.values()
@@ -49,9 +51,12 @@ class Unused:
         self.clear()
         fewest = torch.full((), len(own), device=self._world.device)
         if self._world.size > 1:
-            dist.all_reduce(fewest, dist.ReduceOp.MIN)
-        # Some rank has used all, which is how it nearly always is; if it is this one, nothing has
-        # to be waited for to know it.
+            work = dist.all_reduce(fewest, dist.ReduceOp.MIN, async_op=True)
+            # Some rank has used all, which is how it nearly always is; if it is this one, nothing
+            # has to be waited for to know it.
+            self._under_way = (work, fewest)
+            if own and work is not None:
+                work.wait()
         if not own or not fewest.item():
             return []
         return _in_all(self._world.gather(own))
