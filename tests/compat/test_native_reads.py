@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from unipar.errors import ConfigError
 from unipar.migrate import migrate_files
 from unipar.migrate.launchers import command
 from unipar.migrate.verify import losses_of
@@ -94,3 +95,29 @@ def test_two_ranks_train_as_one_does(script: str, tmp_path: Path) -> None:
     # Rates that were lowered on one rank alone would show in what comes after.
     assert len(alone) == 20
     assert len(set(alone)) == 20
+
+
+DECIDES_BY_A_PART = f"""{BEGINNING}
+for epoch in range(4):
+    for words, labels in loader:
+        optimizer.zero_grad()
+        output = model(words)
+        loss = nn.functional.cross_entropy(output, labels)
+        print(loss.item())
+        loss.backward()
+        optimizer.step()
+        correct = (output.argmax(1) == labels).float().mean()
+        optimizer.param_groups[0]["lr"] = 0.05 * (1.5 - correct.item())
+"""
+
+
+def test_a_rate_by_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
+    """What was read is a number like any other, and would make replicas different models."""
+    (tmp_path / "train.py").write_text(DECIDES_BY_A_PART)
+    found = migrate_files({"train.py": DECIDES_BY_A_PART})["train.py"]
+    files = {
+        "train.py": found.code,
+        "unipar.yaml": yaml.safe_dump({**found.config, "strategy": "ddp"}),
+    }
+    with pytest.raises(ConfigError, match=r"different hyperparameters: lr of group 0 is 0\.0"):
+        losses_of(tmp_path, "train.py", files, command("torchrun", 2), timeout=90)

@@ -180,8 +180,8 @@ CONFIG = Table(
         "prescale_gradients gradient_predivide_factor communication_data_type "
         "seq_parallel_communication_data_type data_types",
         "ignored",
-        "Gradients are summed in fp32 and averaged once; with torch_autocast too, where DeepSpeed sums "
-        "those of linear layers in its dtype.",
+        "Gradients are summed in fp32 and averaged once; with torch_autocast too, where DeepSpeed "
+        "sums those of linear layers in its dtype.",
     ),
     Row("checkpoint nebula datastates_ckpt", "ignored", "Checkpoints are unipar's."),
     Row("amp", "refused", "Use bf16 or fp16."),

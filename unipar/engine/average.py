@@ -80,10 +80,22 @@ class LossAverage:
             self._scale = 1.0
         self._count = self._count + count
 
-    def start(self) -> None:
-        """Begin to sum over ranks; nothing is added after it. Collective."""
+    @property
+    def alike(self) -> bool:
+        """Whether every rank has given :meth:`start` the same; known after :meth:`finish`."""
+        assert self._reduction is not None
+        return self._reduction.alike
+
+    def start(self, fingerprint: int = 0) -> None:
+        """Begin to sum over ranks; nothing is added after it. Collective.
+
+        Args:
+            fingerprint: as for :meth:`World.start_reduce_loss`.
+        """
         assert self._total is not None
-        self._reduction = self.world.start_reduce_loss(self._total, self._count, self._scale)
+        self._reduction = self.world.start_reduce_loss(
+            self._total, self._count, self._scale, fingerprint
+        )
 
     def finish(self) -> tuple[float, float, float]:
         """The loss of the step, its number of items, and what gradients are still to be divided by.

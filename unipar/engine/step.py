@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.data.batch import Batch, MicroBatch
+from unipar.engine.alike import fingerprint, refuse_unlike
 from unipar.engine.average import LossAverage
 from unipar.engine.divider import Divider, PartOf
 from unipar.engine.guard import GradientGuard, guard_optimizer
@@ -278,7 +279,7 @@ class StepEngine(Engine):
             self._check_loss(loss)
         self.average.add(loss.detach(), weight, count)
         if last:
-            self.average.start()
+            self.average.start(self._fingerprint())
         # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
         factor = weight / self.average.normalizer
         mark(self.num_steps + 1, "backward")
@@ -334,8 +335,17 @@ class StepEngine(Engine):
     def _reduce(self) -> tuple[float, float, float]:
         """Sum loss and gradient over ranks; the loss, its items, and what is yet to divide by."""
         reduced = self.average.finish()
+        if not self.average.alike:
+            assert self.optimizer is not None
+            refuse_unlike(self.optimizer, self.world)
         self.reducer.finish()
         return reduced
+
+    def _fingerprint(self) -> int:
+        """Of hyperparameters; stages of a pipeline may have groups of their own."""
+        if self.optimizer is None or self.world.size == 1 or self.world.layout.pp > 1:
+            return 0
+        return fingerprint(self.optimizer)
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
         if self.spec.on_nan == "skip":
@@ -468,7 +478,7 @@ class StepEngine(Engine):
             self._guard.check(begun=True)
             if not self.average.reducing:
                 self._loop.check_step()
-                self.average.start()
+                self.average.start(self._fingerprint())
             return self._update(max_grad_norm)
         except BaseException:
             self.give_up()
@@ -514,7 +524,7 @@ class StepEngine(Engine):
             self._guard.check(begun=True)
             if not self.average.reducing:
                 self._loop.check_step()
-                self.average.start()
+                self.average.start(self._fingerprint())
             self._reduced = self._reduce()
             self.stepper.normalize(self._reduced[2])
         except BaseException:

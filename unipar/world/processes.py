@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _PLACES = 2**16
 """Steps are told apart modulo this, so that sums of squares are exact."""
+FINGERPRINTS = 2**20
+"""Fingerprints are below this, likewise."""
 
 
 class Flag(IntEnum):
@@ -189,7 +191,11 @@ class World:
         self._flags[flag] = 0.0
 
     def start_reduce_loss(
-        self, total: torch.Tensor, count: torch.Tensor | float, scale: float = 1.0
+        self,
+        total: torch.Tensor,
+        count: torch.Tensor | float,
+        scale: float = 1.0,
+        fingerprint: int = 0,
     ) -> LossReduction:
         """Begin summing a step's loss total and item count over the ranks that have a part of it.
 
@@ -202,6 +208,8 @@ class World:
             total: scalar tensor without gradient, this rank's loss.
             count: this rank's number of items.
             scale: what makes a sum over those items of ``total``.
+            fingerprint: of what should be the same on every rank, at least 0 and below
+                :data:`FINGERPRINTS`; see :attr:`LossReduction.alike`.
         """
         if isinstance(count, torch.Tensor) and count.device != total.device:
             # It is on the host, where its value is at hand.
@@ -212,7 +220,8 @@ class World:
         self._step += 1
         place = self._step % _PLACES
         counted = count if self.leads and not isinstance(count, torch.Tensor) else 0.0
-        known = [0.0, counted, place, place**2, *self._flags]
+        squares = place**2, fingerprint**2
+        known = [0.0, counted, place, squares[0], fingerprint, squares[1], *self._flags]
         # Not on what a user's script has made torch's default device.
         values = torch.tensor(known, dtype=torch.float64, device="cpu")
         values = to_device(values, total.device)
@@ -328,9 +337,13 @@ class Gathering:
 
 
 class LossReduction:
-    """A loss on its way to being the mean over all items of the global batch, and to the host."""
+    """A loss on its way to being the mean over all items of the global batch, and to the host.
 
-    __slots__ = ("_count", "_scale", "_summed", "_values", "_world")
+    Attributes:
+        alike: whether every rank has given the same fingerprint; known after :meth:`wait`.
+    """
+
+    __slots__ = ("_count", "_scale", "_summed", "_values", "_world", "alike")
 
     def __init__(
         self,
@@ -342,7 +355,7 @@ class LossReduction:
     ) -> None:
         self._world, self._scale = world, scale
         self._count: float | None = None
-        self._summed = work is not None
+        self.alike, self._summed = True, work is not None
         if isinstance(count, torch.Tensor):
             # One copy of both.
             values = torch.stack([values.double().reshape(()), count.double().reshape(())])
@@ -360,8 +373,9 @@ class LossReduction:
         """
         values = self._values.read()
         if self._summed:
-            total, count, places, squares, *agreed = values
+            total, count, places, squares, prints, square_prints, *agreed = values
             self._world._check_places(places, squares)
+            self.alike = self._world.size * int(square_prints) == int(prints) ** 2
             own = self._world._agreed
             self._world._agreed = [max(a, b) for a, b in zip(own, agreed, strict=True)]
         elif self._count is None:

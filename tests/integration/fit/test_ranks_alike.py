@@ -1,4 +1,4 @@
-"""Ranks that a launcher has started differently: told at the start, not waited for."""
+"""Ranks that differ: as a launcher has started them, told at the start; or in a step, before it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_run import accuracy, build, data, fit_in_world, make_scheduler
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from unipar import Session
+from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
+from unipar.strategy import Engine
 from unipar.testing.pool import WorldPools
 from unipar.train.agreement import differences
 from unipar.world import Placement
@@ -79,3 +84,55 @@ def test_many_ranks_are_told_in_ranges():
     assert message is not None
     assert "steps: 5 on ranks 0-2, 4-6, 10-63; 4 on ranks 3, 7-9" in message
     assert differences(started[:3]) is None
+
+
+def rates(placement: Placement, strategy: str, by_hand: bool) -> tuple[str, list[bool]]:
+    """Halve one rank's rate, then all ranks'; what is told, and whether steps changed weights."""
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            nn.Linear(2, 2), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        assert engine.optimizer is not None
+        inputs = torch.full((1, 2), 1.0 + placement.rank)
+        batch, changed = Batch((MicroBatch(inputs, 1),), 2), []
+
+        def step() -> None:
+            before = own_part(engine)
+            try:
+                if by_hand:
+                    engine.backward(square(engine, inputs), num_items=1)
+                    engine.step()
+                else:
+                    engine.train_step(batch, square)
+            finally:
+                changed.append(not torch.equal(before, own_part(engine)))
+
+        step()
+        engine.optimizer.param_groups[0]["lr"] = 0.1 - 0.05 * placement.rank
+        with pytest.raises(ConfigError) as caught:
+            step()
+        engine.optimizer.param_groups[0]["lr"] = 0.05
+        step()
+        return str(caught.value), changed
+
+
+def square(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    return model(inputs).square().mean()
+
+
+def own_part(engine: Engine) -> torch.Tensor:
+    parts = [part for one in engine.export_state().weights for part in one.read()]
+    return torch.cat([part.flatten() for part in parts]).clone()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rate_that_one_rank_has_changed_is_refused_before_the_step(
+    strategy: str, by_hand: bool, world_pool: WorldPools
+) -> None:
+    for told, changed in world_pool(2).run(rates, strategy, by_hand):
+        assert (
+            "different hyperparameters: lr of group 0 is 0.1 on rank 0, and 0.05 on rank 1" in told
+        )
+        assert "Change them on all ranks alike" in told
+        assert changed == [True, False, True]

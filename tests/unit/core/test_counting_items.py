@@ -41,9 +41,11 @@ class Telling(World):
         super().__init__(Placement())
         self.events: list[str] = []
 
-    def start_reduce_loss(self, total: Any, count: Any, scale: float = 1.0) -> LossReduction:
+    def start_reduce_loss(
+        self, total: Any, count: Any, scale: float = 1.0, fingerprint: int = 0
+    ) -> LossReduction:
         self.events.append("reduce")
-        return Told(self.events, super().start_reduce_loss(total, count, scale))
+        return Told(self.events, super().start_reduce_loss(total, count, scale, fingerprint))
 
 
 class TellingReducer(Reducer):

@@ -22,7 +22,9 @@ X = torch.arange(6.0).reshape(3, 2)
 class Unheard(World):
     """One of several ranks, without the others: it is as if they had the items that are missing."""
 
-    def start_reduce_loss(self, total: Any, count: Any, scale: float = 1.0) -> LossReduction:
+    def start_reduce_loss(
+        self, total: Any, count: Any, scale: float = 1.0, fingerprint: int = 0
+    ) -> LossReduction:
         return LossReduction(self, total, ITEMS, scale)
 
 
