@@ -206,7 +206,17 @@ def shard_units(
             offload_policy=_offload(world.device, options),
         )
     sum_shards(module)
+    hook: Any = torch.compiler.disable(_let_go_of_what_is_kept)
+    module.register_forward_hook(hook)
     _prefetch(units, options.prefetch)
+
+
+def _let_go_of_what_is_kept(module: nn.Module, args: Any, output: Any) -> None:
+    """After a pass that no backward pass follows, let nobody take a copy for the parameter."""
+    if not torch.is_grad_enabled():
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
 
 class DividedReducer(Reducer):
