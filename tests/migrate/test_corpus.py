@@ -21,12 +21,9 @@ TORCHRUN = command("torchrun", 2)
 
 
 # What the pages' examples, which test_pages.py runs for the other dialects, do not have: ranks that
-# a script starts itself, two engines, resuming, cells. All changes are compared below; programs of
-# frameworks that have a face are trained in tests/compat.
-QUICK = (
-    "ddp/spawned_trainer", "fabric/resume", "notebook/two_moons",
-    "torch/gan",
-)  # fmt: skip
+# a script starts itself, two engines, cells. All changes are compared below; programs of frameworks
+# that have a face are trained in tests/compat.
+QUICK = ("ddp/spawned_trainer", "notebook/two_moons", "torch/gan")
 
 
 @pytest.mark.slow
