@@ -360,8 +360,8 @@ def _own_gather(world: World) -> Gather:
             dist.all_gather_object(values, value, group=group)
         except RuntimeError as error:
             raise CheckpointError(
-                "Another rank ended, or did not answer, while it was written; what there is of it "
-                "is no checkpoint, and is removed with the next save."
+                "Another rank ended, or did not answer, while the checkpoint was being written; it "
+                "may be incomplete, which loading it will tell."
             ) from error
         return values
 

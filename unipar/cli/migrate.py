@@ -68,8 +68,8 @@ def migrate(
         args: the script's command line, for these three.
         script: which of several files is run, likewise.
         steps: backward passes to compare, 20 unless given; those of the record with --against.
-        processes: processes of a script that a launcher starts, 2 unless given; likewise. A script
-            that starts its own, or is one, has no use for it, and it is refused.
+        processes: processes of a script that a launcher starts, 2 unless given; likewise. Refused
+            for a script that starts its own processes, or runs as one.
     """
     given = [name for name, one in (("--in-place", in_place), ("--output", output)) if one]
     proofs = [name for name, one in (("--verify", verify), ("--record", record),

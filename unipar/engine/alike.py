@@ -7,26 +7,32 @@ replicas become different models, and shards parts of none. No loss shows it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any, NoReturn
 
 from torch.optim import Optimizer
 
 from unipar.combined import optimizers_in
+from unipar.engine.state import HOW_NOT_WHAT
 from unipar.errors import ConfigError
 from unipar.world import World
 from unipar.world.processes import FINGERPRINTS
 
-_Number = tuple[str, int, str, Any]
-"""The optimizer's name, the index of a group of parameters, what is set, and to what."""
+_Name = tuple[str, int, str]
+"""The optimizer's name, the index of a group of parameters, and what is set of it."""
 
 
-def fingerprint(optimizer: Optimizer) -> int:
+def fingerprint(optimizer: Optimizer, before: int = 0) -> int:
     """A number below :data:`unipar.world.processes.FINGERPRINTS` that tells hyperparameters apart.
 
     Numbers on the host count. What is a tensor is left out: to look at it, one may have to wait.
+
+    Args:
+        optimizer: torch's, or several.
+        before: another fingerprint, which has to be the same, too.
     """
     # Numbers have the same hash in every process; words have not.
-    return hash(tuple(value for _, _, _, value in _numbers(optimizer))) % FINGERPRINTS
+    return hash((before, *(value for _, value in _numbers(optimizer)))) % FINGERPRINTS
 
 
 def refuse_unlike(optimizer: Optimizer, world: World) -> NoReturn:
@@ -35,14 +41,17 @@ def refuse_unlike(optimizer: Optimizer, world: World) -> NoReturn:
     Raises:
         ConfigError: always.
     """
-    first, *others = world.gather([*_numbers(optimizer)])
-    told = "their groups of parameters differ"
+    first, *others = world.gather(dict(_numbers(optimizer)))
+    told = "they did so in the step before, and are alike again"
     for rank, own in enumerate(others, start=1):
-        unlike = [(here, there) for here, there in zip(first, own, strict=False) if here != there]
+        unlike = [name for name in {**first, **own} if first.get(name) != own.get(name)]
         if unlike:
-            (name, index, key, here), (_, _, _, there) = unlike[0]
-            of = f" of optimizer '{name}'" if name else ""
-            told = f"{key} of group {index}{of} is {here} on rank 0, and {there} on rank {rank}"
+            optimizer_name, index, key = unlike[0]
+            of = f" of optimizer '{optimizer_name}'" if optimizer_name else ""
+            told = (
+                f"{key} of group {index}{of} is {first.get(unlike[0])} on rank 0, "
+                f"and {own.get(unlike[0])} on rank {rank}"
+            )
             break
     raise ConfigError(
         f"the ranks would step by different hyperparameters: {told}. Nothing was updated by this "
@@ -52,15 +61,15 @@ def refuse_unlike(optimizer: Optimizer, world: World) -> NoReturn:
     )
 
 
-def _numbers(optimizer: Optimizer) -> Iterator[_Number]:
+def _numbers(optimizer: Optimizer) -> Iterator[tuple[_Name, Any]]:
     """Each number, or tuple of numbers, that an optimizer of torch's was given."""
     for name, one in optimizers_in(optimizer).items():
-        keys = tuple(getattr(one, "defaults", ()))
+        keys = [key for key in getattr(one, "defaults", ()) if key not in HOW_NOT_WHAT]
         for index, group in enumerate(one.param_groups):
             for key in keys:
                 value = group.get(key)
-                if isinstance(value, (int, float)):
+                if isinstance(value, Real):
                     # What is no number is not itself, and its hash is that of an address.
-                    yield name, index, key, value if value == value else -1
+                    yield (name, index, key), value if value == value else -1
                 elif isinstance(value, (list, tuple)):
-                    yield name, index, key, tuple(v for v in value if isinstance(v, (int, float)))
+                    yield (name, index, key), tuple(v for v in value if isinstance(v, Real))

@@ -41,15 +41,22 @@ class Pipeline:
         self.schedule, self._guard = schedule, guard
         self._world, self._precision, self._average = world, precision, average
 
-    def train(self, batch: Batch, loss_fn: LossFn, step: int) -> None:
-        """Forward and backward passes of a step that has begun, the ``step``-th. Collective."""
+    def train(self, batch: Batch, loss_fn: LossFn, step: int, fingerprint: int = 0) -> None:
+        """Forward and backward passes of a step that has begun, the ``step``-th. Collective.
+
+        Args:
+            batch: of all stages.
+            loss_fn: an objective.
+            step: counted from 1.
+            fingerprint: as for :meth:`World.start_reduce_loss`.
+        """
         # A stage without the loss adds nothing.
         self._average.add(torch.zeros((), device=self._world.device), 1, 0)
         objective = require_objective(loss_fn)
         calls = [self._call(one, objective, training=True) for one in batch.microbatches]
         mark(step, "forward and backward")
         self.schedule.run(calls, training=True)
-        self._average.start()
+        self._average.start(fingerprint)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn, sums: torch.Tensor) -> None:
         """Set ``sums``, zeros of shape (2,), to the loss and the items of a batch. Collective."""

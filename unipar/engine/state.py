@@ -26,7 +26,7 @@ from unipar.state import (
 from unipar.utils.json_state import check_like, from_json, to_json
 from unipar.world import World
 
-_HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
+HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that say how the optimizer computes on this device, so they are not restored."""
 
 
@@ -333,5 +333,5 @@ def restore_groups(
     for number, index in enumerate(chosen):
         group = optimizer.param_groups[number]
         for key, value in stored[index].hyperparameters.items():
-            if key not in _HOW_NOT_WHAT:
+            if key not in HOW_NOT_WHAT:
                 group[key] = _hyperparameter(f"{key} of group {index}", value, group.get(key))

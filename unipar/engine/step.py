@@ -137,6 +137,7 @@ class StepEngine(Engine):
         self._modes: list[tuple[nn.Module, bool]] = []
         self._given_up = False
         self._reduced: tuple[float, float, float] | None = None
+        self._not_looked_at = 0
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
         self._clear()
@@ -167,7 +168,7 @@ class StepEngine(Engine):
             self._begin()
             if self._pipeline is not None:
                 self.average.begin(batch.global_num_samples)
-                self._pipeline.train(batch, loss_fn, self.num_steps + 1)
+                self._pipeline.train(batch, loss_fn, self.num_steps + 1, self._fingerprint())
             else:
                 # A graph takes time to free: not before the optimizer's kernels are queued.
                 _held = self._run_microbatches(batch, loss_fn)
@@ -342,10 +343,11 @@ class StepEngine(Engine):
         return reduced
 
     def _fingerprint(self) -> int:
-        """Of hyperparameters; stages of a pipeline may have groups of their own."""
-        if self.optimizer is None or self.world.size == 1 or self.world.layout.pp > 1:
+        """Of the optimizer's hyperparameters, and of those of a step that was not looked at."""
+        if self.optimizer is None or self.world.size == 1:
             return 0
-        return fingerprint(self.optimizer)
+        before, self._not_looked_at = self._not_looked_at, 0
+        return fingerprint(self.optimizer, before)
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
         if self.spec.on_nan == "skip":
@@ -476,7 +478,10 @@ class StepEngine(Engine):
             raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
         try:
             self._guard.check(begun=True)
-            if not self.average.reducing:
+            if self.average.reducing:
+                # What was changed since the last backward pass, the next step finds.
+                self._not_looked_at = self._fingerprint()
+            else:
                 self._loop.check_step()
                 self.average.start(self._fingerprint())
             return self._update(max_grad_norm)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _PLACES = 2**16
 """Steps are told apart modulo this, so that sums of squares are exact."""
-FINGERPRINTS = 2**20
+FINGERPRINTS = 2**16
 """Fingerprints are below this, likewise."""
 
 

@@ -91,25 +91,10 @@ def differentiated(engine: Engine, data: torch.Tensor) -> None:
     torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
 
 
-class Model(nn.Module):
-    """A linear layer that is a unit of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 3)
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.inner.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-
 def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -> str:
     try:
-        with unipar.Session({"name": "fsdp", "wrap": ["Linear"]}, placement=placement) as session:
-            act(session.prepare(Model(), optimizer=sgd), DATA[placement.rank :: 2])
+        with unipar.Session("fsdp", placement=placement) as session:
+            act(session.prepare(nn.Linear(4, 3), optimizer=sgd), DATA[placement.rank :: 2])
     except ConfigError as error:
         return str(error)
     return ""
@@ -121,17 +106,14 @@ def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -
         (by_train_step(penalized), ["the loss is a DTensor", "weight_decay"]),
         (by_hand(penalized), ["the loss is a DTensor"]),
         (by_train_step(penalized_by_norms), ["the loss is a DTensor"]),
-        (
-            by_train_step(penalized_whole),
-            ["loss depends on parameter 'inner.weight'", "weight_decay=2c"],
-        ),
-        (by_hand(penalized_whole), ["the loss depends on parameter 'inner.weight'"]),
+        (by_train_step(penalized_whole), ["loss depends on parameter 'weight'", "weight_decay=2c"]),
+        (by_hand(penalized_whole), ["the loss depends on parameter 'weight'"]),
         (by_train_step(projected), ["outside of the model's forward pass", "weight_decay=2c"]),
         (evaluated, ["outside of the model's forward pass"]),
         (averaged, ["outside of the model's forward pass", "[p.detach().clone() for p in"]),
         (measured, ["a number was read", "would be of this rank's part", "full_tensor()"]),
         (counted, ["a number was read"]),
-        (differentiated, ["autograd.grad was asked for the gradient of parameter 'inner.weight'"]),
+        (differentiated, ["autograd.grad was asked for the gradient of parameter 'weight'"]),
     ],
 )
 def test_a_shard_used_as_if_it_were_the_parameter_is_refused(
@@ -157,41 +139,6 @@ def test_fit_says_so_too(tmp_path: Any) -> None:
             progress=False,
         )
     assert "mixed torch.Tensor and DTensor" in str(caught.value.__cause__)
-
-
-def with_a_penalty(placement: Placement, strategy: str) -> list[torch.Tensor]:
-    """Weights after steps whose loss uses, after the forward pass, what is outside of all units."""
-
-    class Outside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.body, self.head = Model(), nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.body(x).tanh())
-
-    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        out = model(batch.clone().requires_grad_())
-        return out.square().mean() + 0.1 * net.head.weight.norm()
-
-    own: Any = {"name": "fsdp", "wrap": ["Model"]} if strategy == "fsdp" else strategy
-    with unipar.Session(own, placement=placement) as session:
-        net: Any = Outside()
-        engine = session.prepare(net, optimizer=sgd)
-        for batch in session.loader(DATA, global_batch_size=5, shuffle=False):
-            engine.train_step(batch, loss)
-            engine.eval_batch(batch, mean_square)
-            # No copy is left of what a pass has gathered: what is changed here stays changed.
-            with torch.no_grad():
-                net.head.weight.mul_(0.99)
-        return [whole(p.detach()) for p in engine.module.parameters()]
-
-
-def test_what_is_outside_of_units_may_be_used_after_the_forward_pass(world_pool: Any) -> None:
-    plain = world_pool(1).run(with_a_penalty, "single")[0]
-    for found in world_pool(2).run(with_a_penalty, "fsdp"):
-        torch.testing.assert_close(found, plain)
 
 
 def remedies(placement: Placement, strategy: str) -> dict[str, Any]:
@@ -263,3 +210,56 @@ def tied(encoder: nn.Linear) -> nn.Module:
 def test_a_parameter_of_two_engines_is_refused(world_pool: Any, make: Any) -> None:
     for said in world_pool(2).run(prepared_twice, make):
         assert "for engine 'second' is engine 'first's already" in said
+
+
+class Outside(nn.Module):
+    """Has a unit, and a layer outside of it; may ask itself something without gradients."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.asks = asks
+        self.block, self.head = nn.Sequential(nn.Linear(4, 3)), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, ask: bool = True) -> torch.Tensor:
+        out = self.head(self.block(x).tanh())
+        if ask and self.asks:
+            with torch.no_grad():
+                out = out + self(x, ask=False)
+        return self.head(out)
+
+
+def kept_gathered(placement: Placement, strategy: Any, asks: bool) -> list[torch.Tensor]:
+    """Losses and outputs of a run that changes weights wherever a gathered copy might be left."""
+    data = DATA[placement.rank :: placement.size]
+    with unipar.Session(strategy, placement=placement) as session:
+        net: Any = Outside(asks=asks)
+        engine = session.prepare(net, optimizer=sgd, name="student")
+        frozen: Any = Outside(asks=False).requires_grad_(requires_grad=False)
+        teacher = session.prepare(frozen, name="teacher")
+        found = []
+        for _ in range(3):
+            target = teacher(data)
+            engine.backward((engine(data) - target).square().mean(), num_items=len(data))
+            engine(data)
+            engine.step()
+            with torch.no_grad():
+                found.append(engine(data).square().mean() + target.square().mean())
+                # What is changed after a pass stays changed, and the next pass computes with it.
+                for weight in (net.head.weight, net.block[0].weight, frozen.head.weight):
+                    weight.mul_(0.9)
+        whole_batch = [torch.stack(session.world.gather(one)).mean(0) for one in found]
+        return [*whole_batch, *(whole(p.detach()) for p in net.parameters())]
+
+
+# One that calls itself, FSDP takes where what is gathered is kept.
+@pytest.mark.parametrize(
+    ("sharding", "asks"), [("full", False), ("grad_op", False), ("grad_op", True)]
+)
+def test_no_gathered_copy_is_left_where_weights_are_changed(
+    world_pool: Any, sharding: str, asks: bool
+) -> None:
+    plain = world_pool(1).run(kept_gathered, "single", asks)[0]
+    strategy = {"name": "fsdp", "sharding": sharding, "wrap": ["Sequential"]}
+    for found in world_pool(2).run(kept_gathered, strategy, asks):
+        torch.testing.assert_close(found, plain)

@@ -83,9 +83,8 @@ class FSDPOptions(ShardingOptions):
 
     sharding: Literal["full", "grad_op", "hybrid"] = Field(
         default="full",
-        description="'full' frees a unit's parameters after each use; 'grad_op' keeps them from "
-        "forward to backward, as those outside of units always are; 'hybrid' shards within groups "
-        "of ranks and replicates across them.",
+        description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
+        "backward; 'hybrid' shards within groups of ranks and replicates across them.",
     )
     shard_size: int | None = Field(
         default=None,

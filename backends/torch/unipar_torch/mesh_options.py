@@ -113,8 +113,8 @@ class MeshOptions(ShardingOptions):
     )
     sharding: Literal["full", "grad_op"] = Field(
         default="full",
-        description="'full' frees a unit's parameters after each use; 'grad_op' keeps them from "
-        "forward to backward, as those outside of units always are.",
+        description="'full' frees parameters after each use; 'grad_op' keeps them from forward to "
+        "backward.",
     )
 
     @property

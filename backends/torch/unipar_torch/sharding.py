@@ -43,6 +43,7 @@ from unipar.engine import (
     sum_shards,
     with_divisible_optimizer,
 )
+from unipar.engine.outputs import tensors_of
 from unipar.engine.sharded import (
     discard_gradients,
     refuse_unreduced,
@@ -135,7 +136,7 @@ def prepare(
         undo.append(refuse_changed_weights(module, name, parts, is_copy))
         undo += refuse_uses_outside(module, options.strategy)
         every = options.reduce_scatter_every_microbatch
-        reducer = ShardReducer(module, world, name, every=every)
+        reducer = ShardReducer(module, world, name, every=every, keeps=options.keeps_gathered)
     else:
         reducer = DividedReducer(module, world)
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
@@ -196,27 +197,15 @@ def shard_units(
         if isinstance(unit, FSDPModule):
             # The user has.
             continue
-        # What is outside of the units, the backward pass begins with: as by PyTorch's own default.
-        keeps = options.keeps_gathered or unit is module
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=not keeps,
+            reshard_after_forward=not options.keeps_gathered,
             mp_policy=_mixed_precision(spec, options, root=unit is module and gives_loss),
             offload_policy=_offload(world.device, options),
         )
     sum_shards(module)
-    hook: Any = torch.compiler.disable(_let_go_of_what_is_kept)
-    module.register_forward_hook(hook)
     _prefetch(units, options.prefetch)
-
-
-def _let_go_of_what_is_kept(module: nn.Module, args: Any, output: Any) -> None:
-    """After a pass that no backward pass follows, let nobody take a copy for the parameter."""
-    if not torch.is_grad_enabled():
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
 
 
 class DividedReducer(Reducer):
@@ -248,6 +237,7 @@ class ShardReducer(Reducer):
         world: the joined processes.
         strategy: as the user calls it.
         every: whether each micro-batch's are, and not those of all together in the last one.
+        keeps: whether parameters stay gathered from forward to backward.
     """
 
     # FSDP may have them; and a DTensor does not tell of all changes.
@@ -256,13 +246,21 @@ class ShardReducer(Reducer):
     module: FSDPModule  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
-        self, module: nn.Module, world: World, strategy: str = "fsdp", *, every: bool = True
+        self,
+        module: nn.Module,
+        world: World,
+        strategy: str = "fsdp",
+        *,
+        every: bool = True,
+        keeps: bool = False,
     ) -> None:
         super().__init__(module, world)
-        self.strategy, self._every = strategy, every
+        self.strategy, self._every, self._keeps = strategy, every, keeps
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._groups = [group for part in parts for group in sharded_groups(part)]
         self._undo = see_calls(module, strategy)
+        if keeps:
+            self._undo += let_go_without_backward(module)
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -274,6 +272,9 @@ class ShardReducer(Reducer):
 
     def finish(self) -> None:
         refuse_unreduced(self._groups, self.strategy)
+        if self._keeps:
+            # By a forward pass after the last backward pass: the optimizer makes it old.
+            reshard(self.module)
 
     def close(self) -> None:
         while self._undo:
@@ -286,6 +287,41 @@ class ShardReducer(Reducer):
 
     def probing(self) -> AbstractContextManager[None]:
         return recovering(self.module, self.strategy)
+
+
+def let_go_without_backward(module: nn.Module) -> list[Callable[[], None]]:
+    """Leave no gathered parameter after a pass that no backward pass follows.
+
+    A change of it would be one of a copy; and one of the shard, the next pass would not see.
+
+    Returns:
+        What takes that back.
+    """
+    depth = 0
+
+    def enter(module: nn.Module, args: Any) -> None:
+        nonlocal depth
+        depth += 1
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if not depth and not any(tensor.requires_grad for tensor in tensors_of(output)):
+            reshard(module)
+
+    before: Any = torch.compiler.disable(enter)
+    after: Any = torch.compiler.disable(leave)
+    return [
+        module.register_forward_pre_hook(before, prepend=True).remove,
+        module.register_forward_hook(after, always_call=True).remove,
+    ]
+
+
+def reshard(module: Any) -> None:
+    """Let go of what FSDP has gathered, which it does by itself where it was told to."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def is_copy(parameter: nn.Parameter) -> bool:

@@ -132,7 +132,7 @@ def test_a_rank_that_is_lost_meanwhile_is_told_in_words(
         capture_output=True, text=True, timeout=50,
     )  # fmt: skip
     assert done.returncode == 7
-    assert done.stdout.startswith("Another rank ended, or did not answer, while it was written; ")
+    assert done.stdout.startswith("Another rank ended, or did not answer, while the ")
     assert done.stdout.endswith("| step-00000001\n")
     # The thread has said so when it happened, and no more than that.
     assert f"The checkpoint of step 2 failed: {done.stdout.split(' |')[0]}" in done.stderr

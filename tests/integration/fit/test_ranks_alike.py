@@ -136,3 +136,35 @@ def test_a_rate_that_one_rank_has_changed_is_refused_before_the_step(
         )
         assert "Change them on all ranks alike" in told
         assert changed == [True, False, True]
+
+
+def late_rates(placement: Placement) -> list[str]:
+    """Change one rank's rate between the last backward pass and the step, and put it right."""
+    with Session("ddp", device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            nn.Linear(2, 2), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        assert engine.optimizer is not None
+        told = []
+        for lowered in (0.0, 0.05, 0.0, 0.0):
+            group = engine.optimizer.param_groups[0]
+            try:
+                with engine.microbatch(last=True):
+                    engine.backward(square(engine, torch.ones(1, 2)), num_items=1)
+                group["lr"] = 0.1 - lowered * placement.rank
+                engine.step()
+            except ConfigError as error:
+                told.append(str(error))
+            else:
+                told.append("")
+            group["lr"] = 0.1
+        return told
+
+
+def test_a_rate_that_was_changed_after_the_backward_pass_is_found_by_the_next_step(
+    world_pool: WorldPools,
+) -> None:
+    for told in world_pool(2).run(late_rates):
+        assert told[:2] == ["", ""]
+        assert "they did so in the step before, and are alike again. Nothing was updated" in told[2]
+        assert told[3] == ""
