@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 from unipar.errors import WorkerError
 from unipar.launch.elastic import ranks
+from unipar.launch.rank_names import name_ranks
 from unipar.launch.rundir import fresh
 from unipar.launchers.handle import Status
 from unipar.launchers.shared import SharedHandle, SharedRun
@@ -218,14 +220,25 @@ class RayHandle(SharedHandle):
 
     def _ending(self) -> str:
         """How the newest start has ended, as its nodes say it, or else as Ray does."""
-        if notes := self._endings():
-            return "; ".join(note.read_text() for note in notes)
-        return str(self._failure or "Ray has ended it.").strip()
+        told = [note.read_text() for note in self._endings()]
+        told += [
+            f"the node of {name_ranks(here)}, {host}, has left the cluster"
+            for host, here in self._lost_places()
+        ]
+        return "; ".join(told) or str(self._failure or "Ray has ended it.").strip()
+
+    def _lost_places(self) -> list[tuple[str, list[int]]]:
+        """The hosts of the newest start that are lost, and which ranks were on each."""
+        lost, restart = self._lost_nodes(), self._run.task.restart
+        places = sorted(self._task.directory.glob(f"place-{restart}-*.json")) if lost else []
+        found = [json.loads(place.read_text()) for place in places]
+        return [(host, here) for node, host, here in found if node in lost and here]
 
     def _ended_ranks(self) -> set[int]:
-        """The ranks of whose end the nodes of the newest start tell."""
+        """The ranks of whose end the nodes of the newest start tell, or whose node is lost."""
         text = "\n".join(note.read_text() for note in self._endings())
-        return {int(rank) for rank in re.findall(r"^on .*?, rank (\d+) ", text, re.MULTILINE)}
+        found = {int(rank) for rank in re.findall(r"^on .*?, rank (\d+) ", text, re.MULTILINE)}
+        return found.union(*(here for _, here in self._lost_places()))
 
 
 def _alive() -> set[str]:

@@ -55,6 +55,7 @@ def run_node(config: dict[str, Any]) -> None:
     log = directory / f"output-{restart}-{node}.log"
     ending = directory / f"ending-{restart}-{node}.txt"
     attempt = directory / f"attempt-{restart}"
+    _tell_place(directory / f"place-{restart}-{node}.json", range(first, first + here))
     ranks: dict[int, subprocess.Popen[bytes]] = {}
     over = threading.Event()
     try:
@@ -127,6 +128,16 @@ def _begin(directory: Path, nodes: int) -> tuple[str, int, int] | None:
                     return ray.util.get_node_ip_address(), probe.getsockname()[1], number
         time.sleep(_POLL)
     return None
+
+
+def _tell_place(path: Path, ranks: range) -> None:
+    """Write where ranks are, so that they can be named when their node is lost."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps([node, socket.gethostname(), [*ranks]]))
+    partial.replace(path)
 
 
 def _watch(
