@@ -795,6 +795,9 @@ def remembered(placement: Placement) -> list[tuple[Any, Any]]:
         ]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="what computes with DTensors of torch 2.8 is refused"
+)
 def test_optimizers_get_gradients_that_are_divided_as_parameters_are(
     world_pool: WorldPools,
 ) -> None:

@@ -124,9 +124,9 @@ def test_gradients_that_fsdp_has_not_reduced_are_refused(world_pool: Any) -> Non
         secrets: list[torch.Tensor] = []
 
         def gives(hidden: torch.Tensor, extra: torch.Tensor) -> Any:
-            # Nobody finds it in a function.
+            # Nobody finds it in a list that is not returned.
             secrets[:] = [hidden]
-            return lambda: None
+            return extra
 
         def secret_loss(model: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
             model(inputs)

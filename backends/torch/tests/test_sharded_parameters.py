@@ -112,7 +112,13 @@ def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -
         (evaluated, ["outside of the model's forward pass"]),
         (averaged, ["outside of the model's forward pass", "[p.detach().clone() for p in"]),
         (measured, ["a number was read", "would be of this rank's part", "full_tensor()"]),
-        (counted, ["a number was read"]),
+        pytest.param(
+            counted,
+            ["a number was read"],
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.11", reason="torch 2.8 counts no DTensor, and says so"
+            ),
+        ),
         (differentiated, ["autograd.grad was asked for the gradient of parameter 'weight'"]),
     ],
 )
