@@ -76,7 +76,18 @@ def decisions(directory: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row["event"] == "shares"]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.thorough), "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp", marks=pytest.mark.thorough),
+        pytest.param(
+            "fsdp",
+            marks=pytest.mark.skipif(
+                torch.__version__ < "2.13", reason="under fsdp no pass is tried with an older torch"
+            ),
+        ),
+    ],
+)
 def test_a_slow_rank_takes_less_and_the_losses_stay(
     strategy: str, tmp_path: Path, world_pool: WorldPools
 ) -> None:

@@ -243,7 +243,7 @@ def test_the_largest_micro_batch_is_what_fits_on_every_rank(world_pool: WorldPoo
     strategies = ["ddp", "fsdp"]
     if not hasattr(FSDPModule, "reset_iter_state"):
         strategies.remove("fsdp")
-        with pytest.raises(ConfigError, match=r"a number, or use torch 2\.13 or newer"):
+        with pytest.raises(ConfigError, match=r"Give numbers, or use torch 2\.13 or newer"):
             world_pool(2).run(task, "fsdp")
     for strategy in strategies:
         for losses in world_pool(2).run(task, strategy):

@@ -94,6 +94,9 @@ def test_unequal_shares_train_the_run_of_a_plain_loop(
     assert_equals_the_plain_loop(result, loss)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="under fsdp no pass is tried with an older torch"
+)
 def test_a_micro_batch_that_fits_is_found_for_each_share(
     tmp_path: Path, world_pool: WorldPools
 ) -> None:
