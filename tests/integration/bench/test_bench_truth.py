@@ -24,7 +24,7 @@ DEVICES = 2
 # Far more than a trial takes where several suites share two cores, for the hang must be waited for.
 TIME_LIMIT = 75.0
 LOSS_BYTES = 8 * 13
-"""Of the loss, its count, the step that a rank is in and its square, and seven flags."""
+"""Of the loss, its count, a rank's step, a fingerprint, the squares of both, and seven flags."""
 
 
 def model() -> nn.Module:
