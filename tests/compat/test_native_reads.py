@@ -11,7 +11,7 @@ import yaml
 from unipar.errors import ConfigError
 from unipar.migrate import migrate_files
 from unipar.migrate.launchers import command
-from unipar.migrate.verify import losses_of
+from unipar.migrate.verify import losses_of, with_config
 
 pytestmark = [
     pytest.mark.usefixtures("forked_programs"), pytest.mark.slow, pytest.mark.timeout(200),
@@ -79,16 +79,19 @@ for epoch in range(4):
 """
 
 
+def losses_on_two(root: Path) -> dict[int, list[float]]:
+    """The losses of a directory's script, migrated, under ``ddp`` on two ranks."""
+    found = migrate_files({"train.py": (root / "train.py").read_text()})["train.py"]
+    config = yaml.safe_dump({**found.config, "strategy": "ddp"})
+    files = with_config("train.py", {"train.py": found.code}, config)
+    return losses_of(root, "train.py", files, command("torchrun", 2), timeout=90)
+
+
 @pytest.mark.parametrize("script", [READS_LOSSES, MASKS_AND_CLAMPS])
 def test_two_ranks_train_as_one_does(script: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    found = migrate_files({"train.py": script})["train.py"]
-    files = {
-        "train.py": found.code,
-        "unipar.yaml": yaml.safe_dump({**found.config, "strategy": "ddp"}),
-    }
     alone = losses_of(tmp_path, "train.py", {}, [sys.executable], timeout=90)[0]
-    both = losses_of(tmp_path, "train.py", files, command("torchrun", 2), timeout=90)
+    both = losses_on_two(tmp_path)
     assert [(a + b) / 2 for a, b in zip(both[0], both[1], strict=True)] == pytest.approx(
         alone, rel=2e-5
     )
@@ -114,10 +117,5 @@ for epoch in range(4):
 def test_a_rate_by_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
     """What was read is a number like any other, and would make replicas different models."""
     (tmp_path / "train.py").write_text(DECIDES_BY_A_PART)
-    found = migrate_files({"train.py": DECIDES_BY_A_PART})["train.py"]
-    files = {
-        "train.py": found.code,
-        "unipar.yaml": yaml.safe_dump({**found.config, "strategy": "ddp"}),
-    }
     with pytest.raises(ConfigError, match=r"different hyperparameters: lr of group 0 is 0\.0"):
-        losses_of(tmp_path, "train.py", files, command("torchrun", 2), timeout=90)
+        losses_on_two(tmp_path)

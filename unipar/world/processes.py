@@ -220,8 +220,7 @@ class World:
         self._step += 1
         place = self._step % _PLACES
         counted = count if self.leads and not isinstance(count, torch.Tensor) else 0.0
-        squares = place**2, fingerprint**2
-        known = [0.0, counted, place, squares[0], fingerprint, squares[1], *self._flags]
+        known = [0.0, counted, place, place**2, fingerprint, fingerprint**2, *self._flags]
         # Not on what a user's script has made torch's default device.
         values = torch.tensor(known, dtype=torch.float64, device="cpu")
         values = to_device(values, total.device)
@@ -245,14 +244,23 @@ class World:
         """Count steps from here, where all ranks stand alike. Collective."""
         self._step = self._given_up = 0
 
+    def _are_equal(self, total: float, squares: float) -> bool:
+        """Whether all ranks have given the same whole number.
+
+        Args:
+            total: the sum of what they have given.
+            squares: the sum of the squares, which equal numbers alone make the least it can be.
+        """
+        return self.size * int(squares) == int(total) ** 2
+
     def _check_places(self, places: float, squares: float) -> None:
         """Refuse a sum over ranks that are in different steps.
 
         Args:
             places: the sum of their places.
-            squares: the sum of the squares, which equal places alone make the least it can be.
+            squares: the sum of the squares.
         """
-        if self.size * int(squares) == int(places) ** 2:
+        if self._are_equal(places, squares):
             return
         steps = self.gather((self._step, self._given_up))
         told = ", ".join(
@@ -375,7 +383,7 @@ class LossReduction:
         if self._summed:
             total, count, places, squares, prints, square_prints, *agreed = values
             self._world._check_places(places, squares)
-            self.alike = self._world.size * int(square_prints) == int(prints) ** 2
+            self.alike = self._world._are_equal(prints, square_prints)
             own = self._world._agreed
             self._world._agreed = [max(a, b) for a, b in zip(own, agreed, strict=True)]
         elif self._count is None:

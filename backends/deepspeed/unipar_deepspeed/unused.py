@@ -52,9 +52,10 @@ class Unused:
         fewest = torch.full((), len(own), device=self._world.device)
         if self._world.size > 1:
             work = dist.all_reduce(fewest, dist.ReduceOp.MIN, async_op=True)
+            # A collective that nobody waits for needs its tensor all the same.
+            self._under_way = (work, fewest)
             # Some rank has used all, which is how it nearly always is; if it is this one, nothing
             # has to be waited for to know it.
-            self._under_way = (work, fewest)
             if own and work is not None:
                 work.wait()
         if not own or not fewest.item():

@@ -45,6 +45,7 @@ from unipar_torch.sequence_parts import (
     map_named,
     named_tensors,
 )
+from unipar_torch.sharding import reshard
 
 _SAMPLES, _POSITIONS = 2, 8
 """How many samples are compared, and positions for each rank."""
@@ -496,7 +497,7 @@ class _Check:
 def _visible_parameters(model: nn.Module) -> Iterator[None]:
     """Give values to shards of parameters that have none to speak of."""
     kept: list[tuple[nn.Parameter, torch.Tensor]] = []
-    _reshard(model)
+    reshard(model)
     try:
         with torch.no_grad():
             for number, parameter in enumerate(model.parameters()):
@@ -514,7 +515,7 @@ def _visible_parameters(model: nn.Module) -> Iterator[None]:
                 # Not the tensor of before: FSDP may take another in its first pass.
                 local_part(parameter).copy_(saved)
         # What was gathered is not to be used again.
-        _reshard(model)
+        reshard(model)
 
 
 def _place(parameter: Any) -> int:
@@ -532,12 +533,6 @@ def _place(parameter: Any) -> int:
     return place
 
 
-def _reshard(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 @contextlib.contextmanager
 def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
     """Have FSDP gather in fp32, for half precision hides small differences.
@@ -548,7 +543,7 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
     kept: list[tuple[Any, str, Any]] = []
     changed: list[Any] = []
     gathered: list[tuple[Any, dict[str, Any]]] = []
-    _reshard(model)
+    reshard(model)
     names = ("_unsharded_param", "all_gather_outputs")
     try:
         for module in model.modules():
@@ -570,7 +565,7 @@ def _in_fp32(model: nn.Module, precision: PrecisionPolicy) -> Iterator[None]:
                     one.all_gather_outputs = []
         yield
     finally:
-        _reshard(model)
+        reshard(model)
         for one, before in gathered:
             for key in names:
                 one.__dict__.pop(key, None)
