@@ -58,7 +58,7 @@ class Uploads:
         self._changed = threading.Condition()
         self._waiting: list[Path] = []
         self._thread: threading.Thread | None = None
-        self._closed = self._gone = False
+        self._closed = self._gone = self._freeing = False
         self._error: str | None = None
 
     def add(self, path: Path) -> None:
@@ -81,13 +81,13 @@ class Uploads:
             return list(self._waiting)
 
     def wait(self) -> None:
-        """Wait until all is copied, or given up.
+        """Wait until all is copied, or given up, and what is needed no more is removed here.
 
         Raises:
             CheckpointError: the newest is not there.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting)
+            self._changed.wait_for(lambda: not self._waiting and not self._freeing)
         if self._error is not None:
             raise CheckpointError(self._error)
 
@@ -121,8 +121,14 @@ class Uploads:
             with self._changed:
                 done = len(self._waiting) if self._gone else self._waiting.index(path) + 1
                 del self._waiting[:done]
+                self._freeing = True
                 self._changed.notify_all()
-            self._freed()
+            try:
+                self._freed()
+            finally:
+                with self._changed:
+                    self._freeing = False
+                    self._changed.notify_all()
             if self._gone:
                 return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,9 @@ class Uploading:
         self.copied.append(path.name)
 
     def _free(self) -> None:
+        # Whoever waits for the copies waits for this, too: a run that has ended leaves nothing
+        # half removed.
+        time.sleep(0.1)
         self.freed += 1
 
 
