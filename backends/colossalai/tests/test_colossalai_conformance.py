@@ -15,7 +15,8 @@ STRATEGIES = [
     "colossalai:plugin=gemini",
     "colossalai:plugin=fsdp",
 ]
-# Its optimizer is the one of zero1.
-BRIEF = ["colossalai:plugin=zero2"]
+# The optimizer of zero2 is the one of zero1; ddp and fsdp are PyTorch's own, which are proved whole
+# by themselves.
+BRIEF = ["colossalai:plugin=zero2", "colossalai:plugin=ddp", "colossalai:plugin=fsdp"]
 
 pytestmark = pytest.mark.slow

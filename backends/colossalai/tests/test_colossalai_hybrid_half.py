@@ -104,11 +104,9 @@ def _shortly(kind: str, strategy: str, precision: str) -> bool:
 
     One model does for fp16, whose scaler no model knows of: Llama, whose losses in bf16 are
     compared with what rounding does where its checkpoints go on. Mistral and Qwen2 are built as it
-    is, and GPT-J as GPT-2.
+    is, and GPT-J as GPT-2. What Bloom has of its own is compared in fp32 where models are.
     """
-    return strategy == BOTH and (kind, precision) in (
-        ("Llama", "fp16"), ("GPT2", "bf16"), ("Bloom", "bf16"),
-    )  # fmt: skip
+    return strategy == BOTH and (kind, precision) in (("Llama", "fp16"), ("GPT2", "bf16"))
 
 
 EVERY = [
@@ -188,7 +186,7 @@ def resume(
         return runs
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=thorough)])
 def test_a_checkpoint_goes_on_whole_and_divided(
     precision: str, world_pool: WorldPools, tmp_path: Path
 ) -> None:

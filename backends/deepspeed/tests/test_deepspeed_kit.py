@@ -11,5 +11,6 @@ STRATEGIES = [
     "zero2:offload_optimizer=true",
     "zero3:persistence_threshold=0,offload_optimizer=true,offload_parameters=true",
 ]
-# Its optimizer is the one of zero1, which keeps its share on the host here.
-BRIEF = ["zero2:offload_optimizer=true"]
+# The optimizer of zero2 is the one of zero1, which keeps its share on the host here. Stage 0
+# divides nothing.
+BRIEF = ["zero2:offload_optimizer=true", "deepspeed:stage=0"]

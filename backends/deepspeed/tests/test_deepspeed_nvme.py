@@ -23,7 +23,13 @@ from unipar_deepspeed import ops
 MEMORY = "zero3:persistence_threshold=0,offload_optimizer=true,sub_group_size=270000"
 """On two ranks: two sub-groups that go into files, and one too small for it."""
 
-each_kind = pytest.mark.parametrize("more", ["", ",offload_parameters=true"], ids=["state", "all"])
+each_kind = pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param("", id="state", marks=pytest.mark.thorough),
+        pytest.param(",offload_parameters=true", id="all"),
+    ],
+)
 
 
 def is_built() -> bool:

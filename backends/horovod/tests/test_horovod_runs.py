@@ -130,7 +130,9 @@ def test_unipars_own_launcher_and_not_a_word_more(script: Path, expected: float)
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "horovodrun", "mpirun"])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", "horovodrun", pytest.param("mpirun", marks=pytest.mark.thorough)]
+)
 def test_other_launchers(script: Path, expected: float, launcher: str) -> None:
     commands = {
         "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", "--no-python"],
@@ -165,6 +167,7 @@ def python_with_mpi(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1500)  # The wheel is built, unless it is in the cache.
 def test_reductions_over_mpi(script: Path, expected: float, python_with_mpi: str) -> None:
     done = run(script, *MPIRUN, python=python_with_mpi, STRATEGY="horovod:transport=mpi")

@@ -130,7 +130,13 @@ SCENARIOS: dict[str, tuple[Scenario, dict[str, Any]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name == "compiled" else ())
+        for name in SCENARIOS
+    ],
+)
 def test_losses_of_divided_logits_train_the_same_run(name: str, world_pool: WorldPools) -> None:
     scenario, options = SCENARIOS[name]
     kit = kit_of(world_pool, **options)

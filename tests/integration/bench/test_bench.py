@@ -24,8 +24,8 @@ from unipar.benchmark.statistics import Estimate  # noqa: E402
 @pytest.mark.parametrize(
     "parts",
     [
-        ["overhead", "memory"],
-        pytest.param(["replicas", "checkpoints"], marks=pytest.mark.thorough),
+        ["memory"],
+        pytest.param(["overhead", "replicas", "checkpoints"], marks=pytest.mark.thorough),
     ],
     ids=" ".join,
 )

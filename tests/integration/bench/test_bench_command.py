@@ -102,6 +102,7 @@ def busy() -> Iterator[None]:
             loop.wait()
 
 
+@pytest.mark.thorough
 def test_beside_busy_processes_no_winner_is_named_and_less_does_not_replace_more(
     directory: Path,
 ) -> None:

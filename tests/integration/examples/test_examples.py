@@ -51,6 +51,7 @@ def test_gpt(tmp_path: Path) -> None:
     assert number(r"evaluation loss ([\d.]+)", said) < 4.5
 
 
+@pytest.mark.thorough
 def test_hf_gpt2(tmp_path: Path) -> None:
     said = run(
         "hf_gpt2.py", "--strategy", "fsdp", "--devices", "2", "--steps", "12", directory=tmp_path

@@ -75,6 +75,7 @@ def test_what_fails_says_why_and_leaves_nothing(home: Home, variables, code, exp
     assert not home.wheels
 
 
+@pytest.mark.thorough
 def test_a_framework_that_does_not_train_is_no_success(home: Home):
     done = home.unipar("install", "madeup", "--yes", MADEUP_BROKEN="1")
     assert done.returncode == 1

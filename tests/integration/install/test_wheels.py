@@ -138,6 +138,7 @@ def check_it_trains(home: Elsewhere) -> None:
     assert "rootdir: " + str(home.root / "work") in said
 
 
+@pytest.mark.thorough
 def test_the_wheels_train_and_prove_it_away_from_the_checkout(elsewhere: Elsewhere) -> None:
     check_it_trains(elsewhere)
     said = elsewhere.run("unipar", "doctor", check=False)
