@@ -156,14 +156,14 @@ ACCELERATOR = Table(
         "prepare_scheduler print process_index profile project_dir reduce "
         "register_for_checkpointing save save_iteration save_model save_state set_trigger "
         "should_save_model skip_first_batches split_batches split_between_processes "
-        "sync_gradients unwrap_model use_distributed use_seedable_sampler verify_device_map "
+        "no_sync sync_gradients unwrap_model use_distributed use_seedable_sampler verify_device_map "
         "wait_for_everyone",
         "kept",
     ),
     Row(
-        "no_sync trigger_sync_in_backward",
+        "trigger_sync_in_backward",
         "ignored",
-        "An engine reduces every gradient once, when its optimizer steps.",
+        "Gradients are summed in the last backward pass of a step, or in the step.",
     ),
     Row("unscale_gradients", "ignored", "Engines unscale gradients before they clip them."),
     Row("non_blocking", "ignored", "Copies to a GPU overlap wherever they can."),

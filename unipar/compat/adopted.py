@@ -123,8 +123,12 @@ class AdoptedOptimizer(PreparedOptimizer):
         """Whether each rank has a part of the state."""
         return bool(self._session.capabilities.sharded & {"parameters", "optimizer"})
 
-    def add(self, loss: torch.Tensor) -> None:
+    def add(self, loss: torch.Tensor, *, likely_last: bool) -> None:
         """A backward pass of the script.
+
+        Args:
+            loss: scalar tensor.
+            likely_last: as for :meth:`backward`.
 
         Raises:
             ConfigError: gradients of the last step are there in PyTorch, and are not here.
@@ -145,7 +149,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         if fetched:
             engine.zero_grad()
             self.begun = False
-        self.backward(loss)
+        self.backward(loss, likely_last=likely_last)
         assert isinstance(self.model, AdoptedModel)
         self.model.__dict__["called"] = False
 

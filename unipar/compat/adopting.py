@@ -12,6 +12,7 @@ import contextlib
 import gc
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Adoption:
 
     Attributes:
         aware: whether the script itself divides its data among ranks, as with DDP or Horovod.
+        accumulates: whether no step is to follow the next backward pass, as the script says.
         asked: settings of the run that the script's own calls ask for.
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
@@ -55,7 +57,7 @@ class Adoption:
     """
 
     def __init__(self) -> None:
-        self.aware = self.inside = self.through = False
+        self.aware = self.accumulates = self.inside = self.through = False
         self.gathers = self.rank0_only = self._reads_losses = False
         self.synchronized = self.scripts_precision = False
         self.asked: dict[str, Any] = {}
@@ -291,8 +293,21 @@ class Adoption:
         with self.engine_calls():
             if size > 1 and not self.aware:
                 loss = self.parts.weigh(loss, one.world)
-            one.add(loss * size if one.summed else loss)
+            one.add(
+                loss * size if one.summed else loss,
+                # Ranks of such a script make the same calls, for its framework would sum gradients.
+                likely_last=self.aware and not self.accumulates,
+            )
         return True
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around backward passes that no step is to follow."""
+        before, self.accumulates = self.accumulates, True
+        try:
+            yield
+        finally:
+            self.accumulates = before
 
     def read(self, value: torch.Tensor, leaves: bool) -> torch.Tensor:
         """What a script gets that reads a value on the host. Collective if it is a part's loss.

@@ -182,8 +182,7 @@ BOOSTER = Table(
     Row(
         "no_sync",
         "ignored",
-        "An engine reduces every gradient once, when its optimizer steps. optimizer.step() within "
-        "the block is refused.",
+        "Gradients are summed once a step. optimizer.step() within the block is refused.",
     ),
     Row("enable_lora save_lora_as_pretrained", "refused", _LORA),
 )

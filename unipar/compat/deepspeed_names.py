@@ -92,7 +92,7 @@ ENGINE = Table(
     Row(
         "allreduce_gradients no_sync",
         "ignored",
-        "An engine reduces every gradient once, when it steps.",
+        "Gradients are summed once a step.",
     ),
     Row(
         "empty_partition_cache dump_state print_forward_breakdown is_compiled timers tput_timer "

@@ -167,8 +167,14 @@ class PreparedOptimizer(Optimizer):
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of a loss: a step is on the mean over ranks of the sum of them."""
+    def backward(self, loss: torch.Tensor, *, likely_last: bool = False) -> None:
+        """Add the gradient of a loss: a step is on the mean over ranks of the sum of them.
+
+        Args:
+            loss: scalar tensor.
+            likely_last: whether the framework would reduce gradients in this pass, so that a step
+                is likely to follow; see :meth:`Engine.backward`.
+        """
         training = self._known()
         if self.strayed:
             raise ConfigError(
@@ -183,7 +189,8 @@ class PreparedOptimizer(Optimizer):
                 f"what the model that {self.calls.prepare} gives back returns."
             )
         try:
-            training.engine.backward(LossSum(loss, 0.0 if self.begun else 1.0))
+            part = LossSum(loss, 0.0 if self.begun else 1.0)
+            training.engine.backward(part, likely_last=likely_last)
         except BaseException:
             training.failed = True
             raise

@@ -97,6 +97,12 @@ class LossAverage:
             self._total, self._count, self._scale, fingerprint
         )
 
+    def reopen(self) -> None:
+        """Let more be added after :meth:`start`, which is called once more then. Collective."""
+        assert self._reduction is not None
+        self._reduction.wait()
+        self._reduction = None
+
     def finish(self) -> tuple[float, float, float]:
         """The loss of the step, its number of items, and what gradients are still to be divided by.
 

@@ -77,9 +77,9 @@ class DDPReducer(Reducer):
         super().__init__(ddp.module, world, run_backward)
         self.ddp, self.shares_buffers = ddp, ddp.broadcast_buffers
         self._averages = averages
-        self._reducing: list[torch.futures.Future[Any]] = []
+        self._sending = _Sending(ddp.process_group, wire_dtype)
         if not averages:
-            ddp.register_comm_hook((ddp.process_group, wire_dtype, self._reducing), _sum)
+            ddp.register_comm_hook(self._sending, _sum)
         self._allow_unused = allow_unused
         self._wire_dtype, self._only_overlapped = wire_dtype, only_overlapped
         named = list(ddp.module.named_parameters())
@@ -88,6 +88,7 @@ class DDPReducer(Reducer):
         self._known = [p for _, p in named if p.requires_grad]
         self._unknown = [p for _, p in named if not p.requires_grad]
         self._sparse = sparse_parameters(ddp.module)
+        self.reopens = not (averages or ddp.static_graph or self._sparse)
         self._armed = self._whole_step = self._stuck = False
         # What a static graph records is the first backward pass.
         self._records = ddp.static_graph
@@ -102,16 +103,16 @@ class DDPReducer(Reducer):
 
     def begin(self, *, whole_step: bool) -> None:
         self._whole_step = whole_step
+        self._sending.noted = not whole_step
         if self._stuck:
             raise ConfigError(
                 "an error has ended an earlier step, and DDP with static_graph=true cannot begin "
                 "another: it waits for the rest of that one. Start again from a checkpoint, or "
                 "leave static_graph out."
             )
-        while self._reducing:
-            # Of a backward pass that an error has ended. What other ranks, which may be behind,
-            # have yet to add would be written over the gradients of this step.
-            self._reducing.pop().wait()
+        # Of a backward pass that an error has ended. What other ranks, which may be behind, have
+        # yet to add would be written over the gradients of this step.
+        self._sending.wait()
         # A loop of the user's own goes around the wrapper's forward pass, which does it else.
         if not whole_step and self.shares_buffers:
             self.share_buffers()
@@ -147,6 +148,7 @@ class DDPReducer(Reducer):
         if self.ddp.static_graph:
             # It is recorded in a forward pass of the wrapper's.
             return
+        self._sending.clear()
         # As the wrapper's own forward pass does it (torch 2.13, nn/parallel/distributed.py,
         # _pre_forward and _post_forward).
         reducer = self.ddp.reducer
@@ -171,11 +173,43 @@ class DDPReducer(Reducer):
         except RuntimeError as error:
             raise self._unused(str(error)) from None
         self._armed = False
-        self._reducing.clear()
+        self._sending.clear()
         if self._averages:
             scale_gradients(self._known, dist.get_world_size(self.ddp.process_group))
         # Frozen when the wrapper was made, and thawed since.
         self._reduce([p for p in self._unknown if p.requires_grad])
+
+    def reopen(self) -> None:
+        if not self._take_back_unfinished():
+            self.finish()
+            self._divide_again(self.parameters)
+
+    def finish_guessed(self) -> None:
+        self._take_back_unfinished()
+        self.finish()
+
+    def _take_back_unfinished(self) -> bool:
+        """Take back what was summed in a pass that gave no gradient to some parameter.
+
+        Returns:
+            Whether it is one.
+        """
+        try:
+            self.ddp.reducer._check_reducer_finalized()
+        except RuntimeError:
+            self._sending.wait()
+            if self.ddp.gradient_as_bucket_view:
+                self._divide_again(self._sending.parameters)
+            # Else sums are in buckets alone until the pass is finished.
+            self._sending.clear()
+            disarm(self.ddp)
+            self._armed = False
+            return True
+        return False
+
+    def _divide_again(self, summed: Iterable[nn.Parameter]) -> None:
+        """Leave each rank an equal part of a sum, so that summing it again changes nothing."""
+        scale_gradients(summed, 1 / dist.get_world_size(self.ddp.process_group))
 
     def forget(self) -> None:
         if self._armed and not self.ddp.static_graph:
@@ -268,20 +302,52 @@ def disarm(ddp: DistributedDataParallel) -> None:
     ddp._has_rebuilt_buckets = False
 
 
+class _Sending:
+    """The buckets of a backward pass that DDP has summed, or is summing.
+
+    Args:
+        group: over which.
+        wire_dtype: the dtype in which gradients travel; ``None``: their own.
+
+    Attributes:
+        noted: whether :attr:`parameters` is wanted.
+        parameters: those whose gradients are in them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype | None) -> None:
+        self.group, self.wire_dtype = group, wire_dtype
+        self.noted = False
+        self.parameters: list[nn.Parameter] = []
+        self._landing: list[torch.futures.Future[Any]] = []
+
+    def add(self, bucket: dist.GradBucket, landing: torch.futures.Future[Any]) -> None:
+        if self.noted:
+            self.parameters += bucket.parameters()
+        self._landing.append(landing)
+
+    def wait(self) -> None:
+        """Wait until sums have landed."""
+        while self._landing:
+            self._landing.pop().wait()
+
+    def clear(self) -> None:
+        """Begin another pass."""
+        self.parameters, self._landing = [], []
+
+
 def _sum(state, bucket):
     """The communication hook. DDP reads annotations, and a string is no type to it."""
-    group, wire_dtype, reducing = state
     gradients = bucket.buffer()
-    sent = gradients if wire_dtype is None else gradients.to(wire_dtype)
-    summing = dist.all_reduce(sent, group=group, async_op=True)
+    sent = gradients if state.wire_dtype is None else gradients.to(state.wire_dtype)
+    summing = dist.all_reduce(sent, group=state.group, async_op=True)
 
     def land(summed):
         (values,) = summed.value()
-        return values if wire_dtype is None else gradients.copy_(values)
+        return values if values.dtype == gradients.dtype else gradients.copy_(values)
 
     assert summing is not None
     landed = summing.get_future().then(land)
-    reducing.append(landed)
+    state.add(bucket, landed)
     return landed
 
 

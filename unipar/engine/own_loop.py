@@ -19,6 +19,7 @@ class OwnLoop:
         forwards: forward passes since the last backward pass.
         told: whether the loop says which micro-batch is the last.
         last: whether it has said so of the one that is being run.
+        guessed: whether the last backward pass was only likely to be the last.
         broken: whether a pass has failed.
     """
 
@@ -27,7 +28,7 @@ class OwnLoop:
 
     def clear(self) -> None:
         """Be ready for another step."""
-        self.told = self.last = False
+        self.told = self.last = self.guessed = False
         self.forwards = 0
         self.by_hand = self.whole_step = self.broken = False
 

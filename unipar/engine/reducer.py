@@ -37,12 +37,15 @@ class Reducer:
             pass of the engine's can be seen there, and is refused.
         shares_buffers: whether every rank is given rank 0's buffers in each step of a user's own
             loop, and before the model is asked without gradients by a face.
+        reopens: whether a backward pass that seemed to be the last may be followed by another,
+            after :meth:`reopen`.
     """
 
     holds_forwards: bool = True
     hides_gradients: bool = False
     watches_gradients: bool = True
     shares_buffers: bool = False
+    reopens: bool = False
 
     def __init__(
         self,
@@ -96,6 +99,17 @@ class Reducer:
         Raises:
             ConfigError: some gradient is not summed, and cannot be.
         """
+
+    def reopen(self) -> None:
+        """Go on after a backward pass that seemed to be the last. Collective."""
+        raise NotImplementedError
+
+    def finish_guessed(self) -> None:
+        """Finish after a pass that seemed to be the last, and was, where this :attr:`reopens`.
+
+        That pass need not have given a gradient to each parameter.
+        """
+        self.finish()
 
     def discard(self) -> None:
         """Throw away what backward passes have left, wherever that is. Collective.

@@ -286,7 +286,9 @@ class StepEngine(Engine):
         mark(self.num_steps + 1, "backward")
         with backward_pass():
             scaled = self.precision.scale(loss if factor == 1.0 else loss * factor)
-            self.reducer.backward(scaled, last=last)
+            # What only seems to be the last is not for a reducer that could not go on after it.
+            guessed = self._loop.guessed and not self.reducer.reopens
+            self.reducer.backward(scaled, last=last and not guessed)
 
     def _refuse_between(self) -> None:
         """Refuse a step that begins within one of an engine with parameters in common."""
@@ -339,7 +341,10 @@ class StepEngine(Engine):
         if not self.average.alike:
             assert self.optimizer is not None
             refuse_unlike(self.optimizer, self.world)
-        self.reducer.finish()
+        if self._loop.guessed and self.reducer.reopens:
+            self.reducer.finish_guessed()
+        else:
+            self.reducer.finish()
         return reduced
 
     def _fingerprint(self) -> int:
@@ -449,16 +454,24 @@ class StepEngine(Engine):
             finally:
                 self._loop.last = False
 
-    def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
+    def backward(
+        self, loss: Loss, *, num_items: float | None = None, likely_last: bool = False
+    ) -> None:
         if self._whole_steps:
             super().backward(loss, num_items=num_items)
         self._require_optimizer()
         self._loop.refuse_broken()
         check_loss(loss, training=True)
+        goes_on = self._loop.guessed and not self.fetched
         self._loop.check_backward(
-            reducing=self.average.reducing, holds_forwards=self.reducer.holds_forwards
+            reducing=self.average.reducing and not goes_on,
+            holds_forwards=self.reducer.holds_forwards,
         )
         self._guarded(self._guard.check)
+        if goes_on:
+            self.average.reopen()
+            if self.reducer.reopens:
+                self.reducer.reopen()
         total, weight, count = parts_of(loss, num_items)
         self._loop.by_hand, self._loop.forwards = True, 0
         if not self.average.begun:
@@ -466,8 +479,9 @@ class StepEngine(Engine):
             self._drop_given_up()
             self._begin()
             self.average.begin(self.spec.global_batch_size or 1)
+        self._loop.guessed = likely_last and not self._loop.told
         with self._loop:
-            self._add(total, weight, count, last=self._loop.last)
+            self._add(total, weight, count, last=self._loop.last or self._loop.guessed)
         self._guard.hide()
 
     def step(self, *, max_grad_norm: float | None = None) -> StepResult:

@@ -204,13 +204,19 @@ class Engine(ABC):
             f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."
         )
 
-    def backward(self, loss: Loss, *, num_items: float | None = None) -> None:
+    def backward(
+        self, loss: Loss, *, num_items: float | None = None, likely_last: bool = False
+    ) -> None:
         """Add a micro-batch's gradients (only with ``capabilities.custom_loop``).
 
         Args:
             loss: a mean over ``num_items``, or a :class:`LossSum`.
             num_items: how many items the mean is over; required with a mean, since micro-batches
                 and ranks of unequal size must not count alike.
+            likely_last: whether :meth:`step` is likely to come next, on every rank alike, where
+                :meth:`microbatch` does not tell. The loss, and where the strategy can go on after
+                it gradients, too, are then summed while this pass runs. If another pass follows
+                all the same, on every rank, that is done once more.
         """
         raise ConfigError(
             f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."

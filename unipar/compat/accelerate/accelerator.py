@@ -148,7 +148,7 @@ class Accelerator(Exchange, Keeping):
         self._schedulers: list[Paced] = []
         self._dataloaders: list[DealtLoader] = []
         self._custom_objects: list[Any] = []
-        self.step = 0
+        self.step, self._unsynced = 0, False
 
         asked: dict[str, Any] = {}
         if "precision" in deepspeed:
@@ -334,9 +334,14 @@ class Accelerator(Exchange, Keeping):
             state.sync_gradients = self.step % state.num_steps == 0
         yield
 
-    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Nothing: an engine reduces gradients when its optimizer steps."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """A block of backward passes that no step is to follow."""
+        before, self._unsynced = self._unsynced, True
+        try:
+            yield
+        finally:
+            self._unsynced = before
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -363,7 +368,10 @@ class Accelerator(Exchange, Keeping):
             refuse("Accelerator.backward(loss, retain_graph=…)")
         optimizer = trained_by(loss, self._optimizers)
         num = self.gradient_accumulation_steps
-        optimizer.backward(loss / num if num != 1 else loss)
+        optimizer.backward(
+            loss / num if num != 1 else loss,
+            likely_last=self.sync_gradients and not self._unsynced,
+        )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Nothing: engines unscale gradients before they clip them."""

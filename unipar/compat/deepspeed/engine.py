@@ -104,7 +104,7 @@ class DeepSpeedEngine(Facts):
                 "backward once for it."
             )
         part = loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
-        self._stepping().backward(part)
+        self._stepping().backward(part, likely_last=self.is_gradient_accumulation_boundary())
         self._called = False
         return part
 

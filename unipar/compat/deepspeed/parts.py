@@ -45,7 +45,7 @@ class EngineOptimizer(PreparedOptimizer):
             # As in DeepSpeed, each rank has statistics of its own batches.
             self.training.engine.reducer.shares_buffers = False
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, likely_last: bool = False) -> None:
         if len(self._all) > 1:
             led = led_to([loss])
             if any(other is not self and other.training in led for other in self._all):
@@ -55,7 +55,7 @@ class EngineOptimizer(PreparedOptimizer):
                     "other.module.requires_grad_(False), and thaw it for its own loss; or put "
                     "both models into one nn.Module."
                 )
-        super().backward(loss)
+        super().backward(loss, likely_last=likely_last)
 
     def take_step(self) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce, clip, step and clear.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -58,6 +58,7 @@ class Fabric(Exchange, Building, Keeping):
         loggers: Any = None,
     ) -> None:
         self._asked = settings.read(accelerator, strategy, devices, num_nodes, precision, plugins)
+        self._unsynced = False
         self._callbacks = _listed(callbacks)
         self._loggers = _listed(loggers)
         self._set_up_nothing()
@@ -265,7 +266,8 @@ class Fabric(Exchange, Building, Keeping):
         """
         if args or kwargs:
             refuse("Fabric.backward(loss, retain_graph=…)")
-        trained_by(tensor, self._optimizers, model).backward(tensor)
+        optimizer = trained_by(tensor, self._optimizers, model)
+        optimizer.backward(tensor, likely_last=not self._unsynced)
 
     def clip_gradients(
         self,
@@ -325,12 +327,20 @@ class Fabric(Exchange, Building, Keeping):
     def no_backward_sync(
         self, module: nn.Module, enabled: bool = True
     ) -> contextlib.AbstractContextManager[None]:
-        """Nothing: an engine reduces gradients when its optimizer steps."""
+        """A block of backward passes that no step is to follow."""
         if not isinstance(module, FabricModule):
             raise ConfigError(
                 "no_backward_sync takes a model that was set up: model = fabric.setup(model, …)."
             )
-        return contextlib.nullcontext()
+        return self._accumulating() if enabled else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        before, self._unsynced = self._unsynced, True
+        try:
+            yield
+        finally:
+            self._unsynced = before
 
     @staticmethod
     def seed_everything(

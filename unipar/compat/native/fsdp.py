@@ -25,10 +25,14 @@ class FSDPModule:
     """What ``fully_shard`` puts before a module's class; all of it is the strategy's business."""
 
     _NOTHING: ClassVar = (
-        "set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward",
-        "set_reshard_after_backward", "set_reshard_after_forward", "set_unshard_in_backward",
-        "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "unshard", "reshard",
+        "set_requires_all_reduce", "set_is_last_backward", "set_reshard_after_backward",
+        "set_reshard_after_forward", "set_unshard_in_backward", "set_modules_to_forward_prefetch",
+        "set_modules_to_backward_prefetch", "unshard", "reshard",
     )  # fmt: skip
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, **options: Any) -> None:
+        """Say whether a step is likely to follow the next backward passes."""
+        adoption.accumulates = not requires_gradient_sync
 
     def __getattr__(self, name: str) -> Any:
         if name in FSDPModule._NOTHING:
@@ -98,10 +102,9 @@ class FullyShardedDataParallel:
         """Have the next step clip the gradient."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing: an engine reduces gradients when its optimizer steps."""
-        yield
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A block of backward passes that no step is to follow."""
+        return adoption.accumulating()
 
     @staticmethod
     def set_state_dict_type(

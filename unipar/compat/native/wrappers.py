@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,10 +73,9 @@ class DistributedDataParallel(_Wrapper):
         """Where the module is."""
         return next(self.module.parameters()).device
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Nothing: an engine reduces gradients when its optimizer steps."""
-        yield
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """A block of backward passes that no step is to follow."""
+        return adoption.accumulating()
 
     def __getattr__(self, name: str) -> Any:
         if name in _OWN:

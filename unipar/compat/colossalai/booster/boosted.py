@@ -121,7 +121,7 @@ class BoostedOptimizer(PreparedOptimizer):
             )
         trained = [one for one in self._others if one.training is not None]
         led = led_to([loss]) if len(trained) > 1 else ()
-        super().backward(loss)
+        super().backward(loss, likely_last=not self.unsynced)
         for one in trained:
             one.strayed |= one is not self and one.training in led
 
