@@ -207,7 +207,7 @@ class DDPReducer(Reducer):
             return True
         return False
 
-    def _divide_again(self, summed: Iterable[nn.Parameter]) -> None:
+    def _divide_again(self, summed: Iterable[torch.Tensor]) -> None:
         """Leave each rank an equal part of a sum, so that summing it again changes nothing."""
         scale_gradients(summed, 1 / dist.get_world_size(self.ddp.process_group))
 
@@ -314,13 +314,13 @@ class _Sending:
         parameters: those whose gradients are in them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype | None) -> None:
+    def __init__(self, group: Any, wire_dtype: torch.dtype | None) -> None:
         self.group, self.wire_dtype = group, wire_dtype
         self.noted = False
-        self.parameters: list[nn.Parameter] = []
+        self.parameters: list[torch.Tensor] = []
         self._landing: list[torch.futures.Future[Any]] = []
 
-    def add(self, bucket: dist.GradBucket, landing: torch.futures.Future[Any]) -> None:
+    def add(self, bucket: Any, landing: torch.futures.Future[Any]) -> None:
         if self.noted:
             self.parameters += bucket.parameters()
         self._landing.append(landing)
