@@ -19,7 +19,7 @@ def step_name(step: int) -> str:
 
 def step_of(path: Path) -> int:
     """The step of the checkpoint of this name, as :func:`step_name` gives it."""
-    step = named_step(path.name)
+    step = named_step(path.name.removeprefix(REPLACED))
     assert step is not None, path
     return step
 

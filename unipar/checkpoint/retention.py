@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from unipar.checkpoint.directory import candidates, remove
+from unipar.checkpoint.names import step_of
 from unipar.errors import ConfigError
 from unipar.utils.listing import Listed, Scored, kept, list_checkpoints
 
@@ -56,22 +57,29 @@ class Retention:
             return [(str(metric), str(mode))]
         return [(str(metric), str(mode)) for metric, mode in self.keep_best]
 
-    def surplus(self, found: Sequence[_Saved]) -> list[_Saved]:
+    def surplus(self, found: Sequence[_Saved], newest: int | None = None) -> list[_Saved]:
         """Those checkpoints that need not be kept.
 
         Args:
             found: all that there are, the newest first.
+            newest: the step that the run has saved last. Those of later steps it has passed over,
+                for they are damaged: they do not count, and are let be.
         """
         if self.keep_last is None:
             return []
-        keep = kept(found, self.keep_last, self._bests())
-        return [saved for saved in found if saved.path not in keep]
+        own = found if newest is None else [saved for saved in found if saved.step <= newest]
+        keep = kept(own, self.keep_last, self._bests())
+        return [saved for saved in own if saved.path not in keep]
 
-    def apply(self, directory: str | Path) -> list[Path]:
+    def apply(self, directory: str | Path, newest: int | None = None) -> list[Path]:
         """Remove the others; call it on one rank, when no save is under way.
 
         Incomplete checkpoints are let be. One that cannot be removed is logged as an error: the
         run need not end for it.
+
+        Args:
+            directory: of the checkpoints.
+            newest: as for :meth:`surplus`.
 
         Returns:
             what was removed.
@@ -79,7 +87,7 @@ class Retention:
         if self.keep_last is None:
             return []
         removed = []
-        for path in (saved.path for saved in self.surplus(_whole(Path(directory)))):
+        for path in (saved.path for saved in self.surplus(_whole(Path(directory)), newest)):
             try:
                 remove(path)
             except OSError as error:
@@ -99,12 +107,23 @@ def _whole(directory: Path) -> list[Listed]:
     return [found[path] for path in candidates(directory) if path in found]
 
 
-def keep_newest(directory: Path, number: int, needed: Collection[Path]) -> None:
+def keep_newest(
+    directory: Path, number: int, needed: Collection[Path], newest: int | None = None
+) -> None:
     """Remove all checkpoints of a directory but the newest, and those that are still needed.
 
     A checkpoint counts by its name: of one that is divided among disks, no disk has all.
+
+    Args:
+        directory: of the checkpoints.
+        number: how many of the newest stay.
+        needed: what stays besides.
+        newest: as for :meth:`Retention.surplus`.
     """
-    for path in candidates(directory)[number:]:
+    found = candidates(directory)
+    if newest is not None:
+        found = [path for path in found if step_of(path) <= newest]
+    for path in found[number:]:
         if path in needed:
             continue
         try:

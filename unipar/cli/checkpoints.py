@@ -110,7 +110,8 @@ def rm(
     """Remove checkpoints, or all but some of a run's.
 
     Asks first. The newest whole one stays unless `--force` is given, and so does what is not whole
-    unless it is named. Refuses while a run holds the directory.
+    unless it is named. Every byte of the newest that stays is verified before others are removed.
+    Refuses while a run holds the directory.
 
     Args:
         paths: checkpoints; with `--keep-last` or `--keep-best` the directory of a run or of its
@@ -118,7 +119,7 @@ def rm(
         keep_last: keep that many of the newest, and remove the others.
         keep_best: keep the best by this metric too: `loss`, or `accuracy:max`.
         yes: do not ask.
-        force: remove the newest whole one too.
+        force: remove the newest whole one too, and verify nothing.
     """
     from unipar.train import lock
 
@@ -130,6 +131,8 @@ def rm(
     if not doomed:
         print("There is nothing to remove.")
         return
+    if not force:
+        _verify_newest(doomed)
     if not yes:
         _ask(doomed)
     with lock.held(*_parents(doomed)):
@@ -228,6 +231,26 @@ def _doomed(paths: Sequence[Path], rule: Rule | None, *, force: bool) -> list[Li
                 )
             doomed[one.path.resolve()] = one
     return list(doomed.values())
+
+
+def _verify_newest(doomed: Sequence[Listed]) -> None:
+    """Refuse to leave a directory with a newest checkpoint that is damaged."""
+    gone = {one.path.resolve() for one in doomed}
+    for place in _parents(doomed):
+        staying = [
+            one
+            for one in list_checkpoints(place)
+            if not one.problem and one.path.resolve() not in gone
+        ]
+        if not staying:
+            continue
+        try:
+            _verify(staying[-1], quick=False)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"{staying[-1].path} is the newest that would stay, and it is damaged: {error}\n"
+                "Remove that one first, by its path and --force; nothing was removed."
+            ) from error
 
 
 def _parents(doomed: Sequence[Listed]) -> list[Path]:

@@ -226,7 +226,7 @@ class Saver:
                 self._peers.replicate(path)
             self._free()
         elif self.session.world.is_main:
-            self._retention.apply(path.parent)
+            self._retention.apply(path.parent, checkpoint.step_of(path))
 
     def _free(self) -> None:
         """Remove what need not be on this host's disk; in the background."""
@@ -240,7 +240,9 @@ class Saver:
                 if self._peers is not None and self._peers.kept is not None:
                     # A host that is lost while the next one is sent leaves this one whole.
                     needed.append(self._peers.kept)
-                checkpoint.keep_newest(self.directory, self.settings.keep_local, needed)
+                checkpoint.keep_newest(
+                    self.directory, self.settings.keep_local, needed, self._last_step
+                )
 
     def _thin(self, path: Path) -> None:
         """Remove what need not be kept of those that were copied; in the background."""
@@ -252,7 +254,7 @@ class Saver:
                 _Copied(Path(checkpoint.step_name(step)), step, self._metrics_there(step))
                 for step in self._there.steps()
             ]
-            for copied in self._retention.surplus(found):
+            for copied in self._retention.surplus(found, checkpoint.step_of(path)):
                 self._there.remove(copied.step)
         except CheckpointError as error:
             log.error("cannot remove old checkpoints: %s", error)

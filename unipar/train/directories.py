@@ -72,11 +72,50 @@ def _check_remote(job: Job, *, restarted: bool) -> None:
         steps = remote.steps()
     except CheckpointError as error:
         raise ConfigError(f"{error} Nothing was trained.") from error
-    if steps and job.config.resume is None and not restarted:
+    if steps and not restarted:
+        refuse_used(job, job.remote, checkpoint.step_name(steps[0]), "URL")
+
+
+def refuse_used(job: Job, directory: Path | str, newest: str, what: str) -> None:
+    """Refuse to begin where the newest checkpoint is not the one that the run goes on from.
+
+    When ranks are restarted, and when old checkpoints are removed, the highest step counts.
+
+    Args:
+        job: what the run is to go on from, and where its own checkpoints are.
+        directory: of checkpoints: the job's own, or where it copies them.
+        newest: the name of the newest in it.
+        what: how the user chooses another.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    resume = job.config.resume
+    if resume == "auto" or _is_own(job, resume, newest):
+        return
+    held = f"{directory} holds checkpoints of an earlier run (the newest is {newest})"
+    if resume is None:
         raise ConfigError(
-            f"{job.remote} holds checkpoints of an earlier run (the newest is step {steps[0]}). "
-            "Pass resume='auto' to go on from there, or choose another URL."
+            f"{held}. Pass resume='auto' to go on from there, or choose another {what}."
         )
+    raise ConfigError(
+        f"{held}, and this one is to go on from {resume}. From then on the newest in there would "
+        "count: ranks that are restarted would go on from it, and what is older would be removed. "
+        f"Choose another {what}, remove what is newer (unipar checkpoints rm), or pass "
+        f"resume='auto' to go on from {newest}."
+    )
+
+
+def _is_own(job: Job, resume: Path | str | None, name: str) -> bool:
+    """Whether ``resume`` is the checkpoint of this name among the job's own."""
+    if isinstance(resume, Path):
+        path = checkpoint.find(resume).resolve()
+        assert job.checkpoint_dir is not None
+        return path == job.checkpoint_dir.resolve() / name
+    return job.remote is not None and str(resume).rstrip("/") in (
+        job.remote,
+        f"{job.remote}/{name}",
+    )
 
 
 def _made(job: Job) -> list[Path]:

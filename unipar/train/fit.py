@@ -267,7 +267,7 @@ class _Launch:
             # Ranks that a launcher started learn of it from rank 0, once they have joined: one that
             # left before would keep the others waiting.
             directories.check(job, alone=alone)
-        self._refuse_used(job.checkpoint_dir)
+        self._refuse_used(job)
         if planned.joined:
             return _here(job, self.placement)
         keeps_weights = isinstance(model, nn.Module) and (not alone or strategy.rewrites_module)
@@ -360,15 +360,13 @@ class _Launch:
             return None
         return (self._configured_directory() or output_dir / "checkpoints").absolute()
 
-    def _refuse_used(self, directory: Path | None) -> None:
-        if directory is None or self.config.resume is not None or self.placement.restart > 0:
+    def _refuse_used(self, job: Job) -> None:
+        restarted = self.placement.restart > 0
+        if job.checkpoint_dir is None or restarted or self.config.resume == "auto":
             return
-        newest = checkpoint.newest(directory)
+        newest = checkpoint.newest(job.checkpoint_dir)
         if newest is not None:
-            raise ConfigError(
-                f"{directory} holds checkpoints of an earlier run (the newest is {newest.name}). "
-                "Pass resume='auto' to go on from there, or choose another output_dir."
-            )
+            directories.refuse_used(job, job.checkpoint_dir, newest.name, "output_dir")
 
 
 def _here(job: Job, placement: Placement) -> RunResult:

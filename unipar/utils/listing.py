@@ -125,6 +125,8 @@ def read(path: Path, step: int) -> Listed:
         one.num_files, one.num_bytes = len(about.files), sum(about.files.values())
         one.metrics = dict(about.metrics)
         one.problem = next(_wrong_sizes(path, about.files), None)
+        if about.step != step:
+            one.problem = f"step is {about.step}, and the directory is named {path.name}"
     except OSError as error:
         one.problem = f"{MANIFEST}: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -136,6 +138,7 @@ class _About(NamedTuple):
     """What is taken from a manifest; the sizes of files by path."""
 
     files: Mapping[str, int]
+    step: int
     strategy: str
     ranks: int
     metrics: Mapping[str, float]
@@ -159,6 +162,7 @@ def _manifest(file: Path, identity: tuple[int, int, int]) -> _About:
     body = json.loads(data)
     return _About(
         {str(entry["path"]): int(entry["size"]) for entry in body["files"]},
+        int(body["step"]),
         str(body["strategy"]),
         int(body["world_size"]),
         {str(name): float(value) for name, value in body["metrics"].items()},

@@ -13,6 +13,7 @@ import torch
 from small_run import build, fit_in_world, make_adamw, make_scheduler, reference
 
 from unipar import RunResult, Session
+from unipar.checkpoint import verify
 from unipar.checkpoint.manifest import MANIFEST
 from unipar.errors import CheckpointError, ConfigError
 from unipar.testing.pool import WorldPools
@@ -92,6 +93,24 @@ def test_where_none_is_whole_nothing_begins_anew(run: Run, directory: Path):
     for step in (1, 2):
         assert f"step-0000000{step}" in message
     assert "remove them or choose another directory" in message
+
+
+def test_what_is_passed_over_does_not_count_as_the_newest(run: Run, directory: Path):
+    """Else those that the run saves would be removed for it."""
+    run(steps=2, checkpoint={"every_steps": 2})
+    run(steps=4, checkpoint={"every_steps": 2, "keep_last": None}, resume="auto")
+    damage(directory / "step-00000004", "*/weights/*")
+    rest = run(steps=3, checkpoint={"keep_last": 1}, resume="auto")
+    assert [record.step for record in rest.history] == [3]
+    assert kept(directory) == [3, 4]
+    # Once it comes to that step, the run puts its own there.
+    run(steps=4, checkpoint={"keep_last": 1}, resume="auto")
+    assert kept(directory) == [4]
+    verify(directory / "step-00000004")
+
+
+def kept(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.iterdir())
 
 
 def test_a_path_that_is_named_is_not_replaced(run: Run, directory: Path):

@@ -37,7 +37,8 @@ def test_a_run_goes_on_from_what_was_copied(run: Run, tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "a/checkpoints").iterdir()] == ["step-00000006"]
     assert RemoteDirectory(url).steps() == [6, 4]
     with pytest.raises(
-        ConfigError, match=r"there holds checkpoints of an earlier run \(the newest is step 6"
+        ConfigError,
+        match=r"there holds checkpoints of an earlier run \(the newest is step-00000006",
     ):
         run(checkpoint=saves, output_dir=tmp_path / "b")
     rest = run(

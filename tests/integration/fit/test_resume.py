@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,28 @@ def test_a_run_is_continued_from_a_path(run: Run, tmp_path: Path):
     path = tmp_path / "run" / "checkpoints" / "step-00000004"
     result = run(resume=path, output_dir=tmp_path / "other")
     assert result.losses == pytest.approx(reference()[0][4:], rel=1e-6)
+
+
+def test_going_back_is_refused_where_later_steps_would_count(run: Run, tmp_path: Path):
+    """Restarted ranks, and the rule of what is kept, go by the highest step that there is."""
+    checkpoint = {"every_steps": 2, "keep_last": None}
+    run(checkpoint=checkpoint)
+    back = tmp_path / "run" / "checkpoints" / "step-00000004"
+    with pytest.raises(
+        ConfigError, match=r"the newest is step-00000006\), and this one is to"
+    ) as e:
+        run(checkpoint=checkpoint, resume=back)
+    assert "Choose another output_dir, remove what is newer (unipar checkpoints rm)" in str(e.value)
+    with pytest.raises(ConfigError, match="the newest is step-00000006"):
+        run(checkpoint=checkpoint, resume=copied(back, tmp_path / "elsewhere"))
+    shutil.rmtree(back.with_name("step-00000006"))
+    result = run(checkpoint=checkpoint, resume=back.parent)
+    assert result.losses == pytest.approx(reference()[0][4:], rel=1e-6)
+    assert saved(tmp_path / "run") == [2, 4, 6]
+
+
+def copied(path: Path, directory: Path) -> Path:
+    return Path(shutil.copytree(path, directory / path.name))
 
 
 def test_resume_auto_begins_anew_where_there_is_nothing(run: Run):

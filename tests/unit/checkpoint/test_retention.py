@@ -44,6 +44,11 @@ def test_the_newest_and_the_best_stay(directory: Path, policy: Retention, kept: 
     assert len(list(directory.iterdir())) == len(kept)
 
 
+def test_what_the_run_has_passed_over_does_not_count(directory: Path) -> None:
+    Retention(keep_last=1).apply(directory, newest=3)
+    assert [path.name for path in checkpoints(directory)] == [f"step-{s:08d}" for s in (3, 4, 5)]
+
+
 def test_what_is_not_a_whole_checkpoint_is_let_be(directory: Path) -> None:
     (directory / "step-00000005/manifest.json").unlink()
     (directory / "notes").mkdir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -181,6 +182,32 @@ def test_the_newest_whole_one_stays(run: Path, capsys: pytest.CaptureFixture[str
     assert left(run) == [1, 2, 3, 4, 5]
     assert main(["checkpoints", "rm", *named, "--yes", "--force"]) == 0
     assert left(run) == [1, 2, 3]
+
+
+def test_one_that_is_named_after_another_step_is_not_the_newest(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(step(run, 5), step(run, 50))
+    assert listed(run, capsys)[50]["problem"] == (
+        "step is 5, and the directory is named step-00000050"
+    )
+    assert main(["checkpoints", "rm", str(run), "--keep-last", "1", "--yes"]) == 0
+    assert left(run) == [5, 50]
+
+
+def test_what_stays_is_verified_before_others_are_removed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(step(run, 5) / SHARD, 700_000)
+    arguments = ["checkpoints", "rm", str(run), "--keep-last", "1", "--yes"]
+    assert main(arguments) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "step-00000005 is the newest that would stay, and it is damaged:" in said
+    assert "Remove that one first, by its path and --force; nothing was removed." in said
+    assert left(run) == [1, 2, 3, 4, 5]
+    assert main(["checkpoints", "rm", str(step(run, 5)), "--force", "--yes"]) == 0
+    assert main(arguments) == 0
+    assert left(run) == [4]
 
 
 def test_links_are_not_followed_to_what_they_lead_to(
