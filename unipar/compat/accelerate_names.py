@@ -156,8 +156,8 @@ ACCELERATOR = Table(
         "prepare_scheduler print process_index profile project_dir reduce "
         "register_for_checkpointing save save_iteration save_model save_state set_trigger "
         "should_save_model skip_first_batches split_batches split_between_processes "
-        "no_sync sync_gradients unwrap_model use_distributed use_seedable_sampler verify_device_map "
-        "wait_for_everyone",
+        "no_sync sync_gradients unwrap_model use_distributed use_seedable_sampler "
+        "verify_device_map wait_for_everyone",
         "kept",
     ),
     Row(

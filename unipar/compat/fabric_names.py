@@ -112,9 +112,9 @@ FABRIC = Table(
     Row(
         "accelerator all_gather all_reduce autocast backward barrier broadcast call clip_gradients "
         "device global_rank init_module init_tensor is_global_zero launch load load_raw local_rank "
-        "log log_dict logger loggers no_backward_sync node_rank print rank_zero_first run save seed_everything "
-        "setup setup_dataloaders setup_module setup_optimizers sharded_model strategy to_device "
-        "world_size",
+        "log log_dict logger loggers no_backward_sync node_rank print rank_zero_first run save "
+        "seed_everything setup setup_dataloaders setup_module setup_optimizers sharded_model "
+        "strategy to_device world_size",
         "kept",
     ),
 )
