@@ -20,13 +20,14 @@ class LossAverage:
     Attributes:
         world: the ranks.
         begun: whether a loss was added in this step.
+        alike: whether every rank has given :meth:`start` the same; known after :meth:`finish`.
         normalizer: what the losses of this step are divided by for their backward passes.
         items_per_sample: the most that were seen; kept in checkpoints, for in fp16 it decides what
             overflows.
     """
 
     def __init__(self, world: World) -> None:
-        self.world = world
+        self.world, self.alike = world, True
         self.items_per_sample = 1.0
         self.clear()
 
@@ -80,12 +81,6 @@ class LossAverage:
             self._scale = 1.0
         self._count = self._count + count
 
-    @property
-    def alike(self) -> bool:
-        """Whether every rank has given :meth:`start` the same; known after :meth:`finish`."""
-        assert self._reduction is not None
-        return self._reduction.alike
-
     def start(self, fingerprint: int = 0) -> None:
         """Begin to sum over ranks; nothing is added after it. Collective.
 
@@ -110,6 +105,7 @@ class LossAverage:
         """
         assert self._reduction is not None
         loss, count = self._reduction.wait()
+        self.alike = self._reduction.alike
         self.items_per_sample = max(self.items_per_sample, count / self._num_samples)
         return loss, count, count / self.normalizer
 

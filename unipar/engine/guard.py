@@ -30,14 +30,19 @@ class GradientGuard:
 
     Args:
         reducer: says where the gradients of its module are.
+
+    Attributes:
+        lends: whether a loop may use the gradient of a step before the step.
+        nothing: what :meth:`look` finds before a step's first backward pass.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
         # Frozen ones too: they may be thawed between steps.
         self._parameters = list(reducer.module.parameters())
-        self._nothing = [NOTHING] * len(self._parameters) if reducer.watches_gradients else []
+        self.nothing = [NOTHING] * len(self._parameters) if reducer.watches_gradients else []
         self._fetch: Callable[[], None] | None = None
+        self.lends = False
         self._absent: dict[nn.Parameter, AbsentGradient] = {}
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._marks: list[Mark] = []
@@ -53,29 +58,27 @@ class GradientGuard:
 
     # -- a loss function in a whole step ---------------------------------------------------------
 
-    def mark(self, *, begun: bool) -> list[Mark]:
-        """Return what :meth:`compare` is given after the user's code.
-
-        Args:
-            begun: whether there was a backward pass in this step. Before the first there is no
-                gradient: the reducer has cleared them.
-        """
-        return self._look() if begun else self._nothing
-
     def compare(self, before: list[Mark]) -> None:
         """Refuse gradients that a loss function has touched.
 
         Args:
-            before: from :meth:`mark`.
+            before: from :meth:`look`, or :attr:`nothing`.
 
         Raises:
             ConfigError: there are some.
         """
-        if before != (now := self._look()):
+        if before is self.nothing:
+            for parameter in self._parameters if before else ():
+                if parameter.grad is not None:
+                    break
+            else:
+                return
+        if before != (now := self.look()):
             triples = zip(self._parameters, before, now, strict=True)
             self._refuse([p for p, a, b in triples if a != b])
 
-    def _look(self) -> list[Mark]:
+    def look(self) -> list[Mark]:
+        """Return what :meth:`compare` is given after the user's code."""
         if not self._reducer.watches_gradients:
             return []
         parameters = self._parameters
@@ -94,14 +97,9 @@ class GradientGuard:
             return
         if not self._open:
             self._open = True
-            self._marks, self._passes = self._look(), passes_begun()
+            self._marks, self._passes = self.look(), passes_begun()
         elif begun:
-            self._marks = self._look()
-
-    @property
-    def lends(self) -> bool:
-        """Whether a loop may use the gradient of a step before the step."""
-        return self._fetch is not None
+            self._marks = self.look()
 
     def lend(self, fetch: Callable[[], None]) -> None:
         """Let a loop use the gradient of a step, which is fetched when it does so.
@@ -109,17 +107,17 @@ class GradientGuard:
         Args:
             fetch: puts it into ``parameter.grad``, and calls :meth:`lent`.
         """
-        self._fetch = fetch
+        self._fetch, self.lends = fetch, True
 
     def lent(self) -> None:
         """The gradient of the step is there, and the loop may do with it what it likes."""
         self._lent = True
-        self._marks = self._look()
+        self._marks = self.look()
 
     @property
     def changed(self) -> bool:
         """Whether it has done something with it."""
-        return self._lent and self._look() != self._marks
+        return self._lent and self.look() != self._marks
 
     def hide(self) -> None:
         """After a backward pass: let nobody take for the step's what is in ``parameter.grad``."""
@@ -135,7 +133,7 @@ class GradientGuard:
                             self._absent[parameter] = absent
                         parameter.grad = absent
                         self._hidden.append((parameter, grad, absent))
-        self._marks = self._look()
+        self._marks = self.look()
 
     def check(self, *, begun: bool) -> None:
         """Refuse gradients that something else than the engine's backward passes has touched.
@@ -150,7 +148,7 @@ class GradientGuard:
         """
         if self._lent or (not self._open and not begun):
             return
-        now = self._look()
+        now = self.look()
         if self._hidden:
             self._show()
         if self.lends:

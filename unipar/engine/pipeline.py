@@ -83,7 +83,7 @@ class Pipeline:
             return drawing_nothing(lambda: objective.arguments(data()), self._world.device)
 
         def loss(output: Any) -> torch.Tensor:
-            marks = self._guard.mark(begun=True)
+            marks = self._guard.look()
             found = objective.loss_of(output, data(), count)
             self._guard.compare(marks)
             check_loss_of_rank(found, self._world, training=training)

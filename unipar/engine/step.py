@@ -137,7 +137,7 @@ class StepEngine(Engine):
         self._modes: list[tuple[nn.Module, bool]] = []
         self._given_up = False
         self._reduced: tuple[float, float, float] | None = None
-        self._not_looked_at = 0
+        self._compares, self._not_looked_at = optimizer is not None and world.size > 1, 0
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
         self._clear()
@@ -149,8 +149,10 @@ class StepEngine(Engine):
     # -- training --------------------------------------------------------------------------------
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
-        self._require_optimizer()
-        self._loop.refuse_broken()
+        if self.optimizer is None:
+            self._require_optimizer()
+        if self._loop.broken:
+            self._loop.refuse_broken()
         if self.average.begun:
             raise ConfigError(
                 "engine.train_step(…) came in the middle of a step of a loop of your own. Call "
@@ -180,28 +182,26 @@ class StepEngine(Engine):
 
     def _run_microbatches(self, batch: Batch, loss_fn: LossFn) -> Loss | None:
         """Forward and backward passes of a step; the last loss, with its graph."""
+        run = self._pass if self._dropout is None and self._divider is None else self._divided_pass
         last = len(batch.microbatches) - 1
         if last == 0:
-            return self._accumulate(batch.microbatches[0], loss_fn, batch, last=True)
+            return run(batch.microbatches[0], loss_fn, batch, last=True)
         loss = None
         for index, microbatch in enumerate(batch.microbatches):
             with self.reducer.microbatch(last=index == last):
-                loss = self._accumulate(microbatch, loss_fn, batch, last=index == last)
+                loss = run(microbatch, loss_fn, batch, last=index == last)
             if index < last:
                 # What its graph keeps would be held beside the next one's.
                 loss = None
         return loss
 
-    def _accumulate(
+    def _divided_pass(
         self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
     ) -> Loss:
-        mark(self.num_steps + 1, "forward")
-        if self._dropout is not None:
-            with self._dropout.drawing(self.num_steps, microbatch):
-                return self._pass(microbatch, loss_fn, batch, None, last=last)
-        if self._divider is None:
-            return self._pass(microbatch, loss_fn, batch, None, last=last)
-        with self._divider.dividing(self.model, microbatch, loss_fn) as part_of:
+        with (
+            self._drawing(microbatch),
+            self._dividing(self.model, microbatch, loss_fn) as part_of,
+        ):
             return self._pass(microbatch, loss_fn, batch, part_of, last=last)
 
     def _drawing(self, microbatch: MicroBatch) -> AbstractContextManager[None]:
@@ -237,11 +237,13 @@ class StepEngine(Engine):
         microbatch: MicroBatch,
         loss_fn: LossFn,
         batch: Batch,
-        part_of: PartOf | None,
+        part_of: PartOf | None = None,
         *,
         last: bool,
     ) -> Loss:
-        marks = self._guard.mark(begun=self.average.begun)
+        mark(self.num_steps + 1, "forward")
+        # Before the first backward pass there is no gradient: the reducer has cleared them.
+        marks = self._guard.look() if self.average.begun else self._guard.nothing
         loss = self._loss(self.model, microbatch, loss_fn, part_of, training=True)
         self._guard.compare(marks)
         if self._dropout is not None:
@@ -280,7 +282,7 @@ class StepEngine(Engine):
             self._check_loss(loss)
         self.average.add(loss.detach(), weight, count)
         if last:
-            self.average.start(self._fingerprint())
+            self.average.start(self._fingerprint() if self._compares else 0)
         # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
         factor = weight / self.average.normalizer
         mark(self.num_steps + 1, "backward")
@@ -349,8 +351,7 @@ class StepEngine(Engine):
 
     def _fingerprint(self) -> int:
         """Of the optimizer's hyperparameters, and of those of a step that was not looked at."""
-        if self.optimizer is None or self.world.size == 1:
-            return 0
+        assert self.optimizer is not None
         before, self._not_looked_at = self._not_looked_at, 0
         return fingerprint(self.optimizer, before)
 
@@ -494,10 +495,10 @@ class StepEngine(Engine):
             self._guard.check(begun=True)
             if self.average.reducing:
                 # What was changed since the last backward pass, the next step finds.
-                self._not_looked_at = self._fingerprint()
+                self._not_looked_at = self._fingerprint() if self._compares else 0
             else:
                 self._loop.check_step()
-                self.average.start(self._fingerprint())
+                self.average.start(self._fingerprint() if self._compares else 0)
             return self._update(max_grad_norm)
         except BaseException:
             self.give_up()
@@ -543,7 +544,7 @@ class StepEngine(Engine):
             self._guard.check(begun=True)
             if not self.average.reducing:
                 self._loop.check_step()
-                self.average.start(self._fingerprint())
+                self.average.start(self._fingerprint() if self._compares else 0)
             self._reduced = self._reduce()
             self.stepper.normalize(self._reduced[2])
         except BaseException:

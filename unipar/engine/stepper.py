@@ -32,6 +32,9 @@ class Update(NamedTuple):
     finite: bool | None = True
 
 
+_STEPPED = Update(None, stepped=True)
+
+
 class Stepper(Protocol):
     """Divides, clips and steps, once gradients are summed."""
 
@@ -95,7 +98,7 @@ class OptimizerStepper:
         self.normalize(divisor)
         self._normalized = False
         if max_norm is None:
-            return Update(None, self.update())
+            return _STEPPED if self.update() else Update(None, stepped=False)
         clipped = self.clip(max_norm)
         norm = HostCopy(clipped)
         # In fp16 the scaler finds out by itself, and has to, to lower its scale.

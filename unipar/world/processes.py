@@ -65,7 +65,8 @@ class World:
     def __init__(
         self, placement: Placement, layout: Layout | None = None, *, owns_group: bool = False
     ) -> None:
-        self.placement, self._device = placement, placement.device
+        # Each step asks for these.
+        self.placement, self.size, self.device = placement, placement.size, placement.device
         self.layout = Layout(dp_replicate=placement.size) if layout is None else layout
         self.layout.check(placement.size)
         self._data_rank = self.layout.coordinate("batch", placement.rank)
@@ -83,16 +84,8 @@ class World:
         return self.placement.rank
 
     @property
-    def size(self) -> int:
-        return self.placement.size
-
-    @property
     def local_rank(self) -> int:
         return self.placement.local_rank
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @property
     def is_main(self) -> bool:
