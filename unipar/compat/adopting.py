@@ -43,6 +43,9 @@ class Adoption:
 
     Attributes:
         aware: whether the script itself divides its data among ranks, as with DDP or Horovod.
+        sums_in_backward: whether the script's framework sums gradients there, so that ranks make
+            the same passes.
+        by_ddp: whether that is DDP.
         accumulates: whether no step is to follow the next backward pass, as the script says.
         asked: settings of the run that the script's own calls ask for.
         compiled: modules that the script compiles.
@@ -57,7 +60,8 @@ class Adoption:
     """
 
     def __init__(self) -> None:
-        self.aware = self.accumulates = self.inside = self.through = False
+        self.aware = self.inside = self.through = False
+        self.sums_in_backward = self.by_ddp = self.accumulates = False
         self.gathers = self.rank0_only = self._reads_losses = False
         self.synchronized = self.scripts_precision = False
         self.asked: dict[str, Any] = {}
@@ -159,6 +163,7 @@ class Adoption:
             compiled = self.compiled.get(module, False)
             adopted.summed = optimizer in self.sums
             adopted.alike = alone or not self.aware
+            adopted.same_parameters = self.by_ddp
             adopted.take_over(model, name=name, compile=compiled)
         optimizer.routed(adopted)
         module.__class__ = model_class(type(module), kind, self)
@@ -295,8 +300,7 @@ class Adoption:
                 loss = self.parts.weigh(loss, one.world)
             one.add(
                 loss * size if one.summed else loss,
-                # Ranks of such a script make the same calls, for its framework would sum gradients.
-                likely_last=self.aware and not self.accumulates,
+                likely_last=self.sums_in_backward and not self.accumulates,
             )
         return True
 

@@ -86,11 +86,11 @@ ENGINE = Table(
         "client_optimizer client_lr_scheduler basic_optimizer training_data training_dataloader "
         "collate_fn config device dist_backend world_size global_rank local_rank dp_world_size "
         "mp_world_size data_parallel_group mpu losses pipeline_parallelism has_moe_layers "
-        "sequence_parallel_size global_steps global_samples micro_steps skipped_steps",
+        "sequence_parallel_size global_steps global_samples micro_steps skipped_steps no_sync",
         "kept",
     ),
     Row(
-        "allreduce_gradients no_sync",
+        "allreduce_gradients",
         "ignored",
         "Gradients are summed once a step.",
     ),

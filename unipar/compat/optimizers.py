@@ -40,11 +40,14 @@ class PreparedOptimizer(Optimizer):
         begun: whether a loss came since the last step.
         cleared: whether gradients were dropped since the last loss of any model.
         strayed: whether a loss that trains another model has left gradients in this one's.
+        same_parameters: whether the script's framework is DDP, which asks that a backward pass
+            gives gradients to the same parameters on every rank.
     """
 
     calls: ClassVar[Calls] = Calls()
     keeps_model: ClassVar[bool] = False
     """Whether it holds its model, which else goes when the script lets go of it."""
+    same_parameters: bool = False
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
     def __init__(
@@ -172,8 +175,8 @@ class PreparedOptimizer(Optimizer):
 
         Args:
             loss: scalar tensor.
-            likely_last: whether the framework would reduce gradients in this pass, so that a step
-                is likely to follow; see :meth:`Engine.backward`.
+            likely_last: whether the framework would reduce gradients in this pass, on every rank,
+                so that a step is likely to follow.
         """
         training = self._known()
         if self.strayed:
@@ -190,7 +193,9 @@ class PreparedOptimizer(Optimizer):
             )
         try:
             part = LossSum(loss, 0.0 if self.begun else 1.0)
-            training.engine.backward(part, likely_last=likely_last)
+            training.engine.backward(
+                part, likely_last=likely_last, same_parameters=self.same_parameters
+            )
         except BaseException:
             training.failed = True
             raise

@@ -33,7 +33,7 @@ class LossAverage:
 
     def clear(self) -> None:
         """Be ready for another step."""
-        self.begun = False
+        self.begun = self._unlike = False
         self._total: torch.Tensor | None = None
         self._scale: float = 1.0
         self._count: torch.Tensor | float = 0
@@ -96,7 +96,9 @@ class LossAverage:
         """Let more be added after :meth:`start`, which is called once more then. Collective."""
         assert self._reduction is not None
         self._reduction.wait()
+        self._unlike |= not self._reduction.alike
         self._reduction = None
+        self.world.reopen_step()
 
     def finish(self) -> tuple[float, float, float]:
         """The loss of the step, its number of items, and what gradients are still to be divided by.
@@ -105,7 +107,7 @@ class LossAverage:
         """
         assert self._reduction is not None
         loss, count = self._reduction.wait()
-        self.alike = self._reduction.alike
+        self.alike = self._reduction.alike and not self._unlike
         self.items_per_sample = max(self.items_per_sample, count / self._num_samples)
         return loss, count, count / self.normalizer
 

@@ -88,7 +88,9 @@ class DDPReducer(Reducer):
         self._known = [p for _, p in named if p.requires_grad]
         self._unknown = [p for _, p in named if not p.requires_grad]
         self._sparse = sparse_parameters(ddp.module)
-        self.reopens = not (averages or ddp.static_graph or self._sparse)
+        # Without views, what no rank has used in a pass that finds it unused is not written back.
+        unwritten = ddp.find_unused_parameters and not ddp.gradient_as_bucket_view
+        self.reopens = not (averages or ddp.static_graph or self._sparse or unwritten)
         self._armed = self._whole_step = self._stuck = False
         # What a static graph records is the first backward pass.
         self._records = ddp.static_graph
@@ -184,9 +186,14 @@ class DDPReducer(Reducer):
             self.finish()
             self._divide_again(self.parameters)
 
-    def finish_guessed(self) -> None:
+    def finish_guessed(self, *, lent: bool) -> None:
         self._take_back_unfinished()
         self.finish()
+        if lent and self.ddp.gradient_as_bucket_view:
+            # A loop may keep them, or change them in ways that views do not bear.
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     def _take_back_unfinished(self) -> bool:
         """Take back what was summed in a pass that gave no gradient to some parameter.

@@ -20,6 +20,7 @@ class OwnLoop:
         told: whether the loop says which micro-batch is the last.
         last: whether it has said so of the one that is being run.
         guessed: whether the last backward pass was only likely to be the last.
+        summed: whether gradients were summed in it all the same.
         broken: whether a pass has failed.
     """
 
@@ -28,7 +29,7 @@ class OwnLoop:
 
     def clear(self) -> None:
         """Be ready for another step."""
-        self.told = self.last = self.guessed = False
+        self.told = self.last = self.guessed = self.summed = False
         self.forwards = 0
         self.by_hand = self.whole_step = self.broken = False
 

@@ -104,10 +104,13 @@ class Reducer:
         """Go on after a backward pass that seemed to be the last. Collective."""
         raise NotImplementedError
 
-    def finish_guessed(self) -> None:
+    def finish_guessed(self, *, lent: bool) -> None:
         """Finish after a pass that seemed to be the last, and was, where this :attr:`reopens`.
 
         That pass need not have given a gradient to each parameter.
+
+        Args:
+            lent: whether the loop may keep what is in ``parameter.grad``, past the next step.
         """
         self.finish()
 

@@ -288,9 +288,10 @@ class StepEngine(Engine):
         mark(self.num_steps + 1, "backward")
         with backward_pass():
             scaled = self.precision.scale(loss if factor == 1.0 else loss * factor)
-            # What only seems to be the last is not for a reducer that could not go on after it.
-            guessed = self._loop.guessed and not self.reducer.reopens
-            self.reducer.backward(scaled, last=last and not guessed)
+            if last and self._loop.guessed:
+                # What only seems to be the last is not for a reducer that could not go on after it.
+                last = self._loop.summed
+            self.reducer.backward(scaled, last=last)
 
     def _refuse_between(self) -> None:
         """Refuse a step that begins within one of an engine with parameters in common."""
@@ -343,8 +344,8 @@ class StepEngine(Engine):
         if not self.average.alike:
             assert self.optimizer is not None
             refuse_unlike(self.optimizer, self.world)
-        if self._loop.guessed and self.reducer.reopens:
-            self.reducer.finish_guessed()
+        if self._loop.summed:
+            self.reducer.finish_guessed(lent=self._guard.lends)
         else:
             self.reducer.finish()
         return reduced
@@ -456,7 +457,12 @@ class StepEngine(Engine):
                 self._loop.last = False
 
     def backward(
-        self, loss: Loss, *, num_items: float | None = None, likely_last: bool = False
+        self,
+        loss: Loss,
+        *,
+        num_items: float | None = None,
+        likely_last: bool = False,
+        same_parameters: bool = False,
     ) -> None:
         if self._whole_steps:
             super().backward(loss, num_items=num_items)
@@ -471,7 +477,7 @@ class StepEngine(Engine):
         self._guarded(self._guard.check)
         if goes_on:
             self.average.reopen()
-            if self.reducer.reopens:
+            if self._loop.summed:
                 self.reducer.reopen()
         total, weight, count = parts_of(loss, num_items)
         self._loop.by_hand, self._loop.forwards = True, 0
@@ -481,6 +487,7 @@ class StepEngine(Engine):
             self._begin()
             self.average.begin(self.spec.global_batch_size or 1)
         self._loop.guessed = likely_last and not self._loop.told
+        self._loop.summed = self._loop.guessed and same_parameters and self.reducer.reopens
         with self._loop:
             self._add(total, weight, count, last=self._loop.last or self._loop.guessed)
         self._guard.hide()

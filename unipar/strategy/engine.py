@@ -205,7 +205,12 @@ class Engine(ABC):
         )
 
     def backward(
-        self, loss: Loss, *, num_items: float | None = None, likely_last: bool = False
+        self,
+        loss: Loss,
+        *,
+        num_items: float | None = None,
+        likely_last: bool = False,
+        same_parameters: bool = False,
     ) -> None:
         """Add a micro-batch's gradients (only with ``capabilities.custom_loop``).
 
@@ -214,9 +219,10 @@ class Engine(ABC):
             num_items: how many items the mean is over; required with a mean, since micro-batches
                 and ranks of unequal size must not count alike.
             likely_last: whether :meth:`step` is likely to come next, on every rank alike, where
-                :meth:`microbatch` does not tell. The loss, and where the strategy can go on after
-                it gradients, too, are then summed while this pass runs. If another pass follows
-                all the same, on every rank, that is done once more.
+                :meth:`microbatch` does not tell. The loss is then summed over ranks while this pass
+                runs. If another pass follows all the same, on every rank, it is summed once more.
+            same_parameters: whether a pass that is likely the last gives gradients to the same
+                parameters on every rank, as DDP asks. Under DDP gradients are then summed, too.
         """
         raise ConfigError(
             f"{type(self).__name__} takes whole steps only: call engine.train_step(batch, loss_fn)."

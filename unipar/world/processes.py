@@ -233,6 +233,13 @@ class World:
         self._step += 1
         self._given_up += 1
 
+    def reopen_step(self) -> None:
+        """Have the next loss be reduced as one of the same step.
+
+        A rank that has gone on to its next step meanwhile is found, as in :meth:`give_up_step`.
+        """
+        self._step -= 1
+
     def forget_steps(self) -> None:
         """Count steps from here, where all ranks stand alike. Collective."""
         self._step = self._given_up = 0

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unipar import Session
+from unipar import ConfigError, Session
 from unipar.testing.pool import WorldPools
 from unipar.world import Placement
 
 STRATEGIES = [
     "ddp",
     "ddp:find_unused_parameters=true",
+    "ddp:find_unused_parameters=true,gradient_as_bucket_view=false",
     "ddp:gradient_as_bucket_view=false",
     "ddp:static_graph=true",
     "ddp:shard_optimizer=true",
@@ -88,7 +89,7 @@ def by_hand(
             for inputs, targets, part in step:
                 own = slice(placement.rank * 4, placement.rank * 4 + 4)
                 loss = (engine(inputs[own], part) - targets[own]).square().mean()
-                engine.backward(loss, num_items=4, likely_last=likely)
+                engine.backward(loss, num_items=4, likely_last=likely, same_parameters=likely)
             with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reducing:
                 told.append(engine.step().loss)
             calls.append(reducing.call_count)
@@ -103,7 +104,8 @@ def test_steps_are_those_of_a_plain_loop(strategy: str, world_pool: WorldPools) 
         assert told == pytest.approx(losses, rel=1e-5)
         if "shard_optimizer" not in strategy and strategy != "fsdp":
             torch.testing.assert_close(trained, weights, rtol=1e-5, atol=1e-6)
-        if strategy != "ddp:static_graph=true":
+        # These reduce what each pass leaves when all have been.
+        if strategy not in ("ddp:static_graph=true", STRATEGIES[2]):
             assert calls == [0] * len(PASSES)
 
 
@@ -117,6 +119,77 @@ def test_without_it_a_step_reduces(world_pool: WorldPools) -> None:
 def test_passes_may_go_through_parts_of_a_model(
     strategy: str, shared: bool, world_pool: WorldPools
 ) -> None:
-    losses, _ = plain(half=True, shared=shared)
-    for told, _, _ in world_pool(2).run(by_hand, strategy, True, True, shared):
+    losses, weights = plain(half=True, shared=shared)
+    for told, trained, _ in world_pool(2).run(by_hand, strategy, True, True, shared):
         assert told == pytest.approx(losses, rel=1e-5)
+        if "shard_optimizer" not in strategy and strategy != "fsdp":
+            torch.testing.assert_close(trained, weights, rtol=1e-5, atol=1e-6)
+
+
+def kept(placement: Placement, strategy: str) -> list[float]:
+    """Keep each step's gradients, and compare them with those of the step after."""
+    with Session(strategy, device="cpu", placement=placement) as session:
+        engine: Any = session.prepare(
+            Halves(shared=True),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        )
+        engine.lend_gradients()
+        changes, before = [], None
+        for step in losses_of_steps(half=False):
+            inputs, targets, part = step[0]
+            loss = (engine(inputs, part) - targets).square().mean()
+            engine.backward(loss, num_items=8, likely_last=True, same_parameters=True)
+            engine.step()
+            own = [p.grad for p in engine.module.parameters()]
+            if before is not None:
+                pairs = zip(own, before, strict=True)
+                changes.append(max(float((a - b).abs().max()) for a, b in pairs))
+            before = own
+            for gradient in own:
+                # As scripts clear them that are older than `set_to_none`.
+                gradient.detach_()
+        return changes
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp:gradient_as_bucket_view=false"])
+def test_gradients_that_a_loop_keeps_stay_as_they_were(
+    strategy: str, world_pool: WorldPools
+) -> None:
+    for changes in world_pool(2).run(kept, strategy):
+        assert all(change > 1e-3 for change in changes)
+
+
+def refused(placement: Placement, case: str) -> str:
+    """Ranks that differ; what they are told."""
+    with Session("ddp", device="cpu", placement=placement) as session:
+        engine: Any = session.prepare(
+            Halves(shared=True),
+            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        )
+        group = engine.optimizer.param_groups[0]
+
+        def go_through(number: int) -> None:
+            for _ in range(number):
+                loss = engine(torch.ones(2, 8), None).square().mean()
+                engine.backward(loss, num_items=2, likely_last=True, same_parameters=True)
+
+        try:
+            for step in range(3):
+                shorter = case == "passes" and (step, placement.rank) == (1, 1)
+                go_through(1 if shorter else 2)
+                if case == "rate" and step == 0:
+                    group["lr"] = 0.1 * (1 + placement.rank)
+                engine.step()
+                group["lr"] = 0.1
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [("rate", "would step by different hyperparameters"), ("passes", "are in different steps")],
+)
+def test_ranks_that_differ_are_told(case: str, told: str, world_pool: WorldPools) -> None:
+    for said in world_pool(2).run(refused, case):
+        assert told in said

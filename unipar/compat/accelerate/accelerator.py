@@ -163,6 +163,7 @@ class Accelerator(Exchange, Keeping):
         chosen = strategy or deepspeed.get("strategy")
         if chosen is None and fsdp_plugin is not None:
             chosen = fsdp_plugin.options()
+        self._by_ddp = "strategy" not in deepspeed and fsdp_plugin is None
         ddp = held.get(DistributedDataParallelKwargs)
         if chosen is None and isinstance(ddp, DistributedDataParallelKwargs):
             options = ddp.options()
@@ -288,6 +289,7 @@ class Accelerator(Exchange, Keeping):
             optimizer, self._session, accumulating=lambda: not state.sync_gradients,
             may_skip=self._may_skip,
         )  # fmt: skip
+        prepared.same_parameters = self._by_ddp
         self._optimizers.append(prepared)
         return prepared
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class DeepSpeedEngine(Facts):
         self._size, self._accumulation = micro_batch_size, accumulation_steps
         self._precision, self._clips = precision, clips
         self._boundary: bool | None = None
+        self._unsynced = False
         self._called = self._applied = False
         self._norm: float | None = None
 
@@ -104,7 +105,9 @@ class DeepSpeedEngine(Facts):
                 "backward once for it."
             )
         part = loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
-        self._stepping().backward(part, likely_last=self.is_gradient_accumulation_boundary())
+        self._stepping().backward(
+            part, likely_last=self.is_gradient_accumulation_boundary() and not self._unsynced
+        )
         self._called = False
         return part
 
@@ -159,9 +162,14 @@ class DeepSpeedEngine(Facts):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing: an engine reduces gradients when it steps."""
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block of backward passes that no step is to follow."""
+        self._unsynced = True
+        try:
+            yield
+        finally:
+            self._unsynced = False
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Nothing: an engine reduces gradients when it steps."""

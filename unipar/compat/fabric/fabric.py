@@ -217,6 +217,7 @@ class Fabric(Exchange, Building, Keeping):
             optimizer, session, may_skip=may_skip, callbacks=self._callbacks,
             clears=not self._asked.of_deepspeed,
         )  # fmt: skip
+        wrapped.same_parameters = self._asked.by_ddp
         model: Any = wrapped.model_among(self._models)
         if model is None:
             raise ConfigError(

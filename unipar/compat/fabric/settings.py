@@ -36,6 +36,7 @@ class Asked(NamedTuple):
         spawns: whether ``launch`` has a function run in processes, and the script in none.
         true: the dtype of weights, where that is other than fp32.
         of_deepspeed: whether Fabric would clear gradients, and step schedulers, by DeepSpeed.
+        by_ddp: whether Fabric would sum gradients by DDP.
     """
 
     run: dict[str, Any]
@@ -45,6 +46,7 @@ class Asked(NamedTuple):
     shares: bool
     spawns: bool
     of_deepspeed: bool
+    by_ddp: bool
     true: torch.dtype | None = None
 
 
@@ -86,7 +88,7 @@ def read(
         refuse("DeepSpeedStrategy(precision='bf16-true'/'16-true')")
     return Asked(
         run, prepare, _count(devices), num_nodes, strategy != "auto", how != "popen",
-        of_deepspeed, true,
+        of_deepspeed, made is None or isinstance(made, strategies.DDPStrategy), true,
     )  # fmt: skip
 
 

@@ -173,6 +173,7 @@ def _taken(module: Any, kind: type, found: dict[str, Any], half: Any, options: A
         adoption.ask(precision=PRECISIONS[half])
     adoption.gathers = True
     adoption.note_wrapped(module)
+    adoption.sums_in_backward = True
     module.__class__ = _class_of(kind, type(module))
     return module
 

@@ -63,6 +63,7 @@ class DistributedDataParallel(_Wrapper):
             with adoption.engine_calls():
                 broadcast_tensors([*module.parameters(), *module.buffers()], current.world())
         adoption.note_wrapped(module)
+        adoption.sums_in_backward = adoption.by_ddp = True
         asked = {name: value for name, value in options.items() if name in _OPTIONS}
         adoption.ask(strategy={**_ddp(), **asked})
         self.require_backward_grad_sync = True

@@ -19,7 +19,11 @@ from unipar.compat.colossalai.booster.mixed_precision import (
     MixedPrecision,
     mixed_precision_factory,
 )
-from unipar.compat.colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin
+from unipar.compat.colossalai.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    TorchDDPPlugin,
+)
 from unipar.compat.colossalai.booster.plugin_base import Plugin
 from unipar.compat.colossalai.logging import get_dist_logger
 from unipar.compat.colossalai_names import refuse
@@ -118,6 +122,7 @@ class Booster:
             optimizer, self._session, plugin=self.plugin, others=_optimizers,
             may_skip=self._may_skip,
         )  # fmt: skip
+        boosted.same_parameters = isinstance(self.plugin, TorchDDPPlugin)
         if boosted.model_among([model]) is None:
             raise ConfigError(
                 f"the {type(optimizer).__name__} updates no parameter of the "
