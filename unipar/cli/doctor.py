@@ -40,7 +40,7 @@ def doctor(
         devices: with --self-test, the number of processes.
         time_limit: with --self-test, seconds for each strategy; default: 300.
     """
-    from rich.console import Console
+    from unipar.utils.console import open_console
 
     if self_test:
         from unipar.cli.selftest import run
@@ -56,7 +56,7 @@ def doctor(
     if json:
         _print_json(report)
     else:
-        _print_tables(report, Console())
+        _print_tables(report, open_console(width_of_pipe=200))
     return 0
 
 
@@ -65,9 +65,8 @@ def _print_json(report: Report) -> None:
 
 
 def _print_tables(report: Report, console: Console) -> None:
-    if not console.is_terminal:
-        # A pipe has no width; wrapping at the default one would cut commands in two.
-        console.width = 200
+    from rich.text import Text
+
     tables = [_machine(report), _interconnect(report), _strategies(report)]
     if report.frameworks:
         tables.append(_frameworks(report))
@@ -76,9 +75,9 @@ def _print_tables(report: Report, console: Console) -> None:
         console.print()
     broken = [one for one in report.strategies if not one.ok]
     for one in broken:
-        console.print(f"[bold]{one.name}[/] cannot run here: {one.reason}", highlight=False)
+        console.print(Text.assemble((one.name, "bold"), f" cannot run here: {one.reason}"))
         if one.remedy:
-            console.print(f"    to fix it: [cyan]{one.remedy}[/]", highlight=False)
+            console.print(Text.assemble("    to fix it: ", (one.remedy, "cyan")))
 
 
 def _table(title: str, *columns: str, headers: bool = True) -> Table:
@@ -134,11 +133,13 @@ def _interconnect(report: Report) -> Table:
 
 
 def _strategies(report: Report) -> Table:
+    from rich.text import Text
+
     table = _table("Strategies", "name", "runs here", "devices", "precisions", "shards", "from")
     for one in report.strategies:
         table.add_row(
             one.name,
-            "[green]yes[/]" if one.ok else "[red]no[/]",
+            Text("yes", "green") if one.ok else Text("no", "red"),
             ", ".join(one.device_types),
             ", ".join(one.precisions),
             ", ".join(one.sharded) or "nothing",

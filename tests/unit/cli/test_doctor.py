@@ -62,7 +62,7 @@ def test_a_strategy_that_cannot_run_is_shown_with_its_remedy(
     monkeypatch.setattr(doctor.registry, "table", lambda: table)
     report = doctor.examine()
     shown = io.StringIO()
-    _print_tables(report, Console(file=shown))
+    _print_tables(report, Console(file=shown, width=200))
     text = shown.getvalue()
     assert "absent cannot run here: no two.\n    to fix it: pip install two" in text
     assert "elsewhere cannot run here: runs on tpu, and there is none here." in text
@@ -78,6 +78,6 @@ def test_gpus_are_listed_with_their_peers() -> None:
     seen = doctor.examine()
     report = doctor.Report(seen.software, devices, seen.interfaces, seen.host, seen.strategies)
     shown = io.StringIO()
-    _print_tables(report, Console(file=shown))
+    _print_tables(report, Console(file=shown, width=200))
     assert "GPU X, 80 GiB, 79 GiB free, bf16" in shown.getvalue()
     assert "peer to peer with cuda:1" in shown.getvalue()
