@@ -21,8 +21,8 @@ from unipar.utils.urls import is_url
 
 Switch = Parameter(negative="")
 CONFIG, FOLDER = "config.yaml", "checkpoints"
-# Room for names; whatever reads a pipe has no width to fit.
-_WIDTH_OF_PIPE = 120
+# Where the output is no terminal, a table has every column, and no line is cut.
+_WIDTH_OF_PIPE = 1000
 
 app = App(name="checkpoints", help="List, verify and remove the checkpoints of a run.")
 
@@ -315,20 +315,20 @@ def _as_dict(one: Listed, rule: Rule | None, why: dict[Path, str]) -> dict[str, 
 
 
 def _table(found: Sequence[Listed], rule: Rule | None, why: dict[Path, str]) -> Any:
-    from rich import box
     from rich.console import Group
     from rich.filesize import decimal
-    from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-    made.add_column("step", justify="right", no_wrap=True)
-    made.add_column("written", no_wrap=True)
-    made.add_column("size", justify="right", no_wrap=True)
-    made.add_column("strategy", overflow="fold")
-    made.add_column("ranks", justify="right", no_wrap=True)
-    made.add_column("metrics", overflow="fold")
-    made.add_column("state", overflow="fold")
+    from unipar.utils.fitted_table import OPTIONS, FittedTable
+
+    made = FittedTable(elsewhere="`unipar checkpoints ls --json` has all")
+    made.add_column("step", 0, right=True)
+    made.add_column("written", 2)
+    made.add_column("size", 3, right=True)
+    made.add_column("strategy", 5, breaks=OPTIONS)
+    made.add_column("ranks", 6, right=True)
+    made.add_column("metrics", 4)
+    made.add_column("state", 1)
     for one in found:
         known = bool(one.num_files)
         made.add_row(

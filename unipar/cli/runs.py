@@ -14,8 +14,8 @@ from unipar.utils.console import open_console
 
 Switch = Parameter(negative="")
 _REFRESH = 2.0
-# Room for names; whatever reads a pipe has no width to fit.
-_WIDTH_OF_PIPE = 120
+# Of curves where the output is no terminal. A table there has every column, and no line is cut.
+_WIDTH_OF_CURVES, _ENDLESS = 120, 1000
 
 app = App(name="runs", help="List the runs of a directory, and draw one of them.")
 
@@ -46,7 +46,7 @@ def runs(
     if not found:
         print(f"There are no runs in {directory}.")
         return
-    open_console(width_of_pipe=_WIDTH_OF_PIPE).print(table(found))
+    open_console(width_of_pipe=_ENDLESS).print(table(found))
 
 
 @app.command
@@ -66,7 +66,7 @@ def show(
     from unipar.train.watching.runs import find_run
     from unipar.train.watching.show import page
 
-    console = open_console(width_of_pipe=_WIDTH_OF_PIPE)
+    console = open_console(width_of_pipe=_WIDTH_OF_CURVES)
     plain = not (console.encoding or "").startswith("utf")
     found = find_run(directory, run)
     if not follow:

@@ -11,9 +11,9 @@ from unipar.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from unipar.launch.selftest import Outcome
+    from unipar.utils.fitted_table import FittedTable
 
 # Room for every column; whatever reads a pipe has no width to fit.
 _WIDTH_OF_PIPE = 200
@@ -89,30 +89,25 @@ def show(outcomes: Sequence[Outcome], console: Console) -> None:
 _SAID = {"failed": "failed", "refused": "was not compared", "not run": "cannot run here"}
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
-    from rich import box
-    from rich.table import Table
+def _table(outcomes: Sequence[Outcome]) -> FittedTable:
     from rich.text import Text
 
-    table = Table(
-        title="Self-test: a few steps beside a plain loop",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE,
-        # Within 80 columns.
-        collapse_padding=True,
-        pad_edge=False,
+    from unipar.utils.fitted_table import OPTIONS, FittedTable
+
+    table = FittedTable(
+        "Self-test: a few steps beside a plain loop",
+        elsewhere="`unipar doctor --self-test --json` has all",
     )
-    table.add_column("strategy", overflow="fold", min_width=12)
-    for column in ("on", "verdict"):
-        table.add_column(column, no_wrap=True)
-    for column in ("step", "loss", "plain loop", "apart", "allowed"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("strategy", 0, breaks=OPTIONS)
+    table.add_column("on", 6)
+    table.add_column("verdict", 1)
+    for column, rank in {"step": 7, "loss": 2, "plain loop": 3, "apart": 4, "allowed": 5}.items():
+        table.add_column(column, rank, right=True)
     for one in outcomes:
         verdict = Text(one.verdict, _COLORS.get(one.verdict, "yellow"))
         found = one.compared
         if found is None:
-            table.add_row(Text(one.strategy), "", verdict)
+            table.add_row(Text(one.strategy), "", verdict, *[""] * 5)
             continue
         half = "" if found.precision == "fp32" else f", {found.precision}"
         table.add_row(
