@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -76,6 +78,7 @@ class Objective:
             _loss_of_output,
             lambda batch: _num_labels(batch, shifts=shifts) if counts else None,
             shifts_labels=shifts,
+            model=model,
         )
 
     def __call__(self, model: Any, batch: Any) -> Any:
@@ -96,6 +99,10 @@ class Objective:
     def call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model with :meth:`arguments`; its output."""
         return model(*args, **kwargs)
+
+    def calling(self, batch: Any) -> AbstractContextManager[None]:
+        """Surround what calls the model with :meth:`arguments` of a batch by itself."""
+        return contextlib.nullcontext()
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments that the model is to be called with.
@@ -168,8 +175,11 @@ class Objective:
         return LossSum(loss * count if count else _nothing(loss, output), count)
 
 
+@dataclass(frozen=True)
 class _OwnLoss(Objective):
     """The objective of a model that should compute its own loss, since none was given."""
+
+    model: Any = None
 
     def call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model with the batch.
@@ -180,9 +190,23 @@ class _OwnLoss(Objective):
         try:
             return model(*args, **kwargs)
         except TypeError as error:
-            # Any other one is the model's own, and shown as it is.
-            if not was_refused(model, error, args, kwargs):
-                raise
+            self._explain(error, model, args, kwargs)
+            raise
+
+    @contextlib.contextmanager
+    def calling(self, batch: Any) -> Iterator[None]:
+        """Do as :meth:`call` where a schedule calls the model."""
+        try:
+            yield
+        except TypeError as error:
+            self._explain(error, self.model, *self.arguments(batch))
+            raise
+
+    def _explain(
+        self, error: TypeError, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # Any other one is the model's own, and shown as it is.
+        if was_refused(model, error, args, kwargs):
             raise ConfigError(
                 f"no loss was given, so the model was called with what is in the batch, "
                 f"{_as_called(args, kwargs)}, which its forward does not take: {error}. "

@@ -35,6 +35,9 @@ def was_refused(
 
 def _under_wrappers(model: Any) -> Any:
     """The module that is handed the arguments by wrappers that pass on whatever they get."""
+    if isinstance(model, nn.ModuleList) and len(model):
+        # The stages of a pipeline, each of which is called as the whole model is.
+        model = model[0]
     while isinstance(model, nn.Module) and _takes_all(model.forward):
         # DistributedDataParallel, DeepSpeedEngine and others; torch.compile.
         inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
