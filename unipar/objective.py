@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -13,6 +15,7 @@ from torch.utils import _pytree
 
 from unipar.errors import ConfigError
 from unipar.loss import IGNORE_INDEX, Loss, LossFn, LossSum
+from unipar.utils.calls import was_refused
 from unipar.utils.functions import check_function
 
 _EXAMPLE = (
@@ -70,17 +73,18 @@ class Objective:
             model: what tells whether it is causal, wrapped or not.
         """
         shifts, counts = _shifts_labels(model), _classifies(model)
-        return cls(
+        return _OwnLoss(
             _whole_batch,
             _loss_of_output,
             lambda batch: _num_labels(batch, shifts=shifts) if counts else None,
             shifts_labels=shifts,
+            model=model,
         )
 
     def __call__(self, model: Any, batch: Any) -> Any:
         """As a loss function: ``loss(model, batch)``."""
         args, kwargs = self.arguments(batch)
-        return self.loss_of(model(*args, **kwargs), batch, self.count(batch))
+        return self.loss_of(self.call(model, args, kwargs), batch, self.count(batch))
 
     def counted(self, batch: Any) -> LossFn:
         """The loss function of this batch, its items counted now, before it leaves the host."""
@@ -88,9 +92,17 @@ class Objective:
 
         def loss_fn(model: Any, data: Any) -> Any:
             args, kwargs = self.arguments(data)
-            return self.loss_of(model(*args, **kwargs), data, count)
+            return self.loss_of(self.call(model, args, kwargs), data, count)
 
         return loss_fn
+
+    def call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model with :meth:`arguments`; its output."""
+        return model(*args, **kwargs)
+
+    def calling(self, batch: Any) -> AbstractContextManager[None]:
+        """Surround what calls the model with :meth:`arguments` of a batch by itself."""
+        return contextlib.nullcontext()
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments that the model is to be called with.
@@ -163,6 +175,46 @@ class Objective:
         return LossSum(loss * count if count else _nothing(loss, output), count)
 
 
+@dataclass(frozen=True)
+class _OwnLoss(Objective):
+    """The objective of a model that should compute its own loss, since none was given."""
+
+    model: Any = None
+
+    def call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model with the batch.
+
+        Raises:
+            ConfigError: its ``forward`` does not take the batch.
+        """
+        try:
+            return model(*args, **kwargs)
+        except TypeError as error:
+            self._explain(error, model, args, kwargs)
+            raise
+
+    @contextlib.contextmanager
+    def calling(self, batch: Any) -> Iterator[None]:
+        """Do as :meth:`call` where a schedule calls the model."""
+        try:
+            yield
+        except TypeError as error:
+            self._explain(error, self.model, *self.arguments(batch))
+            raise
+
+    def _explain(
+        self, error: TypeError, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        # Any other one is the model's own, and shown as it is.
+        if was_refused(model, error, args, kwargs):
+            raise ConfigError(
+                f"no loss was given, so the model was called with what is in the batch, "
+                f"{_as_called(args, kwargs)}, which its forward does not take: {error}. "
+                f"{_PASS_ONE} It is left out only for a model whose output has `.loss`; make "
+                "batches of its arguments then: a mapping by their names, or a tuple."
+            ) from error
+
+
 def require_objective(given: Any) -> Objective:
     """Return the objective that a pipeline needs.
 
@@ -230,6 +282,20 @@ def _classifies(model: Any) -> bool:
     return not single and getattr(config, "problem_type", None) != "regression"
 
 
+_PASS_ONE = (
+    "Pass loss=f with f(model, batch) -> scalar tensor or unipar.LossSum, such as loss=lambda "
+    "model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]), or a unipar.Objective."
+)
+
+
+def _as_called(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Describe a call, as in ``model(Tensor, mask=Tensor)``."""
+    given = [type(one).__name__ for one in args]
+    given += [f"{name}={type(one).__name__}" for name, one in kwargs.items()]
+    shown = given if len(given) <= 8 else [*given[:8], "…"]
+    return f"model({', '.join(shown)})"
+
+
 def _whole_batch(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return batch
@@ -241,8 +307,7 @@ def _loss_of_output(output: Any, batch: Any) -> Any:
     if not isinstance(loss, torch.Tensor):
         raise ConfigError(
             f"no loss was given, and the model's output ({type(output).__name__}) has no `.loss`. "
-            "Pass loss=f with f(model, batch) -> scalar tensor or unipar.LossSum, or a "
-            "unipar.Objective."
+            f"{_PASS_ONE}"
         )
     return loss
 

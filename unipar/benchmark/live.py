@@ -8,6 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from unipar.benchmark.cells import Cell
 from unipar.benchmark.time_left import Outlook
@@ -49,12 +50,12 @@ class Progress:
         """Show what is being done with a cell."""
         self._cells.setdefault(cell, []).append(what)
         if not self._console.is_terminal:
-            self._console.print(f"{_name(cell)}: {what}", soft_wrap=True, markup=False)
+            self._console.print(f"{_name(cell)}: {what}", soft_wrap=True)
 
     def look_ahead(self, outlook: Outlook) -> None:
         """Show how far it is, and how long the rest takes."""
         if not self._console.is_terminal:
-            self._console.print(outlook.words, soft_wrap=True, markup=False)
+            self._console.print(outlook.words, soft_wrap=True)
         self._outlook = outlook.words
 
     def _table(self) -> Table:
@@ -64,7 +65,7 @@ class Progress:
             now = told[-1]
             style = {"running": "bold", "done": "green", "done before": "dim"}.get(now, "red")
             dots = "●" * ended + "○" * max(self._repeats - ended, 0)
-            table.add_row(_name(cell), dots, f"[{style}]{now}[/]")
+            table.add_row(_name(cell), dots, Text(now, style))
         seconds = int(time.monotonic() - self._began)
         table.add_row(f"{seconds // 60}:{seconds % 60:02}", "", self._outlook, style="dim")
         return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from unipar.callbacks.records import RunInfo, RunResult
 from unipar.callbacks.text import count, duration, memory
@@ -15,7 +16,8 @@ def summary(run: RunInfo, result: RunResult) -> Table:
     table = Table(title="run finished", show_header=False, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("strategy", run.strategy)
+    # As a Text: a console that the user gave would take :bug: in a string for an emoji.
+    table.add_row("strategy", Text(run.strategy))
     table.add_row("world size", f"{run.world_size} x {run.device}")
     if result.history:
         last = result.history[-1]
@@ -24,7 +26,7 @@ def summary(run: RunInfo, result: RunResult) -> Table:
     if result.evaluations:
         step, metrics = result.evaluations[-1]
         for name, value in metrics.items():
-            table.add_row(f"evaluation {name}", f"{value:.4g} (step {step:,})")
+            table.add_row(Text(f"evaluation {name}"), f"{value:.4g} (step {step:,})")
     table.add_row("items/s", count(result.items_per_second))
     table.add_row("peak memory per rank", _by_rank(result.peak_memory))
     table.add_row("wall time", duration(result.wall_time))

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from unipar.callbacks.records import RunInfo, StepRecord
 from unipar.callbacks.text import count, duration, memory
+from unipar.utils.console import open_console
 
 _PLAIN_SECONDS = 10.0
 _REDRAW_SECONDS = 0.2
@@ -21,7 +22,7 @@ _REDRAW_SECONDS = 0.2
 
 def open_view(console: Console | None, run: RunInfo) -> View:
     """Begin to show a run on ``console``, or on standard error."""
-    console = console or Console(stderr=True)
+    console = console or open_console(stderr=True)
     return LiveView(console, run) if console.is_interactive else PlainView(console, run)
 
 
@@ -65,7 +66,8 @@ class View(ABC):
 
     def note(self, line: str) -> None:
         """Print a line that stays."""
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        # As a Text: a console that the user gave would take :bug: in a string for an emoji.
+        self.console.print(Text(line), soft_wrap=True)
 
     def stop(self) -> None:
         """Show the last step, if it has not been, and leave the terminal as it was."""

@@ -10,10 +10,10 @@ from importlib import metadata
 from typing import Any
 
 from cyclopts import App, CycloptsError
-from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from unipar.errors import ConfigError, UniparError
+from unipar.utils.console import open_console
 from unipar.utils.signals import terminations_raised
 
 USAGE_ERROR, RUN_ERROR, INTERRUPTED = 2, 1, 130
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CycloptsError:
         return USAGE_ERROR  # cyclopts has already said what was wrong.
     except KeyboardInterrupt:
-        Console(stderr=True).print("unipar: interrupted.", style="yellow")
+        open_console(stderr=True).print("unipar: interrupted.", style="yellow")
         return INTERRUPTED
     except BrokenPipeError:
         if not _reader_is_gone():
@@ -95,8 +95,8 @@ def _reader_is_gone() -> bool:
 
 
 def _show(error: UniparError, verbose: bool) -> None:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = open_console(stderr=True, soft_wrap=True)
     if verbose:
         console.print_exception()
         return
-    console.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}")
+    console.print(Text.assemble((f"{type(error).__name__}:", "bold red"), f" {error}"))

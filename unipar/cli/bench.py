@@ -75,8 +75,6 @@ def bench(
         against: an earlier benchmark of the same job, to be set beside this one.
         verbose: show tracebacks of errors.
     """
-    from rich.console import Console
-
     from unipar.benchmark import compare as comparing
     from unipar.benchmark import outcome
     from unipar.benchmark.api import bench as run_bench
@@ -86,6 +84,7 @@ def bench(
     from unipar.benchmark.report.comparison import render
     from unipar.benchmark.result import BenchResult
     from unipar.config.settings import load_settings
+    from unipar.utils.console import open_console
 
     kinds = _kinds(fail_on)
     earlier = BenchResult.load_runs(against) if against else None
@@ -95,7 +94,7 @@ def bench(
     # A benchmark has its own: several strategies and numbers of devices, its length, its place.
     for name in ("strategy", "devices", "steps", "output_dir"):
         del arguments[name]
-    console, output = Console(stderr=True), output or new_directory()
+    console, output = open_console(stderr=True), output or new_directory()
     with _saying_where(output, console), Progress(repeats, console) as show:
         result = run_bench(
             arguments.pop("model"),
@@ -122,7 +121,7 @@ def bench(
     swept = [variant for strategy in asked for variant in sweep(strategy)]
     wrong = outcome.problems(result, swept, kinds)
     if wrong:
-        console.print(f"unipar: {'; '.join(wrong)}.", style="red", soft_wrap=True, markup=False)
+        console.print(f"unipar: {'; '.join(wrong)}.", style="red", soft_wrap=True)
     status = outcome.WORSE if wrong else outcome.SUCCESS
     if earlier:
         found = comparing.compare(earlier, result)
@@ -173,7 +172,7 @@ def _saying_where(output: Path, console: Console) -> Iterator[None]:
         yield
     finally:
         if report.exists() and report.stat().st_mtime_ns != before:
-            console.print(f"Report: {report}", soft_wrap=True, markup=False)
+            console.print(f"Report: {report}", soft_wrap=True)
 
 
 def _show(result: BenchResult, format: Format) -> None:
@@ -184,12 +183,12 @@ def _show(result: BenchResult, format: Format) -> None:
 
 
 def _print(shown: object) -> None:
-    from rich.console import Console
+    from unipar.utils.console import open_console
 
     if isinstance(shown, str):
         print(shown.rstrip("\n"))
     else:
-        Console().print(shown)
+        open_console().print(shown)
 
 
 def _kinds(text: str) -> list[Kind]:

@@ -10,19 +10,19 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from cyclopts import App, Parameter
 
 from unipar.errors import CheckpointError, ConfigError
+from unipar.utils.console import open_console
 from unipar.utils.listing import TEMPORARY, Listed, kept, list_checkpoints, named_step, read
 from unipar.utils.urls import is_url
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
 Switch = Parameter(negative="")
 CONFIG, FOLDER = "config.yaml", "checkpoints"
+# Where the output is no terminal, a table has every column, and no line is cut.
+_WIDTH_OF_PIPE = 1000
 
 app = App(name="checkpoints", help="List, verify and remove the checkpoints of a run.")
 
@@ -63,7 +63,7 @@ def ls(
     if not found:
         print(f"There are no checkpoints in {place.absolute()}.")
         return
-    _console().print(_table(found, rule, why))
+    open_console(width_of_pipe=_WIDTH_OF_PIPE).print(_table(found, rule, why))
 
 
 @app.command
@@ -81,7 +81,9 @@ def verify(path: Path = Path(), *, quick: Annotated[bool, Switch] = False) -> in
     found = [one for one in found if not one.path.name.startswith(TEMPORARY)]
     if not found:
         raise ConfigError(f"there is no checkpoint in {place}.")
-    console = _console()
+    from rich.text import Text
+
+    console = open_console(width_of_pipe=_WIDTH_OF_PIPE)
     damaged = False
     for one in found:
         name = one.path.name if len(found) > 1 else str(one.path)
@@ -89,11 +91,12 @@ def verify(path: Path = Path(), *, quick: Annotated[bool, Switch] = False) -> in
             seconds = _verify(one, quick)
         except CheckpointError as error:
             damaged = True
-            console.print(f"[bold red]damaged[/]  {name}")
-            console.print(str(error), markup=False, soft_wrap=True)
+            console.print(Text.assemble(("damaged", "bold red"), f"  {name}"), soft_wrap=True)
+            console.print(str(error), soft_wrap=True)
             continue
         what = "headers and sizes are right" if quick else _rate(one, seconds)
-        console.print(f"[green]whole[/]    {name}: {_held(one)}, {what}", soft_wrap=True)
+        line = Text.assemble(("whole", "green"), f"    {name}: {_held(one)}, {what}")
+        console.print(line, soft_wrap=True)
     return 1 if damaged else 0
 
 
@@ -284,7 +287,6 @@ def _remove(doomed: Sequence[Listed]) -> None:
 
 def _verify(one: Listed, quick: bool) -> float:
     """Verify one, with a bar on a terminal; the seconds that it took."""
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -295,7 +297,7 @@ def _verify(one: Listed, quick: bool) -> float:
 
     from unipar import checkpoint
 
-    shown = Console(stderr=True)
+    shown = open_console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     hidden = quick or not shown.is_terminal
     with Progress(*columns, console=shown, transient=True, disable=hidden) as bar:
@@ -336,20 +338,20 @@ def _as_dict(one: Listed, rule: Rule | None, why: dict[Path, str]) -> dict[str, 
 
 
 def _table(found: Sequence[Listed], rule: Rule | None, why: dict[Path, str]) -> Any:
-    from rich import box
     from rich.console import Group
     from rich.filesize import decimal
-    from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-    made.add_column("step", justify="right", no_wrap=True)
-    made.add_column("written", no_wrap=True)
-    made.add_column("size", justify="right", no_wrap=True)
-    made.add_column("strategy", overflow="fold")
-    made.add_column("ranks", justify="right", no_wrap=True)
-    made.add_column("metrics", overflow="fold")
-    made.add_column("state", overflow="fold")
+    from unipar.utils.fitted_table import OPTIONS, FittedTable
+
+    made = FittedTable(elsewhere="`unipar checkpoints ls --json` has all")
+    made.add_column("step", 0, right=True)
+    made.add_column("written", 2)
+    made.add_column("size", 3, right=True)
+    made.add_column("strategy", 5, breaks=OPTIONS)
+    made.add_column("ranks", 6, right=True)
+    made.add_column("metrics", 4)
+    made.add_column("state", 1)
     for one in found:
         known = bool(one.num_files)
         made.add_row(
@@ -373,13 +375,3 @@ def _state(one: Listed, why: dict[Path, str]) -> str:
 
 def _metrics(one: Listed) -> Iterator[str]:
     return (f"{name} {value:.4g}" for name, value in one.metrics.items())
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        # A pipe has no width; wrapping at the default one would cut names in two.
-        console.width = 120
-    return console

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from unipar.install.doctor import Report
+    from unipar.utils.fitted_table import FittedTable
 
 
 Switch = Parameter(negative="")
@@ -40,7 +41,7 @@ def doctor(
         devices: with --self-test, the number of processes.
         time_limit: with --self-test, seconds for each strategy; default: 300.
     """
-    from rich.console import Console
+    from unipar.utils.console import open_console
 
     if self_test:
         from unipar.cli.selftest import run
@@ -56,7 +57,7 @@ def doctor(
     if json:
         _print_json(report)
     else:
-        _print_tables(report, Console())
+        _print_tables(report, open_console(width_of_pipe=200))
     return 0
 
 
@@ -65,9 +66,8 @@ def _print_json(report: Report) -> None:
 
 
 def _print_tables(report: Report, console: Console) -> None:
-    if not console.is_terminal:
-        # A pipe has no width; wrapping at the default one would cut commands in two.
-        console.width = 200
+    from rich.text import Text
+
     tables = [_machine(report), _interconnect(report), _strategies(report)]
     if report.frameworks:
         tables.append(_frameworks(report))
@@ -76,24 +76,25 @@ def _print_tables(report: Report, console: Console) -> None:
         console.print()
     broken = [one for one in report.strategies if not one.ok]
     for one in broken:
-        console.print(f"[bold]{one.name}[/] cannot run here: {one.reason}", highlight=False)
+        console.print(Text.assemble((one.name, "bold"), f" cannot run here: {one.reason}"))
         if one.remedy:
-            console.print(f"    to fix it: [cyan]{one.remedy}[/]", highlight=False)
+            console.print(Text.assemble("    to fix it: ", (one.remedy, "cyan")))
 
 
-def _table(title: str, *columns: str, headers: bool = True) -> Table:
-    from rich import box
-    from rich.table import Table
+def _table(title: str, *columns: str) -> FittedTable:
+    """A table whose columns are left out from the last one on where there is no room."""
+    from unipar.utils.fitted_table import FittedTable
 
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=headers
-    )
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = FittedTable(title, elsewhere="`unipar doctor --json` has all")
+    for rank, column in enumerate(columns):
+        table.add_column(column, rank)
     return table
 
 
 def _machine(report: Report) -> Table:
+    from rich import box
+    from rich.table import Table
+
     software, host = report.software, report.host
     build = f"CUDA {software.cuda_build}" if software.cuda_build else "CPU build"
     on = [name for name, there in software.communication.items() if there]
@@ -102,7 +103,17 @@ def _machine(report: Report) -> Table:
     memory = f"{_bytes(host.memory)}, {_bytes(host.memory_available)} free"
     if host.memory_limit:
         memory += f", limited to {_bytes(host.memory_limit)}"
-    table = _table("Machine", "", "", headers=False)
+    table = Table(
+        title="Machine",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE,
+        collapse_padding=True,
+        pad_edge=False,
+        show_header=False,
+    )
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     table.add_row("unipar", software.unipar)
     table.add_row("Python", f"{software.python}  ({software.executable})")
     table.add_row("torch", f"{software.torch}  ({build})")
@@ -122,7 +133,7 @@ def _machine(report: Report) -> Table:
     return table
 
 
-def _interconnect(report: Report) -> Table:
+def _interconnect(report: Report) -> FittedTable:
     table = _table("Interconnect", "interface", "addresses", "speed")
     for one in report.interfaces:
         speed = f"{one.speed / 1000:g} Gbit/s" if one.speed else "unknown"
@@ -133,12 +144,14 @@ def _interconnect(report: Report) -> Table:
     return table
 
 
-def _strategies(report: Report) -> Table:
+def _strategies(report: Report) -> FittedTable:
+    from rich.text import Text
+
     table = _table("Strategies", "name", "runs here", "devices", "precisions", "shards", "from")
     for one in report.strategies:
         table.add_row(
             one.name,
-            "[green]yes[/]" if one.ok else "[red]no[/]",
+            Text("yes", "green") if one.ok else Text("no", "red"),
             ", ".join(one.device_types),
             ", ".join(one.precisions),
             ", ".join(one.sharded) or "nothing",
@@ -147,7 +160,7 @@ def _strategies(report: Report) -> Table:
     return table
 
 
-def _frameworks(report: Report) -> Table:
+def _frameworks(report: Report) -> FittedTable:
     columns = ("unipar install", "brings", "can share an environment with", "or not, because")
     table = _table("Frameworks", *columns)
     for one in report.frameworks:

@@ -44,12 +44,11 @@ def install(
         dry_run: print the commands and run none.
         force: install what is there already, and build again what is in the cache.
     """
-    from rich.console import Console
-
     from unipar.install.plan import carry_out, check, plan
+    from unipar.utils.console import open_console
 
     strategy, recipe = _recipe(name)
-    console = Console(soft_wrap=True, highlight=False)
+    console = open_console(soft_wrap=True)
     here = not force and strategy.availability().ok
     if here and not dry_run and not extras:
         console.print(f"{recipe.framework} is here already. To install it again: --force")
@@ -93,23 +92,23 @@ def _recipe(name: str) -> tuple[type[Strategy], Recipe]:
 
 
 def _show_plan(recipe: Recipe, actions: list[Action], console: Console) -> None:
+    from rich.text import Text
+
     from unipar.install.cache import torch_version
 
     version = ".".join(map(str, sys.version_info[:3]))
-    console.print(
-        f"[bold]{recipe.framework}[/] for torch {torch_version()} and Python {version}, "
-        f"into {sys.prefix}:"
-    )
+    where = f" for torch {torch_version()} and Python {version}, into {sys.prefix}:"
+    console.print(Text.assemble((recipe.framework, "bold"), where))
     for number, action in enumerate(actions, 1):
-        console.print(f"  {number}. {action.title}", markup=False)
+        console.print(f"  {number}. {action.title}")
     if recipe.alone:
-        console.print(f"  Note: {recipe.alone}.", markup=False)
+        console.print(f"  Note: {recipe.alone}.")
 
 
 def _agreed(console: Console) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("there is nobody here to ask: pass --yes to go on, or --dry-run.")
-    return console.input("Go on? \\[y/N] ").strip().lower() in {"y", "yes"}
+    return console.input("Go on? [y/N] ", markup=False).strip().lower() in {"y", "yes"}
 
 
 class _Progress:
@@ -126,25 +125,26 @@ class _Progress:
         show = self._live(label) if self._console.is_terminal else self._plain(label)
         with show as update:
             yield update
-        self._console.print(f"{label}: done, {time.monotonic() - begin:.0f} s", markup=False)
+        self._console.print(f"{label}: done, {time.monotonic() - begin:.0f} s")
 
     @contextlib.contextmanager
     def _live(self, label: str) -> Iterator[Show]:
-        from rich.markup import escape
+        from rich.text import Text
 
         begin = time.monotonic()
-        with self._console.status(escape(label)) as status:
+        with self._console.status(Text(label)) as status:
 
             def update(line: str) -> None:
                 room = max(self._console.width - 12, 20)
                 seconds = time.monotonic() - begin
-                status.update(f"{escape(label)}, {seconds:.0f} s\n[dim]{escape(line[:room])}[/]")
+                head = f"{label}, {seconds:.0f} s\n"
+                status.update(Text.assemble(head, (line[:room], "dim")))
 
             yield update
 
     @contextlib.contextmanager
     def _plain(self, label: str) -> Iterator[Show]:
-        self._console.print(f"{label} …", markup=False)
+        self._console.print(f"{label} …")
         begin = last = time.monotonic()
 
         def update(line: str) -> None:
@@ -154,6 +154,6 @@ class _Progress:
                 last = time.monotonic()
                 # Of a compiler's line the beginning tells how far it is.
                 shown = line[: self._console.width]
-                self._console.print(f"  {last - begin:.0f} s: {shown}", markup=False)
+                self._console.print(f"  {last - begin:.0f} s: {shown}")
 
         yield update

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from unipar.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from unipar.utils.console import open_console
 
 Switch = Parameter(negative="")
 _REFRESH = 2.0
+# Of curves where the output is no terminal. A table there has every column, and no line is cut.
+_WIDTH_OF_CURVES, _ENDLESS = 120, 1000
 
 app = App(name="runs", help="List the runs of a directory, and draw one of them.")
 
@@ -47,7 +46,7 @@ def runs(
     if not found:
         print(f"There are no runs in {directory}.")
         return
-    _console().print(table(found))
+    open_console(width_of_pipe=_ENDLESS).print(table(found))
 
 
 @app.command
@@ -67,7 +66,7 @@ def show(
     from unipar.train.watching.runs import find_run
     from unipar.train.watching.show import page
 
-    console = _console()
+    console = open_console(width_of_pipe=_WIDTH_OF_CURVES)
     plain = not (console.encoding or "").startswith("utf")
     found = find_run(directory, run)
     if not follow:
@@ -107,13 +106,3 @@ def resize(run: str, ranks: int, *, directory: Path = Path("runs")) -> None:
         print(ask(found.directory, ranks))
     except OSError as error:
         raise ConfigError(f"{found.directory} cannot be written: {error.strerror}.") from error
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        # A pipe has no width; wrapping at the default one would cut names in two.
-        console.width = 120
-    return console

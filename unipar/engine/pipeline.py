@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,4 +100,9 @@ class Pipeline:
             factor = 1 / self._average.normalizer if samples else 0.0
             return self._precision.scale(total * factor)
 
-        return StageCall(inputs, loss, self._precision.forward)
+        @contextlib.contextmanager
+        def computing() -> Iterator[None]:
+            with objective.calling(microbatch.data), self._precision.forward():
+                yield
+
+        return StageCall(inputs, loss, computing)

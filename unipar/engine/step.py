@@ -360,7 +360,7 @@ class StepEngine(Engine):
         if self.spec.on_nan == "skip":
             return StepResult(loss, count, None, skipped=True)
         self.num_steps -= 1
-        raise not_finite(what, loss, self.num_steps + 1)
+        raise not_finite(what, loss, self.num_steps + 1, count)
 
     def _expect(self, norm: HostCopy, loss: float, moving: LRScheduler | None) -> LastStep:
         """Go on as if the gradient of this step were finite."""

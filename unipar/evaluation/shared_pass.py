@@ -129,7 +129,7 @@ class Repeated:
         if isinstance(self._loss_fn, Objective):
             count = self._loss_fn.count(host)
             args, kwargs = self._loss_fn.arguments(data)
-            output = model(*args, **kwargs)
+            output = self._loss_fn.call(model, args, kwargs)
             calls.append(Call.seen(args, kwargs, output))
             loss = self._loss_fn.loss_of(output, data, count)
         elif self._watch and _can_be_watched(model):

@@ -1012,3 +1012,18 @@ def with_backward(placement: Placement) -> None:
 def test_a_loss_that_runs_the_backward_pass_itself_is_refused(world_pool: WorldPools) -> None:
     with pytest.raises(ConfigError, match="gradient"):
         world_pool(2).run(with_backward)
+
+
+def test_a_loss_that_was_left_out_is_named_under_stages_too(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with pytest.raises(ConfigError, match=r"no loss was given.*model\(Tensor, Tensor\), which its"):
+        unipar.fit(
+            model,
+            (torch.randn(8, 4), torch.randn(8, 1)),
+            strategy="mesh:pp=2,stages=[['0'],['1']]",
+            devices=2,
+            device="cpu",
+            global_batch_size=4,
+            steps=1,
+            output_dir=tmp_path,
+        )

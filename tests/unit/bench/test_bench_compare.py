@@ -261,6 +261,16 @@ def test_the_table_names_every_strategy_at_any_width(width: int) -> None:
     assert body.rstrip().splitlines()[-1].startswith(("  ddp on 4 devices: a step takes", "1.3"))
 
 
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_table_leaves_columns_out_and_breaks_no_word(width: int) -> None:
+    found = compare(bench_result(), bench_result(slower={"ddp": 1.3}))
+    body = printed(render(found), width)
+    assert max(map(len, body.splitlines())) <= width
+    for word in ("ddp ", "deepspeed:", "stage=3", "plugin=gemini", "slower!", "1.300", "dev."):
+        assert word in body, word
+    assert "There is no room here for" in body
+
+
 def test_markdown_and_csv_have_the_same_cells() -> None:
     found = compare(bench_result(), bench_result(slower={"ddp": 1.3}))
     lines = [line for line in str(render(found, "markdown")).splitlines() if line.startswith("|")]

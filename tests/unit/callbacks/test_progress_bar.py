@@ -275,3 +275,18 @@ def test_the_terminal_is_sane_after_an_exception():
     assert cursor_is_visible(terminal.text)
     text = ESCAPE.sub("", terminal.text)
     assert text.index("step 5/10000") < text.index("ZeroDivisionError")
+
+
+def test_names_are_shown_as_they_are(make_run, make_record):
+    bar, out = plain_bar()
+    run = make_run(strategy="ddp:a=[red]")
+    bar.on_run_start(run)
+    bar.on_step_end(run, make_record(100))
+    bar.on_evaluate_end(run, 100, {":bug:[/]": 0.5})
+    result = result_of([make_record(100)], run)
+    result.evaluations.append((100, {":bug:[/]": 0.5}))
+    bar.on_run_end(run, result)
+    text = out.getvalue()
+    assert "step 100: evaluation  :bug:[/] 0.5\n" in text
+    assert "evaluation :bug:[/]  " in text
+    assert text.count("ddp:a=[red]") == 2

@@ -62,7 +62,7 @@ def test_a_strategy_that_cannot_run_is_shown_with_its_remedy(
     monkeypatch.setattr(doctor.registry, "table", lambda: table)
     report = doctor.examine()
     shown = io.StringIO()
-    _print_tables(report, Console(file=shown))
+    _print_tables(report, Console(file=shown, width=200))
     text = shown.getvalue()
     assert "absent cannot run here: no two.\n    to fix it: pip install two" in text
     assert "elsewhere cannot run here: runs on tpu, and there is none here." in text
@@ -78,6 +78,26 @@ def test_gpus_are_listed_with_their_peers() -> None:
     seen = doctor.examine()
     report = doctor.Report(seen.software, devices, seen.interfaces, seen.host, seen.strategies)
     shown = io.StringIO()
-    _print_tables(report, Console(file=shown))
+    _print_tables(report, Console(file=shown, width=200))
     assert "GPU X, 80 GiB, 79 GiB free, bf16" in shown.getvalue()
     assert "peer to peer with cuda:1" in shown.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_word_is_broken_in_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    able = Capabilities(
+        frozenset({"fp32", "fp16", "bf16"}), frozenset({"cpu"}), sharded=frozenset({"parameters"})
+    )
+    info = StrategyInfo("accelerate", "unipar-accelerate 0.1.0", Availability(True), able)
+    monkeypatch.setattr(doctor.registry, "table", lambda: [info])
+    shown = io.StringIO()
+    _print_tables(doctor.examine(), Console(file=shown, width=width))
+    text = shown.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    words = text.partition("Strategies")[2].split()
+    assert "accelerate" in words
+    whole = text.partition("There is no room here for")[2]
+    assert "unipar-accelerate" in words or "from" in whole
+    assert "parameters" in words or "shards" in whole

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,54 @@ def test_a_curve_goes_through_its_points():
     # All of a column's values are seen, and a flat curve is a line.
     assert curve([(0.0, 0.0), (0.0, 3.0), (9.0, 0.0)], 2, 4, (0.0, 9.0), True)[1][0] == "*"
     assert curve([(0.0, 5.0), (3.0, 5.0)], 4, 2, (0.0, 3.0), True)[1] == "****"
+
+
+@pytest.mark.parametrize("color", [False, True])
+@pytest.mark.parametrize("width", [120, 80, 60, 40, 24])
+def test_names_and_words_are_whole_at_any_width(
+    width: int,
+    color: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    long = "a-run_of.long-name"
+    first = started(strategy="fsdp:sharding=hybrid,cpu_offload=true", total_steps=30)
+    make(tmp_path / "run10", first, ended("interrupted", signal="SIGINT"), steps=2000)
+    make(tmp_path / long, started(strategy="mesh:tp=2,pp=2"), ended("finished"))
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("FORCE_COLOR" if color else "NO_COLOR", "1")
+    assert main(["runs", "--directory", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert ("\x1b[" in out) == color
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in out.splitlines()]
+    assert max(map(len, lines)) <= width
+    table = lines[: next((i for i, line in enumerate(lines) if line[:5] == "There"), None)]
+    words = {word for line in table for word in line.split() if "─" not in word}
+    assert {"run", "run10", long} <= words
+    # Wherever a cell was broken, it was between these.
+    assert words <= {
+        *("run", "state", "strategy", "ranks", "step", "loss", "items/s", "last", "change"),
+        *("run10", "interrupted", "(SIGINT)", "2000/30", "0.0020", "20.0k"),
+        *(long, "finished", "20/40", "0.2000", "200", "2", "ago"),
+        *("fsdp:", "sharding=hybrid,", "cpu_offload=true"),
+        *("fsdp:sharding=hybrid,", "fsdp:sharding=hybrid,cpu_offload=true", "mesh:tp=2,pp=2"),
+        *(word for word in words if re.fullmatch(r"\d+:\d\d", word)),
+    }
+    left_out = " ".join(lines[len(table) :])
+    for column in ("state", "step", "strategy"):
+        assert (column in words) != (column in left_out)
+    if width >= 40:
+        assert {"interrupted", "finished"} <= words
+
+
+def test_a_pipe_gets_every_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    strategy = "fsdp:sharding=hybrid,cpu_offload=true"
+    name = "a-name-" * 12
+    make(tmp_path / name, started(strategy=strategy), ended("interrupted", signal="SIGINT"))
+    assert main(["runs", "--directory", str(tmp_path)]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert row.split()[1:6] == ["interrupted", "(SIGINT)", strategy, "2", "20/40"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from unipar import Session
+from unipar import NonFiniteLossError, Session
 from unipar.data.batch import Batch, MicroBatch
 from unipar.engine import Reducer, StepEngine, build_optimizer
 from unipar.loss import LossSum
@@ -181,3 +181,27 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(precision: str, tmp_pat
     rest, others = train(precision, tmp_path, resume=True)
     assert steps[3:] == rest
     assert all(map(torch.equal, weights, others))
+
+
+@pytest.mark.parametrize("total", [0.0, 1.0], ids=["nothing", "a penalty"])
+def test_a_global_batch_without_items_is_said_to_be_one(total: float) -> None:
+    batch = Batch(tuple(MicroBatch(torch.ones(2, 3), 2) for _ in range(2)), 4)
+
+    def masked(model: Any, x: Any) -> LossSum:
+        return LossSum(model(x).sum() * 0 + total, 0)
+
+    def plain(model: Any, x: Any) -> torch.Tensor:
+        return model(x).mean()
+
+    with Session("single", device="cpu") as session:
+        engine = session.prepare(nn.Linear(3, 1), optimizer=adamw)
+        engine.train_step(batch, plain)
+        with pytest.raises(NonFiniteLossError, match="no item of the global batch of step 2") as e:
+            engine.train_step(batch, masked)
+        assert e.value.step == 2
+        assert "-100" in str(e.value)
+        assert "learning rate" not in str(e.value)
+        assert "on_nan='skip'" in str(e.value)
+    with Session("single", device="cpu", on_nan="skip") as session:
+        engine = session.prepare(nn.Linear(3, 1), optimizer=adamw)
+        assert engine.train_step(batch, masked).skipped

@@ -260,6 +260,69 @@ def test_an_output_without_a_loss_is_refused():
         of_model(nn.Linear(2, 2), torch.zeros(1, 2))
 
 
+class PassingOn(nn.Module):
+    """As DistributedDataParallel: takes anything, and hands it on."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "call"),
+    [
+        ((torch.zeros(2, 4), torch.zeros(2, 1)), "model(Tensor, Tensor)"),
+        ({"x": torch.zeros(2, 4), "y": 1}, "model(x=Tensor, y=int)"),
+    ],
+    ids=["pair", "mapping"],
+)
+def test_a_batch_that_the_model_does_not_take_is_a_loss_left_out(
+    batch: Any, call: str, wrapped: bool
+):
+    model = PassingOn(nn.Linear(4, 1)) if wrapped else nn.Linear(4, 1)
+    with pytest.raises(ConfigError, match="no loss was given") as caught:
+        of_model(model, batch)
+    message = str(caught.value)
+    assert f"{call}, which its forward does not take: Linear.forward() " in message
+    assert "left out only for a model whose output has `.loss`" in message
+    assert "Pass loss=f with f(model, batch)" in message
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+class Buggy(nn.Module):
+    """Takes the batch, and calls a layer of its own wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.layer(x, y)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_error_within_a_model_is_shown_as_it_is(wrapped: bool):
+    batch = (torch.zeros(2, 4), torch.zeros(2, 1))
+    model = PassingOn(Buggy()) if wrapped else Buggy()
+    with pytest.raises(TypeError, match=r"^Linear.forward\(\) takes 2 positional"):
+        of_model(model, batch)
+    # Not even where a hook makes arguments of the batch that the batch itself is not.
+    model = Buggy()
+    model.register_forward_pre_hook(lambda _, given: (given[0], given[0]))
+    with pytest.raises(TypeError, match=r"^Linear.forward\(\) takes 2 positional"):
+        of_model(model, (*batch, batch))
+
+
+def test_an_objective_of_the_user_is_called_as_it_says():
+    objective = Objective(lambda batch: batch, own)
+    with pytest.raises(TypeError, match=r"^Linear.forward\(\) takes 2 positional"):
+        objective(nn.Linear(4, 1), (torch.zeros(2, 4), torch.zeros(2, 1)))
+
+
 def test_what_a_pipeline_cannot_take_apart_is_refused_with_what_to_write():
     with pytest.raises(ConfigError, match=r"loss=unipar.Objective\(inputs=lambda batch"):
         require_objective(lambda model, batch: model(batch))

@@ -316,7 +316,7 @@ def test_flags_of_the_self_test_go_with_it() -> None:
 def test_the_table_has_both_losses_and_below_it_is_why_others_have_none() -> None:
     shown = io.StringIO()
     absent = Outcome(strategy="absent", verdict="not run", why="Absent is not installed. Get it.")
-    show([GOOD, outcome(1.5, strategy="bad"), absent], Console(file=shown))
+    show([GOOD, outcome(1.5, strategy="bad"), absent], Console(file=shown, width=200))
     lines = shown.getvalue().splitlines()
     assert lines[-3] == "absent cannot run here: Absent is not installed. Get it."
     (bad,) = [" ".join(line.split()) for line in lines if line.split()[:1] == ["bad"]]

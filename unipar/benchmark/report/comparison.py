@@ -7,16 +7,14 @@ import io
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from unipar.benchmark.compare import Change, Comparison
 from unipar.benchmark.recommend import peak
 from unipar.benchmark.report import text
-from unipar.benchmark.report.table import ROOMY, cut
 from unipar.benchmark.result import CellResult
+from unipar.utils.fitted_table import OPTIONS, FittedTable
 
 _TIME = {"more": "slower!", "less": "faster", "same": "same", "unknown": "?"}
 _HEAD = (
@@ -31,6 +29,8 @@ _HEAD = (
     "ratio",
     "loss\ndiff.",
 )
+# What is left out of a narrow terminal, the highest first.
+_RANKS = (0, 1, 4, 3, 2, 6, 1, 7, 5, 8)
 
 
 class TerminalComparison:
@@ -43,7 +43,7 @@ class TerminalComparison:
         """The warnings first, for they say what the rest is worth; what became worse last."""
         for warning in self._found.warnings:
             yield Text(f"Careful: {warning}", style="bold yellow")
-        yield _table(self._found, narrow=options.max_width < ROOMY)
+        yield _table(self._found)
         yield from (Text(line) for line in _others(self._found))
         yield from _verdict(self._found)
 
@@ -94,18 +94,16 @@ def render(
     return FORMATS[format](found)
 
 
-def _table(found: Comparison, *, narrow: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0) if narrow else (0, 1), pad_edge=False)
-    for index, title in enumerate(_HEAD):
-        if index == 0:
-            table.add_column(title, overflow="fold")
+def _table(found: Comparison) -> FittedTable:
+    table = FittedTable(elsewhere="give --format csv")
+    for title, rank in zip(_HEAD, _RANKS, strict=True):
+        if rank:
+            table.add_column(title, rank, right=True)
         else:
-            table.add_column(title, justify="right", no_wrap=True)
+            table.add_column(title, rank, breaks=OPTIONS)
     for change in _measured(found):
-        label, *figures = _row(change)
         style = "bold red" if change.regressions else ""
-        words = [cut(label) if narrow else label, *figures]
-        table.add_row(*(Text(word, style=style) for word in words))
+        table.add_row(*(Text(word, style=style) for word in _row(change)))
     return table
 
 

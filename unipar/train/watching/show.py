@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +14,7 @@ from unipar.callbacks.text import count, duration
 from unipar.train.watching.chart import Point, bounds, curve
 from unipar.train.watching.files import line, number, whole
 from unipar.train.watching.runs import Run, read_metrics
+from unipar.utils.fitted_table import NOWHERE, OPTIONS, FittedTable
 
 _COLORS = {"running": "cyan", "finished": "green", "failed": "red", "lost": "red"}
 _MARGIN = 10
@@ -24,12 +24,14 @@ UNKNOWN = "?"
 
 def table(runs: Sequence[Run]) -> Group:
     """A row for each run, and below it why runs have failed, and what could not be read."""
-    made = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
-    made.add_column("run", overflow="fold")
-    made.add_column("state", no_wrap=True)
-    made.add_column("strategy", overflow="fold")
-    for column in ("ranks", "step", "loss", "items/s", "last change"):
-        made.add_column(column, justify="right", no_wrap=True)
+    made = FittedTable(elsewhere="`unipar runs --json` has all")
+    made.add_column("run", 0, breaks=NOWHERE)
+    made.add_column("state", 1)
+    made.add_column("strategy", 5, breaks=OPTIONS)
+    for column, rank in {"ranks": 6, "step": 2, "loss": 4, "items/s": 7}.items():
+        made.add_column(column, rank, right=True)
+    # The title alone: "ago" below each time would double the table's height.
+    made.add_column("last change", 3, right=True, breaks="(?<=last )")
     notes = []
     for run in runs:
         made.add_row(
