@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -305,17 +306,28 @@ def test_ctrl_c_during_a_change_keeps_every_step(elastic: Run, tmp_path: Path):
 
 
 class DiesHandingOver(Callback):
-    """Kills a rank of the first group where it is to hand over."""
+    """Kills ranks of a group where they are to hand over, or have done it."""
 
     every_rank = True
+
+    def __init__(self, *ranks: int, restart: int = 0, late: bool = False) -> None:
+        self.ranks, self.restart, self.late = ranks, restart, late
 
     def on_run_start(self, run: Any) -> None:
         from unipar.train.handover import Handover
 
-        if run.rank == 1 and not run.restart:
-            Handover.hand_over = lambda *_: os.kill(  # pyright: ignore[reportAttributeAccessIssue]
-                os.getpid(), signal.SIGKILL
-            )
+        if run.rank not in self.ranks or run.restart != self.restart:
+            return
+        hand_over, late = Handover.hand_over, self.late
+
+        def dies(self: Handover, *given: Any) -> bool:
+            if late:
+                hand_over(self, *given)
+                self.session.world.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+            return True
+
+        Handover.hand_over = dies
 
 
 @pytest.mark.thorough
@@ -326,7 +338,7 @@ def test_a_rank_that_is_lost_during_a_handover(
     result = elastic(
         "1:3",
         strategy=strategy,
-        callbacks=[DiesHandingOver(), Asks({4: [1]}, tmp_path)],
+        callbacks=[DiesHandingOver(1), Asks({4: [1]}, tmp_path)],
         checkpoint={"every_steps": 3},
         log_level="info",
     )
@@ -334,6 +346,27 @@ def test_a_rank_that_is_lost_during_a_handover(
     is_undisturbed(result, tmp_path)
     [changed] = [row for row in events(tmp_path) if row["event"] == "changed"]
     assert changed["repeated"] == repeated
+
+
+@pytest.mark.parametrize(
+    ("dies", "why"),
+    [
+        (DiesHandingOver(1, restart=1), "rank 1 was killed by SIGKILL, as .*; 3 were asked for"),
+        pytest.param(
+            DiesHandingOver(0, 1, restart=1, late=True),
+            "ranks 0, 1 were killed by SIGKILL, as .*; 3 were asked for",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_what_was_asked_for_counts_where_ranks_are_lost_meanwhile(
+    elastic: Run, tmp_path: Path, dies: DiesHandingOver, why: str
+) -> None:
+    result = elastic("1:3", strategy="ddp", callbacks=[dies, Asks({3: [2], 6: [3]}, tmp_path)])
+    assert worlds(tmp_path) == [3, 2, 3]
+    is_undisturbed(result, tmp_path)
+    changed = [row for row in events(tmp_path) if row["event"] == "changed"]
+    assert re.fullmatch(why, changed[-1]["why"])
 
 
 @pytest.mark.thorough
