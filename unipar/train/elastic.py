@@ -15,6 +15,7 @@ from unipar.checkpoint.names import TEMPORARY
 from unipar.config import CheckpointConfig, RunConfig
 from unipar.errors import ConfigError, Terminated
 from unipar.launch.elastic import REQUEST, Elastic
+from unipar.train import directories
 from unipar.train.events import EventLog
 from unipar.train.handover import holds_whole, newest_left
 from unipar.train.job import Job
@@ -45,6 +46,9 @@ def changing(job: Job, planned: Plan, directory: Path) -> Iterator[Elastic | Non
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_to_terminal(config.log_level, main=True))
+        if planned.launcher.starts_here:
+            # Between two groups there is no rank that could hold them.
+            stack.enter_context(directories.held(job))
         places = [directory]
         if os.access(_MEMORY, os.W_OK):
             places.insert(0, stack.enter_context(scratch(_MEMORY)))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -303,6 +304,37 @@ def test_ctrl_c_during_a_change_keeps_every_step(elastic: Run, tmp_path: Path):
     )
     assert [record.step for record in rest.history] == list(range(5, STEPS + 1))
     assert rest.losses == pytest.approx(reference(STEPS)[0][4:], rel=1e-5)
+
+
+class Watches(threading.Thread):
+    """Lists the states of a run that there are from its first start on, until it is ended."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory, self.states, self.over = directory, [], threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.01):
+            found = read_run(self.directory)
+            if found.starts:
+                self.states.append(found.state)
+
+    def __enter__(self) -> Watches:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join()
+
+
+def test_a_run_is_running_and_nobody_elses_while_it_changes(elastic: Run, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    with Watches(tmp_path / "run") as watches:
+        elastic("1:2", strategy="ddp", callbacks=[Kills(3, 0), Asks({9: [2]}, tmp_path)])
+    assert worlds(tmp_path) == [2, 1, 2]
+    last = watches.states.index("finished") if "finished" in watches.states else None
+    assert set(watches.states[:last]) == {"running"}
 
 
 class DiesHandingOver(Callback):
