@@ -566,14 +566,20 @@ def test_ranks_of_another_launcher_go_on_by_themselves(tmp_path: Path):
         (
             "1:4",
             {"strategy": "single"},
-            r"strategy 'single'.*can be on 1 of them alone.*runs on one device",
+            r"strategy 'single'.*can be on 1 rank alone\. Give devices=1 .*runs on one device",
         ),
         (
             "1:4",
             {"strategy": "mesh:tp=2,dp_shard=2"},
-            r"strategy 'mesh'.*can be on 4 of them alone",
+            r"strategy 'mesh'.*can be on 4 ranks alone",
         ),
-        ("2:3", {"strategy": "mesh:tp=4"}, r"strategy 'mesh'.*cannot be on any of them"),
+        ("2:3", {"strategy": "mesh:tp=4"}, r"strategy 'mesh'.*can be on none of these numbers"),
+        ("1:3", {"strategy": "mesh:pp=2"}, r"'mesh'.*can be on 2 ranks alone\. Give devices=2 "),
+        (
+            "1:2",
+            {"strategy": "ddp", "shares": "auto", "micro_batch_size": 1},
+            r"shares='auto' with micro_batch_size=1: .*Raise micro_batch_size, to 4 or more",
+        ),
         ("1:2", {"strategy": "ddp", "launcher": "torchrun"}, r"launcher 'torchrun' starts as many"),
         ("1:2", {"strategy": "ddp", "launcher": "slurm"}, r"launcher 'slurm' .*such as devices=1"),
         ("1:2", {"strategy": "ddp", "launcher": "ray"}, r"'ray' has no cluster but this machine"),
