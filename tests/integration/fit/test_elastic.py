@@ -368,6 +368,41 @@ def test_a_run_is_running_and_nobody_elses_while_it_changes(elastic: Run, tmp_pa
     assert set(watches.states[:last]) == {"running"}
 
 
+class SaysKilled(Kills):
+    """Leaves a file before it kills."""
+
+    def __init__(self, step: int, rank: int, here: Path) -> None:
+        super().__init__(step, rank)
+        self.here = here
+
+    def on_step_end(self, run: Any, record: Any) -> None:
+        if record.step == self.step and run.rank in self.ranks and not run.restart:
+            (self.here / "killed").touch()
+        super().on_step_end(run, record)
+
+
+def test_a_run_that_has_lost_ranks_may_be_asked_at_once(elastic: Run, tmp_path: Path):
+    from unipar.cli.runs import resize
+
+    said: list[object] = []
+
+    def asks() -> None:
+        while not (tmp_path / "killed").exists():
+            time.sleep(0.01)
+        try:
+            resize("run", 1, directory=tmp_path)
+        except ConfigError as error:
+            said.append(error)
+
+    asking = threading.Thread(target=asks, daemon=True)
+    asking.start()
+    result = elastic("1:3", strategy="ddp", callbacks=[SaysKilled(3, 0, tmp_path)])
+    asking.join()
+    assert said == []
+    assert worlds(tmp_path) in ([3, 1], [3, 2, 1])
+    is_undisturbed(result, tmp_path)
+
+
 class DiesHandingOver(Callback):
     """Kills ranks of a group where they are to hand over, or have done it."""
 
@@ -390,7 +425,7 @@ class DiesHandingOver(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
             return True
 
-        Handover.hand_over = dies
+        Handover.hand_over = dies  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.thorough
