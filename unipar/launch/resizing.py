@@ -61,17 +61,32 @@ class Resizing:
         if self._asked is not None and not self._run.resize.exists():
             logger.warning("The run stays on %s; it was to be on %d.", ranks(size), self._asked)
             self._asked = None
-        request = take_request(self.elastic.requests)
+        request = self._request()
         if request is not None:
             self._decide(request, size)
 
-    def _decide(self, request: Request, size: int) -> None:
+    def _request(self) -> Request | None:
+        """The request that there is, unless the run cannot be on as many, which it is told."""
+        request = take_request(self.elastic.requests)
+        if request is None or request.ranks in self.elastic.sizes:
+            return request
         known = ", ".join(map(str, self.elastic.sizes))
-        if request.ranks not in self.elastic.sizes:
+        request.answer(
+            f"The run cannot be on {ranks(request.ranks)}. It can be on {known}.", done=False
+        )
+        return None
+
+    def _look_meanwhile(self) -> None:
+        """Take a request where the ranks end already: it says how many follow."""
+        request = self._request()
+        if request is not None:
+            self._asked = request.ranks
             request.answer(
-                f"The run cannot be on {ranks(request.ranks)}. It can be on {known}.", done=False
+                f"The run goes on with {ranks(request.ranks)}: those that it was on are ending."
             )
-        elif request.ranks == size:
+
+    def _decide(self, request: Request, size: int) -> None:
+        if request.ranks == size:
             # What was asked for before, and has not begun, is not to be.
             self._asked = None
             self._run.resize.unlink(missing_ok=True)
@@ -91,8 +106,8 @@ class Resizing:
         # What rank 0 has returned is no result of the run's.
         self._run.result.unlink(missing_ok=True)
         # A later request may have taken the first one back.
-        size = self._devices = self._asked or group.size
-        return self._change(group, size, "asked for", since, restart)
+        self._devices = self._asked or group.size
+        return self._change(group, self._devices, "", since, restart)
 
     def after_loss(
         self, group: WorkerGroup, failures: Sequence[Failure], restart: int
@@ -108,8 +123,10 @@ class Resizing:
             return None
         time.sleep(_TOGETHER)
         lost = group.killed(first.rank)
+        self._look_meanwhile()
         left = self._devices - len(lost)
-        largest = self.elastic.largest(left)
+        # What was asked for says how many devices there are, whatever was lost before.
+        largest = self._asked or self.elastic.largest(left)
         if largest is None:
             self.too_few = (
                 f"devices='{self.elastic.asked}': {left} are left, and the run needs "
@@ -122,12 +139,11 @@ class Resizing:
             if group.attempt.unsure.exists():
                 why = group.attempt.unsure.read_text()
                 logger.warning("The state in the ranks' memory is not taken: %s.", why)
-        asked = self._asked if self._asked is not None and self._asked <= left else None
-        self._devices = asked or left
+        self._devices = self._asked or left
         title = first.title if len(lost) == 1 else first.title.replace("was ", "were ", 1)
-        why = f"{name_ranks(lost)} {title}" if lost else "asked for"
+        why = f"{name_ranks(lost)} {title}" if lost else ""
         since = complete or first.time
-        return self._change(group, asked or largest, why, since, restart)
+        return self._change(group, self._asked or largest, why, since, restart)
 
     def _await(self, group: WorkerGroup) -> None:
         """Wait until every rank has ended, or has an error on its way out: it has left its state.
@@ -138,16 +154,22 @@ class Resizing:
         while time.monotonic() < deadline:
             if len({one.rank for one in group.failures()} | set(group.finished())) >= group.size:
                 return
+            self._look_meanwhile()
             time.sleep(_POLL)
 
     def _change(
-        self, group: WorkerGroup, size: int, why: str, since: float, restart: int
+        self, group: WorkerGroup, size: int, lost: str, since: float, restart: int
     ) -> Change:
+        if self._asked is None:
+            why = lost or "what was asked for was taken back"
+        else:
+            why = f"{lost}; {size} were asked for" if lost else "asked for"
         self._asked = None
         self._run.resize.unlink(missing_ok=True)
         change = Change(group.size, size, why, since)
         change.write(self._run.change(restart + 1))
-        logger.warning("The run goes on with %s, not %d: %s.", ranks(size), group.size, why)
+        before = f"not {group.size}" if size != group.size else "as before"
+        logger.warning("The run goes on with %s, %s: %s.", ranks(size), before, why)
         self._say_spares(size)
         return change
 

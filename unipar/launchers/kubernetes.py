@@ -113,6 +113,7 @@ class KubernetesLauncher(SubmittingLauncher):
             return ""
         import yaml
 
+        self._check_reach(task)
         return yaml.safe_dump(self.manifest(task), sort_keys=False)
 
     def manifest(self, task: Task) -> dict[str, Any]:
@@ -182,13 +183,17 @@ class KubernetesLauncher(SubmittingLauncher):
     def start(self, task: Task) -> Handle:
         if self.options.backend == "local":
             return LocalJob(task)
+        self._check_reach(task)
+        return TrainJob(task, self.manifest(task), self._client())
+
+    def _check_reach(self, task: Task) -> None:
+        """Refuse a directory that pods could not reach."""
         mount = self.options.mount
         if not task.directory.is_relative_to(mount):
             raise ConfigError(
                 f"launcher 'kubernetes': output_dir is not below mount='{mount}', so pods could "
                 f"not reach {task.directory}. Set output_dir='{mount}/…'."
             )
-        return TrainJob(task, self.manifest(task), self._client())
 
     def _client(self) -> Any:
         """The SDK's client of the cluster.

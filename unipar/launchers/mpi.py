@@ -7,6 +7,8 @@ import shutil
 import time
 from typing import ClassVar
 
+from pydantic import Field
+
 from unipar.errors import ConfigError
 from unipar.launchers.base import LauncherOptions, SubmittingLauncher
 from unipar.launchers.command import CommandHandle, held
@@ -26,7 +28,7 @@ class MpiOptions(LauncherOptions, frozen=True):
 
     hosts: tuple[str, ...] = ()
     """The machines, in the order of their ranks; left out: this machine alone."""
-    port: int = 29500
+    port: int = Field(29500, ge=1, le=65535)
     """A port of the first host, free there, on which the processes meet; of several hosts only."""
     mpirun: str = "mpirun"
     """The command, by name or path."""

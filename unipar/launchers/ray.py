@@ -443,8 +443,11 @@ def _check_reachable(address: str) -> None:
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(f"launcher 'ray': address='{address}' is neither 'auto' nor HOST:PORT.")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(
+            f"launcher 'ray': address='{address}' is neither 'auto' nor HOST:PORT, of which PORT "
+            "is from 1 to 65535."
+        )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACHABLE).close()
     except OSError as error:

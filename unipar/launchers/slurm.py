@@ -70,7 +70,7 @@ class SlurmOptions(LauncherOptions, frozen=True):
     cpus_per_task: PositiveInt | None = None
     """Processor cores of each process, its data-loading processes included."""
     mem: str | None = None
-    """Memory of each node, such as `64G`, or `0` for all of it."""
+    """Memory of each node, such as `64G`, or `0` for all of it; a number alone is of megabytes."""
     exclusive: bool = False
     """Whether no other job may share the nodes."""
     sbatch: dict[str, str | int | bool] = Field(default={})
@@ -85,6 +85,13 @@ class SlurmOptions(LauncherOptions, frozen=True):
     """Whether the job is queued again after a time limit, a preemption or a failed node."""
     max_requeues: NonNegativeInt = 100
     """How often SIGTERM, at the time limit or for another job, may make it be queued again."""
+
+    @field_validator("mem", mode="before")
+    @classmethod
+    def _mem(cls, mem: Any) -> Any:
+        # Without quotes, YAML and the command line take 0 for a number.
+        whole = isinstance(mem, int) and not isinstance(mem, bool) and mem >= 0
+        return str(mem) if whole else mem
 
     @field_validator("time", mode="before")
     @classmethod

@@ -12,6 +12,7 @@ import yaml
 
 from unipar import checkpoint
 from unipar.errors import CheckpointError, ConfigError
+from unipar.launch import elastic
 from unipar.train import lock
 from unipar.train.job import Job
 
@@ -44,8 +45,23 @@ def check(job: Job, *, alone: bool) -> None:
 
 
 @contextlib.contextmanager
+def held(job: Job) -> Iterator[None]:
+    """Hold a run's directories for the length of the block.
+
+    Raises:
+        ConfigError: they cannot be written, or another run is using them.
+    """
+    with contextlib.ExitStack() as stack:
+        with _explained():
+            stack.enter_context(lock.held(*_made(job)))
+        yield
+
+
+@contextlib.contextmanager
 def claimed(job: Job, *, restarted: bool) -> Iterator[None]:
     """Hold a run's directories for the length of the block, and write its config.
+
+    Where the number of ranks may change, the launching process holds them already.
 
     Args:
         job: whose directories.
@@ -54,9 +70,10 @@ def claimed(job: Job, *, restarted: bool) -> Iterator[None]:
     Raises:
         ConfigError: they cannot be written, or another run is using them.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
+        if elastic.member() is None:
+            stack.enter_context(held(job))
         with _explained():
-            held.enter_context(lock.held(*_made(job)))
             values = job.config.model_dump(mode="json", by_alias=True)
             (job.output_dir / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         _check_remote(job, restarted=restarted)

@@ -15,10 +15,12 @@ from unipar.checkpoint.names import TEMPORARY
 from unipar.config import CheckpointConfig, RunConfig
 from unipar.errors import ConfigError, Terminated
 from unipar.launch.elastic import REQUEST, Elastic
+from unipar.train import directories
 from unipar.train.events import EventLog
 from unipar.train.handover import holds_whole, newest_left
 from unipar.train.job import Job
 from unipar.train.preflight import Plan
+from unipar.train.unsaid import interrupt_noted
 from unipar.utils.devices import device_range
 from unipar.utils.logs import logging_to_terminal
 from unipar.utils.scratch import scratch
@@ -33,6 +35,8 @@ _MEMORY = Path("/dev/shm")
 def changing(job: Job, planned: Plan, directory: Path) -> Iterator[Elastic | None]:
     """How the number of ranks of a run may change, for its length; ``None`` where it does not.
 
+    A signal that ends the run in the block is noted, and with it what a group has left.
+
     Args:
         job: the run.
         planned: its processes.
@@ -40,11 +44,15 @@ def changing(job: Job, planned: Plan, directory: Path) -> Iterator[Elastic | Non
     """
     config = job.config
     wanted = device_range(config.devices)
-    if wanted is None:
-        yield None
-        return
     with contextlib.ExitStack() as stack:
+        stack.enter_context(interrupt_noted(job, starts_here=planned.launcher.starts_here))
+        if wanted is None:
+            yield None
+            return
         stack.enter_context(logging_to_terminal(config.log_level, main=True))
+        if planned.launcher.starts_here:
+            # Between two groups there is no rank that could hold them.
+            stack.enter_context(directories.held(job))
         places = [directory]
         if os.access(_MEMORY, os.W_OK):
             places.insert(0, stack.enter_context(scratch(_MEMORY)))

@@ -23,7 +23,7 @@ from unipar.engine.checks import (
 )
 from unipar.errors import ConfigError
 from unipar.evaluation.evaluate import Predict
-from unipar.launch.elastic import Elastic
+from unipar.launch.elastic import Elastic, ranks
 from unipar.launchers import Launcher, Task
 from unipar.loss import LossFn
 from unipar.objective import require_objective
@@ -31,6 +31,7 @@ from unipar.sizing import resolve_for
 from unipar.strategy import EngineSpec, Strategy
 from unipar.strategy.registry import is_auto
 from unipar.train.loaders import training_loader
+from unipar.train.speeds import check_tells_apart
 from unipar.utils.devices import DeviceRange, device_range, resolve_device_type
 from unipar.world import Placement
 
@@ -150,11 +151,12 @@ def elastic_sizes(
     alike = [size for size, axes in found.items() if axes == found[max(found)]]
     why = f"\n{refusal}" if refusal is not None else ""
     if not alike or (len(alike) == 1 and most > wanted.least):
-        only = f"can be on {alike[0]} of them alone" if alike else "cannot be on any of them"
+        only = f"on {ranks(alike[0])} alone" if alike else "on none of these numbers"
+        number = f"devices={alike[0]}" if alike else "devices a number"
         raise ConfigError(
-            f"devices='{wanted}' lets the number of ranks change, and strategy '{strategy.name}' "
-            f"with its options {only}. Give devices a number, or use another strategy or other "
-            f"options.{why}"
+            f"devices='{wanted}' lets the number of ranks change, and in this range strategy "
+            f"'{strategy.name}' with its options can be {only}. Give {number} or another range, or "
+            f"use another strategy or other options.{why}"
         )
     here = tuple(size for size in alike if size <= placement.size)
     if not here or (joined and placement.size not in here):
@@ -242,6 +244,8 @@ def check(
         accumulation=loader.accumulation,
     )
     check_capabilities(planned.strategy, spec, planned.placement)
+    if config.shares == "auto" and layout.batch > 1:
+        check_tells_apart(loader.micro_batch_size)
     if planned.strategy.capabilities().pipeline:
         for given in filter(None, (loss, predict)):
             require_objective(given)

@@ -103,6 +103,24 @@ class Speeds:
         return parts
 
 
+def check_tells_apart(micro_batch_size: int) -> None:
+    """Refuse micro-batches by which the speeds of ranks cannot be told apart.
+
+    Args:
+        micro_batch_size: samples of the largest pass of a rank.
+
+    Raises:
+        ConfigError: they are of one sample.
+    """
+    if micro_batch_size < 2:
+        raise ConfigError(
+            "shares='auto' with micro_batch_size=1: all ranks run equally many passes in a step, "
+            "and a pass of one sample cannot be made smaller for a slow rank. Raise "
+            "micro_batch_size, to 4 or more, or leave it out, with at least 2 samples of "
+            "global_batch_size for each rank."
+        )
+
+
 class SpeedTest:
     """Times passes of each data-parallel rank while the others have one sample each.
 
@@ -123,12 +141,8 @@ class SpeedTest:
 
     def __init__(self, engine: Engine, loader: Loader, loss_fn: LossFn, world: World) -> None:
         many = loader.micro_batch_size
-        if many < 2:
-            raise ConfigError(
-                "shares='auto' with micro_batch_size=1: all ranks run equally many passes in a "
-                "step, and a pass of one sample cannot be made smaller for a slow rank. Raise "
-                "micro_batch_size, to 4 or more, or leave it out."
-            )
+        # Where it was to be found out, nothing before the ranks knew it.
+        check_tells_apart(many)
         self._engine, self._loss_fn, self._world = engine, loss_fn, world
         self._few, self._many = many // 2, many
         # A dataset that draws random numbers must not move those of the run.

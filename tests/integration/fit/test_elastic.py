@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -304,18 +306,126 @@ def test_ctrl_c_during_a_change_keeps_every_step(elastic: Run, tmp_path: Path):
     assert rest.losses == pytest.approx(reference(STEPS)[0][4:], rel=1e-5)
 
 
+class KillsAndInterrupts(Kills):
+    """Kills ranks, and soon after sends SIGINT to the launching process."""
+
+    def on_step_end(self, run: Any, record: Any) -> None:
+        if record.step == self.step and run.rank in self.ranks and not run.restart:
+            command = f"sleep 0.5; kill -INT {os.getppid()}"
+            subprocess.Popen(["sh", "-c", command], start_new_session=True)
+        super().on_step_end(run, record)
+
+
+@pytest.mark.parametrize(
+    ("model", "kills"),
+    [(build, KillsAndInterrupts(5, 0)), (interrupting_model, Kills(5, 1))],
+    ids=["ranks are ending", "ranks have come"],
+)
+def test_ctrl_c_during_a_change_that_repeats_steps_says_where_to_go_on(
+    elastic: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, model: Any, kills: Kills
+):
+    """There is nothing newer to keep than what the run has saved."""
+    settings = {"strategy": "fsdp", "checkpoint": {"every_steps": 2, "async": False}}
+    with pytest.raises(KeyboardInterrupt):
+        elastic("1:2", model, callbacks=[kills], **settings)
+    found = read_run(tmp_path / "run")
+    assert (found.state, found.why) == ("interrupted", "SIGINT")
+    assert re.search(
+        r"interrupted before all ranks had saved; the newest checkpoint is .*step-00000004, "
+        r"continue with resume='auto'",
+        caplog.text,
+    )
+
+
+class Watches(threading.Thread):
+    """Lists the states of a run that there are from its first start on, until it is ended."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory, self.states, self.over = directory, [], threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.01):
+            found = read_run(self.directory)
+            if found.starts:
+                self.states.append(found.state)
+
+    def __enter__(self) -> Watches:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join()
+
+
+def test_a_run_is_running_and_nobody_elses_while_it_changes(elastic: Run, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    with Watches(tmp_path / "run") as watches:
+        elastic("1:2", strategy="ddp", callbacks=[Kills(3, 0), Asks({9: [2]}, tmp_path)])
+    assert worlds(tmp_path) == [2, 1, 2]
+    last = watches.states.index("finished") if "finished" in watches.states else None
+    assert set(watches.states[:last]) == {"running"}
+
+
+class SaysKilled(Kills):
+    """Leaves a file before it kills."""
+
+    def __init__(self, step: int, rank: int, here: Path) -> None:
+        super().__init__(step, rank)
+        self.here = here
+
+    def on_step_end(self, run: Any, record: Any) -> None:
+        if record.step == self.step and run.rank in self.ranks and not run.restart:
+            (self.here / "killed").touch()
+        super().on_step_end(run, record)
+
+
+def test_a_run_that_has_lost_ranks_may_be_asked_at_once(elastic: Run, tmp_path: Path):
+    from unipar.cli.runs import resize
+
+    said: list[object] = []
+
+    def asks() -> None:
+        while not (tmp_path / "killed").exists():
+            time.sleep(0.01)
+        try:
+            resize("run", 1, directory=tmp_path)
+        except ConfigError as error:
+            said.append(error)
+
+    asking = threading.Thread(target=asks, daemon=True)
+    asking.start()
+    result = elastic("1:3", strategy="ddp", callbacks=[SaysKilled(3, 0, tmp_path)])
+    asking.join()
+    assert said == []
+    assert worlds(tmp_path) in ([3, 1], [3, 2, 1])
+    is_undisturbed(result, tmp_path)
+
+
 class DiesHandingOver(Callback):
-    """Kills a rank of the first group where it is to hand over."""
+    """Kills ranks of a group where they are to hand over, or have done it."""
 
     every_rank = True
+
+    def __init__(self, *ranks: int, restart: int = 0, late: bool = False) -> None:
+        self.ranks, self.restart, self.late = ranks, restart, late
 
     def on_run_start(self, run: Any) -> None:
         from unipar.train.handover import Handover
 
-        if run.rank == 1 and not run.restart:
-            Handover.hand_over = lambda *_: os.kill(  # pyright: ignore[reportAttributeAccessIssue]
-                os.getpid(), signal.SIGKILL
-            )
+        if run.rank not in self.ranks or run.restart != self.restart:
+            return
+        hand_over, late = Handover.hand_over, self.late
+
+        def dies(self: Handover, *given: Any) -> bool:
+            if late:
+                hand_over(self, *given)
+                self.session.world.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+            return True
+
+        Handover.hand_over = dies  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.thorough
@@ -326,7 +436,7 @@ def test_a_rank_that_is_lost_during_a_handover(
     result = elastic(
         "1:3",
         strategy=strategy,
-        callbacks=[DiesHandingOver(), Asks({4: [1]}, tmp_path)],
+        callbacks=[DiesHandingOver(1), Asks({4: [1]}, tmp_path)],
         checkpoint={"every_steps": 3},
         log_level="info",
     )
@@ -334,6 +444,27 @@ def test_a_rank_that_is_lost_during_a_handover(
     is_undisturbed(result, tmp_path)
     [changed] = [row for row in events(tmp_path) if row["event"] == "changed"]
     assert changed["repeated"] == repeated
+
+
+@pytest.mark.parametrize(
+    ("dies", "why"),
+    [
+        (DiesHandingOver(1, restart=1), "rank 1 was killed by SIGKILL, as .*; 3 were asked for"),
+        pytest.param(
+            DiesHandingOver(0, 1, restart=1, late=True),
+            "ranks 0, 1 were killed by SIGKILL, as .*; 3 were asked for",
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_what_was_asked_for_counts_where_ranks_are_lost_meanwhile(
+    elastic: Run, tmp_path: Path, dies: DiesHandingOver, why: str
+) -> None:
+    result = elastic("1:3", strategy="ddp", callbacks=[dies, Asks({3: [2], 6: [3]}, tmp_path)])
+    assert worlds(tmp_path) == [3, 2, 3]
+    is_undisturbed(result, tmp_path)
+    changed = [row for row in events(tmp_path) if row["event"] == "changed"]
+    assert re.fullmatch(why, changed[-1]["why"])
 
 
 @pytest.mark.thorough
@@ -470,14 +601,20 @@ def test_ranks_of_another_launcher_go_on_by_themselves(tmp_path: Path):
         (
             "1:4",
             {"strategy": "single"},
-            r"strategy 'single'.*can be on 1 of them alone.*runs on one device",
+            r"strategy 'single'.*can be on 1 rank alone\. Give devices=1 .*runs on one device",
         ),
         (
             "1:4",
             {"strategy": "mesh:tp=2,dp_shard=2"},
-            r"strategy 'mesh'.*can be on 4 of them alone",
+            r"strategy 'mesh'.*can be on 4 ranks alone",
         ),
-        ("2:3", {"strategy": "mesh:tp=4"}, r"strategy 'mesh'.*cannot be on any of them"),
+        ("2:3", {"strategy": "mesh:tp=4"}, r"strategy 'mesh'.*can be on none of these numbers"),
+        ("1:3", {"strategy": "mesh:pp=2"}, r"'mesh'.*can be on 2 ranks alone\. Give devices=2 "),
+        (
+            "1:2",
+            {"strategy": "ddp", "shares": "auto", "micro_batch_size": 1},
+            r"shares='auto' with micro_batch_size=1: .*Raise micro_batch_size, to 4 or more",
+        ),
         ("1:2", {"strategy": "ddp", "launcher": "torchrun"}, r"launcher 'torchrun' starts as many"),
         ("1:2", {"strategy": "ddp", "launcher": "slurm"}, r"launcher 'slurm' .*such as devices=1"),
         ("1:2", {"strategy": "ddp", "launcher": "ray"}, r"'ray' has no cluster but this machine"),

@@ -21,6 +21,7 @@ from small_run import Watched, build, data, make_scheduler, reference, settings
 
 from unipar import Callback, fit
 from unipar.errors import DataError
+from unipar.train.watching.runs import read_run
 
 HERE = Path(__file__).parent
 
@@ -216,6 +217,44 @@ SLOW = """
                       steps=60, checkpoint={}, callbacks=[Slow()])
     fit(build(), data(), **values)
 """
+
+
+STUCK = """
+import sys, time
+from pathlib import Path
+from small_run import build, data, settings
+from unipar import Callback, fit
+
+class Stuck(Callback):
+    def on_step_end(self, run, record):
+        if record.step == 3:
+            Path(sys.argv[1], "step").touch()
+            time.sleep(60)
+
+values = settings(Path(sys.argv[1], "run"), strategy="ddp", devices=2, steps=60,
+                  checkpoint={"every_steps": 2, "async": False}, callbacks=[Stuck()])
+fit(build(), data(), **values)
+"""
+
+
+def test_a_run_that_a_second_ctrl_c_ends_is_interrupted_and_not_lost(tmp_path: Path):
+    process = start(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(STUCK), str(tmp_path)],
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "step").exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    found = read_run(tmp_path / "run")
+    assert (found.state, found.why) == ("interrupted", "SIGINT"), err
+    assert "unipar: interrupted before all ranks had saved; the newest checkpoint is " in err
+    assert "step-00000002, continue with resume='auto'" in err
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2)])

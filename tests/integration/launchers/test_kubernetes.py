@@ -19,7 +19,9 @@ from torch import nn
 
 import unipar
 from unipar import ConfigError, WorkerError
+from unipar.config.settings import load_settings
 from unipar.launchers import resolve
+from unipar.train.dry_run import resolve_run
 
 pytest.importorskip("kubeflow")
 
@@ -166,6 +168,30 @@ def test_what_cannot_be_is_refused_before_anything_is_made(
     with pytest.raises(ConfigError, match=named):
         train({**on_cluster(tmp_path), **options}, tmp_path / "run")
     assert not cluster.jobs
+
+
+def test_a_dry_run_refuses_what_pods_could_not_reach(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        textwrap.dedent(
+            """
+            model: {target: torch.nn:Linear, in_features: 2, out_features: 1}
+            data: {target: torch:zeros, size: [4, 2]}
+            strategy: ddp
+            device: cpu
+            devices: 2
+            global_batch_size: 2
+            """
+        )
+    )
+    launcher = f"kubernetes:claim=c,mount={tmp_path}/shared"
+    flags = {"launcher": launcher}
+    settings = load_settings(file, environ={}, flags=flags, sets=())
+    with pytest.raises(ConfigError, match=r"output_dir is not below mount=.*Set output_dir="):
+        resolve_run(settings)
+    below = (f"output_dir={tmp_path}/shared/run",)
+    settings = load_settings(file, environ={}, flags=flags, sets=below)
+    assert f"{tmp_path}/shared/run/launch/000" in resolve_run(settings).rendered
 
 
 def test_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,11 @@ def test_three_ways_to_write_it(written: Any) -> None:
         ("mpo", r"no launcher 'mpo'. Did you mean 'mpi'\? Installed: .*local, mpi"),
         ("mpi:host=[a]", r"launcher 'mpi': .*host.*Did you mean 'hosts'"),
         ("mpi:port=high", r"launcher 'mpi': .*port"),
+        ("mpi:port=99999999", r"launcher 'mpi': .*port.*99999999"),
+        ("mpi:port=0", r"launcher 'mpi': .*port"),
+        ("torchrun:port=65536", r"launcher 'torchrun': .*port"),
+        ("slurm:mem=-1", r"launcher 'slurm': .*mem"),
+        ("slurm:mem=true", r"launcher 'slurm': .*mem"),
         ({"hosts": ["a"]}, r"launcher .* has no name"),
         (3, r"launcher 3 \(int\) was given"),
     ],
@@ -45,6 +50,11 @@ def test_three_ways_to_write_it(written: Any) -> None:
 def test_what_is_wrong_with_it_is_said(written: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"(?s){said}"):
         resolve(written)
+
+
+@pytest.mark.parametrize(("written", "mem"), [("0", "0"), ("4096", "4096"), ("64G", "64G")])
+def test_memory_may_be_a_number(written: str, mem: str) -> None:
+    assert resolve(f"slurm:mem={written}").options.mem == mem
 
 
 def test_a_run_file_the_environment_and_flags(tmp_path: Path) -> None:

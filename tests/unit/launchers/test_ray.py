@@ -76,6 +76,7 @@ def test_wrong_option_is_refused(
     [
         ("ray://head:10001", "is one of Ray's client, whose driver runs elsewhere"),
         ("head", "is neither 'auto' nor HOST:PORT"),
+        ("head:99999", "is neither 'auto' nor HOST:PORT"),
         ("{free}", "no cluster of Ray answers as it should at '127.0.0.1:"),
     ],
 )
