@@ -80,6 +80,7 @@ def largest_difference(losses: list[float]) -> float:
         "fsdp:wrap=[Linear]",
         "fsdp:wrap_min_params=300",
         "fsdp:prefetch=1",
+        "fsdp:keep_root=true",
         "fsdp:cpu_offload=true",
         "fsdp:sharding=grad_op",
         "fsdp:sharding=hybrid,shard_size=2",

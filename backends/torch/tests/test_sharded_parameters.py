@@ -260,12 +260,19 @@ def kept_gathered(placement: Placement, strategy: Any, asks: bool) -> list[torch
 
 # One that calls itself, FSDP takes where what is gathered is kept.
 @pytest.mark.parametrize(
-    ("sharding", "asks"), [("full", False), ("grad_op", False), ("grad_op", True)]
+    ("options", "asks"),
+    [
+        ({"sharding": "full"}, False),
+        ({"sharding": "grad_op"}, False),
+        ({"sharding": "grad_op"}, True),
+        ({"keep_root": True}, False),
+        ({"keep_root": True, "sharding": "hybrid"}, False),
+    ],
 )
 def test_no_gathered_copy_is_left_where_weights_are_changed(
-    world_pool: Any, sharding: str, asks: bool
+    world_pool: Any, options: dict[str, Any], asks: bool
 ) -> None:
     plain = world_pool(1).run(kept_gathered, "single", asks)[0]
-    strategy = {"name": "fsdp", "sharding": sharding, "wrap": ["Sequential"]}
+    strategy = {"name": "fsdp", "wrap": ["Sequential"], **options}
     for found in world_pool(2).run(kept_gathered, strategy, asks):
         torch.testing.assert_close(found, plain)

@@ -69,6 +69,11 @@ class ShardingOptions(StrategyOptions):
         """Whether parameters stay gathered from forward to backward."""
         return False
 
+    @property
+    def keeps_root(self) -> bool:
+        """Whether those that are in no unit do."""
+        return self.keeps_gathered
+
     @model_validator(mode="after")
     def _wrapped_in_one_way(self) -> ShardingOptions:
         if self.wrap_min_params is not None and self.wrap != "auto":
@@ -92,10 +97,20 @@ class FSDPOptions(ShardingOptions):
         description="With 'hybrid': ranks that share one replica. Default: those of a node, or "
         "half of all ranks where there is one node.",
     )
+    keep_root: bool = Field(
+        default=False,
+        description="What is in no unit stays gathered from forward to backward, as fully_shard "
+        "has it by itself: one gathering less a step. A change of such a weight is lost if it "
+        "comes after a forward pass with gradients, and before a backward pass follows.",
+    )
 
     @property
     def keeps_gathered(self) -> bool:
         return self.sharding == "grad_op"
+
+    @property
+    def keeps_root(self) -> bool:
+        return self.keep_root or self.keeps_gathered
 
     @model_validator(mode="after")
     def _consistent(self) -> FSDPOptions:

@@ -136,7 +136,7 @@ def prepare(
         undo.append(refuse_changed_weights(module, name, parts, is_copy))
         undo += refuse_uses_outside(module, options.strategy)
         every = options.reduce_scatter_every_microbatch
-        reducer = ShardReducer(module, world, name, every=every, keeps=options.keeps_gathered)
+        reducer = ShardReducer(module, world, name, every=every, keeps=options.keeps_root)
     else:
         reducer = DividedReducer(module, world)
     spec = with_divisible_optimizer(spec, options.strategy, world, AsDTensors())
@@ -197,10 +197,11 @@ def shard_units(
         if isinstance(unit, FSDPModule):
             # The user has.
             continue
+        kept = options.keeps_root if unit is module else options.keeps_gathered
         fully_shard(
             unit,
             mesh=mesh,
-            reshard_after_forward=not options.keeps_gathered,
+            reshard_after_forward=not kept,
             mp_policy=_mixed_precision(spec, options, root=unit is module and gives_loss),
             offload_policy=_offload(world.device, options),
         )

@@ -167,7 +167,13 @@ def _taken(module: Any, kind: type, found: dict[str, Any], half: Any, options: A
         found = {**found, "param_dtype": "fp32"} if found.get("name") != "ddp" else found
     known = adoption.asked.get("strategy", {})
     adoption.ask(
-        strategy={"name": "fsdp", **(known if known.get("name") == "fsdp" else {}), **found}
+        strategy={
+            "name": "fsdp",
+            # As FSDP has it by itself.
+            "keep_root": True,
+            **(known if known.get("name") == "fsdp" else {}),
+            **found,
+        }
     )
     if half in PRECISIONS:
         adoption.ask(precision=PRECISIONS[half])
