@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree
 
 from unipar.errors import ConfigError
@@ -70,9 +71,11 @@ class Objective:
         each row.
 
         Args:
-            model: what tells whether it is causal, wrapped or not.
+            model: what tells whether it is causal, wrapped or not; ``engine.module`` is.
         """
-        shifts, counts = _shifts_labels(model), _classifies(model)
+        # The stages of a pipeline are copies of the model, without the layers of other stages.
+        kind = model[0] if isinstance(model, nn.ModuleList) and len(model) else model
+        shifts, counts = _shifts_labels(kind), _classifies(kind)
         return _OwnLoss(
             _whole_batch,
             _loss_of_output,

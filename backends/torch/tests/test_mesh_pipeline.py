@@ -160,6 +160,36 @@ def test_models_of_transformers_train_the_same_run(
     kit.check(run, scenario)
 
 
+def own_losses(placement: Placement, strategy: str) -> list[float]:
+    """Of a model that computes its loss, on rows of which some are not to be predicted at first."""
+    torch.manual_seed(0)
+    draw = torch.Generator().manual_seed(1)
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            llama(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        loss = unipar.Objective.of_model(engine.module)
+        found = []
+        for _ in range(3):
+            ids = torch.randint(1, 12, (4, 2, 8), generator=draw)
+            labels = ids.clone()
+            labels[:2, :, :3] = -100
+            parts = [
+                MicroBatch({"input_ids": ids[one], "labels": labels[one]}, 2) for one in range(4)
+            ]
+            found.append(engine.train_step(Batch(tuple(parts), 8), loss).loss)
+        return found
+
+
+@pytest.mark.slow
+def test_labels_that_a_models_own_loss_shifts_are_counted_as_in_the_whole(
+    world_pool: WorldPools,
+) -> None:
+    whole = world_pool(1).run(own_losses, "single")[0]
+    for found in world_pool(2).run(own_losses, "mesh:pp=2"):
+        assert found == pytest.approx(whole, rel=1e-6)
+
+
 # -- cuts ------------------------------------------------------------------------------------------
 
 
