@@ -73,9 +73,8 @@ class Objective:
         Args:
             model: what tells whether it is causal, wrapped or not; ``engine.module`` is.
         """
-        # The stages of a pipeline are copies of the model, without the layers of other stages.
-        kind = model[0] if isinstance(model, nn.ModuleList) and len(model) else model
-        shifts, counts = _shifts_labels(kind), _classifies(kind)
+        inner = _without_wrappers(model)
+        shifts, counts = _shifts_labels(inner), _classifies(inner)
         return _OwnLoss(
             _whole_batch,
             _loss_of_output,
@@ -262,12 +261,41 @@ _NOT_SHIFTING = (
 """Whose labels are shifted already, in transformers 5.23: mostly decoders of two-part models."""
 
 
-def _shifts_labels(model: Any) -> bool:
+def _without_wrappers(model: Any) -> Any:
+    """The model that computes the loss, without what is around it."""
+    while True:
+        children = dict(model.named_children()) if isinstance(model, nn.Module) else {}
+        if isinstance(model, nn.ModuleList) and len(model):
+            # The stages of a pipeline are copies of the model, without the layers of other stages.
+            inner: Any = model[0]
+        elif "_orig_mod" in children:
+            # A compiler's.
+            inner = children["_orig_mod"]
+        elif getattr(model, "module", None) is not None:
+            # DDP's and its like.
+            inner = model.module
+        elif callable(base := getattr(model, "get_base_model", None)):
+            # PEFT's.
+            inner = base()
+        elif len(children) == 1 and not _shifts_labels(model):
+            # The user's own, around a model that tells what it is.
+            (inner,) = children.values()
+            own = next(model.parameters(recurse=False), None)
+            if own is not None or "config" not in vars(inner) or "config" in vars(model):
+                break
+        else:
+            break
+        if inner is model:
+            break
+        model = inner
+    return model
+
+
+def _shifts_labels(module: Any) -> bool:
     """Whether the model predicts a label from the tokens before it, and none by the first."""
-    config = getattr(model, "config", None)
+    config = getattr(module, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return False
-    module = getattr(model, "module", model)
     names = {cls.__name__ for cls in type(module).__mro__}
     names |= {*(getattr(config, "architectures", None) or ())}
     if not names.isdisjoint(_NOT_SHIFTING):
@@ -280,7 +308,7 @@ def _shifts_labels(model: Any) -> bool:
 def _classifies(model: Any) -> bool:
     """Return whether integer labels are classes, of which -100 is none, and not numbers."""
     config = getattr(model, "config", None)
-    one = "ForSequenceClassification" in type(getattr(model, "module", model)).__name__
+    one = "ForSequenceClassification" in type(model).__name__
     single = one and getattr(config, "num_labels", None) == 1
     return not single and getattr(config, "problem_type", None) != "regression"
 

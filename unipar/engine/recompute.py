@@ -97,13 +97,18 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
         targets = modules_of_classes(model, policy, "activation_checkpointing")
     give_back_caches = _without_caches(model)
     recompute = _kept_in_part if policy == "selective" else _recomputed
+    # Compiled modules, and those that somebody has patched, have one of their own.
+    own = [(module, module.__dict__.get("forward")) for module in targets]
     for module in targets:
         module.forward = recompute(module, module.forward)
 
     def undo() -> None:
         give_back_caches()
-        for module in targets:
-            module.__dict__.pop("forward", None)
+        for module, forward in own:
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = forward
 
     return undo
 

@@ -134,7 +134,7 @@ class StepEngine(Engine):
         if optimizer is not None:
             clearing = self.reducer.hides_gradients
             self._undo.append(guard_optimizer(optimizer, self, clearing=clearing))
-        self._modes: list[tuple[nn.Module, bool]] = []
+        self._evaluated = False
         self._given_up = False
         self._reduced: tuple[float, float, float] | None = None
         self._compares, self._not_looked_at = optimizer is not None and world.size > 1, 0
@@ -158,8 +158,7 @@ class StepEngine(Engine):
                 "engine.train_step(…) came in the middle of a step of a loop of your own. Call "
                 "engine.step() before it, or engine.zero_grad() to give that step up."
             )
-        if self._modes:
-            self._enter_training()
+        self._evaluated = False
         self._loop.whole_step = True
         try:
             if self._given_up:
@@ -416,7 +415,7 @@ class StepEngine(Engine):
         if self._whole_steps:
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._enter_training()
+            self._evaluated = False
             if self._dropout is not None and not self._loop.whole_step:
                 raise ConfigError(
                     f"{OPTION} knows by the batch which samples are computed, and a loop of your "
@@ -572,9 +571,8 @@ class StepEngine(Engine):
     def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
         self.check_last_step()
         self._drop_given_up()
-        self._enter_evaluation()
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        with torch.no_grad():
+        with torch.no_grad(), self._evaluating():
             if self._pipeline is not None:
                 self._pipeline.evaluate(batch, loss_fn, sums)
             else:
@@ -595,7 +593,7 @@ class StepEngine(Engine):
     def probe(self, microbatch: MicroBatch, loss_fn: LossFn) -> None:
         self.check_last_step()
         self._drop_given_up()
-        self._enter_training()
+        self._evaluated = False
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         device = self.world.device
         with (
@@ -618,17 +616,23 @@ class StepEngine(Engine):
                     for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
                         buffer.copy_(saved)
 
-    def _enter_training(self) -> None:
-        if self._modes:
-            for module, training in self._modes:
-                module.training = training
-            self._modes = []
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Have the model in evaluation mode, and afterwards as it was.
 
-    def _enter_evaluation(self) -> None:
-        if not self._modes:
+        Not until the next step alone: another engine's loss may go through it before, and the user
+        may set modes.
+        """
+        if not self._evaluated:
             self.reducer.share_buffers()
-            self._modes = [(module, module.training) for module in self.module.modules()]
-            self.module.eval()
+            self._evaluated = True
+        modes = [(module, module.training) for module in self.module.modules()]
+        self.module.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -665,7 +669,6 @@ class StepEngine(Engine):
         self.average.items_per_sample = float(source.extra.get("items_per_sample", 1.0))
 
     def close(self) -> None:
-        self._enter_training()
         # A wrapper may hold memory, or a process group, for as long as it is held.
         self.model = self.eval_model = self.loop_model = self.module
         while self._undo:

@@ -326,3 +326,55 @@ def test_an_objective_of_the_user_is_called_as_it_says():
 def test_what_a_pipeline_cannot_take_apart_is_refused_with_what_to_write():
     with pytest.raises(ConfigError, match=r"loss=unipar.Objective\(inputs=lambda batch"):
         require_objective(lambda model, batch: model(batch))
+
+
+class LlamaForCausalLM(nn.Module):
+    """By its name, one that predicts a label from the tokens before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(is_encoder_decoder=False, architectures=None)
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+class PeftModelForCausalLM(nn.Module):
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self) -> nn.Module:
+        return self.base
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+class TinyAround(nn.Module):
+    """The user's own of that name, around what computes its hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = LlamaForCausalLM()
+
+
+TinyAround.__name__ = "MineForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (LlamaForCausalLM(), 3),
+        (Around(LlamaForCausalLM()), 3),
+        (PeftModelForCausalLM(LlamaForCausalLM()), 3),
+        (torch.compile(Around(LlamaForCausalLM())), 3),
+        (nn.ModuleList([LlamaForCausalLM()]), 3),
+        (TinyAround(), 3),
+        (Around(nn.Linear(2, 2)), 5),
+    ],
+    ids=["alone", "around", "peft", "compiled", "stages", "own name", "another"],
+)
+def test_what_is_around_a_model_does_not_hide_what_it_is(model: Any, count: int) -> None:
+    assert Objective.of_model(model).count({"labels": LABELS}) == count

@@ -1,0 +1,99 @@
+"""Modes of modules, and names of parameters, as a loss function and a user see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unipar import Session
+from unipar.data.batch import Batch, MicroBatch
+from unipar.testing.pool import WorldPools
+from unipar.world import Placement
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inward, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.inward(x)))
+
+
+def batch() -> Batch:
+    draw = torch.Generator().manual_seed(0)
+    data = torch.randn(8, 4, generator=draw), torch.randint(0, 3, (8,), generator=draw)
+    return Batch((MicroBatch(data, 8),), 8)
+
+
+def loss(model: Any, data: Any) -> torch.Tensor:
+    """Smooths labels in training alone, and keeps one layer's weights small, by its name."""
+    inputs, targets = data
+    smoothing = 0.5 if model.training else 0.0
+    found = nn.functional.cross_entropy(model(inputs), targets, label_smoothing=smoothing)
+    squares = [p.square().sum() for name, p in model.named_parameters() if name == "head.weight"]
+    return found + 0.1 * torch.stack(squares).sum()
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.5)
+
+
+def train(placement: Placement, strategy: str, mode: bool) -> list[float]:
+    with Session(strategy, device="cpu", placement=placement) as session:
+        net = Net().train(mode)
+        engine = session.prepare(net, optimizer=sgd)
+        return [engine.train_step(batch(), loss).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_loss_sees_the_users_modes_and_names(
+    strategy: str, mode: bool, world_pool: WorldPools
+) -> None:
+    net = Net().train(mode)
+    optimizer = sgd(net.named_parameters())
+    plain = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        found = loss(net, batch().microbatches[0].data)
+        found.backward()
+        optimizer.step()
+        plain.append(found.item())
+    assert world_pool(1).run(train, strategy, mode) == [pytest.approx(plain, rel=1e-5)]
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_modes_that_are_set_after_an_evaluation_stay(strategy: str, world_pool: WorldPools) -> None:
+    def run(placement: Placement) -> list[bool]:
+        with Session(strategy, device="cpu", placement=placement) as session:
+            engine = session.prepare(Net(), optimizer=sgd)
+            net: Any = engine.module
+
+            def mean(model: Any, data: Any) -> torch.Tensor:
+                return nn.functional.cross_entropy(model(data[0]), data[1])
+
+            engine.train_step(batch(), mean)
+            net.head.eval()
+            engine.eval_batch(batch(), mean)
+            seen = [net.training, net.norm.training, net.head.training]
+            net.norm.eval()
+            engine.train_step(batch(), mean)
+            return [*seen, net.training, net.norm.training, net.head.training]
+
+    assert world_pool(1).run(run) == [[True, True, False, True, False, False]]
+
+
+def test_a_block_that_has_a_forward_of_its_own_keeps_it() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inputs = torch.ones(2, 4)
+    for block in net:
+        block.forward = lambda x, own=block.forward: 3 * own(x)
+    before = net(inputs)
+    with Session("single", device="cpu") as session:
+        session.prepare(net, optimizer=sgd, activation_checkpointing=("Linear",))
+    torch.testing.assert_close(net(inputs), before)
