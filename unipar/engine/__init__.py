@@ -28,6 +28,7 @@ from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
+from unipar.engine.seen_as_module import SeenAsModule
 from unipar.engine.sharded_calls import see_calls
 from unipar.engine.stages import Stages
 from unipar.engine.state import (
@@ -68,6 +69,7 @@ __all__ = [
     "PrecisionPolicy",
     "Reducer",
     "Schedule",
+    "SeenAsModule",
     "Sliced",
     "StageCall",
     "Stages",

@@ -49,9 +49,7 @@ def compute_loss(
             loss = loss_fn(model, data)
     else:
         loss = loss_fn(model, data)
-    check_loss(loss, training=training)
-    if world.layout.cp > 1:
-        _refuse_mean(loss)
+    check_loss_of_rank(loss, world, training=training)
     if not precision.autocasts:
         return loss
     # Weighting in half precision would round loss and gradient once more on each rank.
@@ -67,12 +65,7 @@ def check_loss_of_rank(loss: Loss, world: World, *, training: bool) -> None:
         ConfigError: it is one of these.
     """
     check_loss(loss, training=training)
-    if world.layout.cp > 1:
-        _refuse_mean(loss)
-
-
-def _refuse_mean(loss: Loss) -> None:
-    if not isinstance(loss, LossSum):
+    if world.layout.cp > 1 and not isinstance(loss, LossSum):
         raise ConfigError(
             "the loss function returned a mean over samples, and each rank holds a part of "
             "every sequence, so each sample would count once for each part. Return "

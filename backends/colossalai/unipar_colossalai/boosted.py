@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
+from unipar.engine import SeenAsModule
 from unipar.errors import ConfigError
 
 
-class Boosted(nn.Module):
+class Boosted(SeenAsModule):
     """Calls what Colossal-AI has wrapped around the user's module, and lets its attributes be read.
 
     Attributes:
@@ -23,22 +23,6 @@ class Boosted(nn.Module):
         self.module = module
         # Not as a submodule, which would be the same parameters once more.
         object.__setattr__(self, "_wrapper", wrapper)
-
-    @property
-    def training(self) -> bool:
-        """Whether the user's module is in training mode, which is where modes are set."""
-        return self.module.training
-
-    @training.setter
-    def training(self, value: bool) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names that they have in the user's module."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Likewise."""
-        return self.module.named_buffers(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapper(*args, **kwargs)

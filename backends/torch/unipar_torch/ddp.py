@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -14,6 +13,7 @@ from unipar.combined import CombinedOptimizer
 from unipar.engine import (
     ByTensor,
     DDPReducer,
+    SeenAsModule,
     StepEngine,
     build_optimizer,
     checkpoint_activations,
@@ -161,24 +161,8 @@ class DDPStrategy(Strategy):
         )
 
 
-class ReplicatedModule(DistributedDataParallel):
+class ReplicatedModule(SeenAsModule, DistributedDataParallel):  # pyright: ignore[reportIncompatibleVariableOverride]
     """DDP that lets a loss function read the model's plain attributes (``model.config``)."""
-
-    @property
-    def training(self) -> bool:
-        """Whether the user's module is in training mode, which is where modes are set."""
-        return self.module.training
-
-    @training.setter
-    def training(self, value: bool) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names that they have in the user's module."""
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Likewise."""
-        return self.module.named_buffers(*args, **kwargs)
 
     def _sync_buffers(self) -> None:
         # As torch 2.13 does it itself (nn/parallel/distributed.py). In 2.11, a second forward pass
