@@ -13,6 +13,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -411,7 +412,7 @@ def start() -> None:
     place = detect()
     if place is not None and place.size > 1 and torch.cuda.is_available():
         # A script that knows nothing of ranks says "cuda".
-        torch.cuda.set_device(place.local_rank)
+        torch.cuda.set_device(replace(place, device_type="cuda").device)
     hooks.put(adoption)
 
 

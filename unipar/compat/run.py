@@ -74,7 +74,7 @@ class Run:
         """This process's device, made the current one if it is a GPU."""
         place = self.placement()
         if place.device_type == "cuda":
-            torch.cuda.set_device(place.local_rank)
+            torch.cuda.set_device(place.device)
         return place.device
 
     def world(self) -> World:

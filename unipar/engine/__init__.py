@@ -7,7 +7,7 @@ plain loop: a :class:`Reducer`, a :class:`PrecisionPolicy`, a :class:`Stepper`, 
 
 from unipar.engine.average import LossAverage
 from unipar.engine.broadcast import broadcast_tensors, share_buffers
-from unipar.engine.ddp import DDPReducer, disarm, sparse_parameters
+from unipar.engine.ddp import DDPReducer, disarm
 from unipar.engine.divisible import check_divisible, with_divisible_optimizer
 from unipar.engine.divisions import (
     AsDTensors,
@@ -30,6 +30,7 @@ from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
 from unipar.engine.seen_as_module import SeenAsModule
 from unipar.engine.sharded_calls import see_calls
+from unipar.engine.sparse import sparse_parameters
 from unipar.engine.stages import Stages
 from unipar.engine.state import (
     ModelState,

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from unipar.engine.inner import refuse_inner_gradients
 from unipar.engine.reducer import Reducer
+from unipar.engine.sparse import SparseSum, no_rows, sparse_parameters
 from unipar.engine.stepper import scale_gradients
 from unipar.errors import ConfigError
 from unipar.utils.host_copy import to_device
@@ -267,13 +268,13 @@ class DDPReducer(Reducer):
         telling = dist.all_reduce(used, dist.ReduceOp.MAX, group=group, async_op=True)
         assert telling is not None
         unused = [p for p in parameters if p.grad is None]
-        flying: deque[_Flight] = deque()
+        flying: deque[_DenseSum | SparseSum] = deque()
         for bucket in _buckets(parameters, self._sparse):
             flying.append(self._start(bucket, group))
             if len(flying) > _IN_FLIGHT:
-                _land(flying.popleft())
+                flying.popleft().land()
         while flying:
-            _land(flying.popleft())
+            flying.popleft().land()
         telling.wait()
         if unused:
             seen = dict(zip(parameters, used.tolist(), strict=True))
@@ -281,21 +282,18 @@ class DDPReducer(Reducer):
                 if not seen[parameter]:
                     parameter.grad = None
 
-    def _start(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> _Flight:
+    def _start(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> _DenseSum | SparseSum:
         if bucket[0] in self._sparse:
             (parameter,) = bucket
-            values = parameter.grad
-            if values is None:
-                values = torch.zeros_like(parameter).to_sparse(1)
-            values = values.coalesce()
-        else:
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            values = torch.cat([grad.reshape(-1) for grad in grads])
-            if self._wire_dtype is not None:
-                values = values.to(self._wire_dtype)
+            own = parameter.grad
+            return SparseSum(parameter, no_rows(parameter) if own is None else own, group)
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        values = torch.cat([grad.reshape(-1) for grad in grads])
+        if self._wire_dtype is not None:
+            values = values.to(self._wire_dtype)
         work = dist.all_reduce(values, group=group, async_op=True)
         assert work is not None
-        return _Flight(bucket, values, work)
+        return _DenseSum(bucket, values, work)
 
 
 def disarm(ddp: DistributedDataParallel) -> None:
@@ -346,10 +344,16 @@ def _sum(state, bucket):
     """The communication hook. DDP reads annotations, and a string is no type to it."""
     gradients = bucket.buffer()
     sent = gradients if state.wire_dtype is None else gradients.to(state.wire_dtype)
-    summing = dist.all_reduce(sent, group=state.group, async_op=True)
+    if sent.is_sparse:
+        (parameter,) = bucket.parameters()
+        gathering = SparseSum(parameter, sent, state.group)
+        summing = gathering.work
+    else:
+        gathering = None
+        summing = dist.all_reduce(sent, group=state.group, async_op=True)
 
     def land(summed):
-        (values,) = summed.value()
+        values = summed.value()[0] if gathering is None else gathering.sum()
         return values if values.dtype == gradients.dtype else gradients.copy_(values)
 
     assert summing is not None
@@ -358,24 +362,21 @@ def _sum(state, bucket):
     return landed
 
 
-class _Flight(NamedTuple):
-    """Gradients on their way to being sums."""
+class _DenseSum(NamedTuple):
+    """Gradients on their way to being sums, in one tensor."""
 
     bucket: list[nn.Parameter]
     values: torch.Tensor
     work: dist.Work
 
-
-def _land(flight: _Flight) -> None:
-    flight.work.wait()
-    if flight.values.is_sparse:
-        flight.bucket[0].grad = flight.values
-        return
-    parts = flight.values.split([p.numel() for p in flight.bucket])
-    for parameter, part in zip(flight.bucket, parts, strict=True):
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(part.view(parameter.shape))
+    def land(self) -> None:
+        """Wait for the sums, and put them in the gradients' place."""
+        self.work.wait()
+        parts = self.values.split([p.numel() for p in self.bucket])
+        for parameter, part in zip(self.bucket, parts, strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(part.view(parameter.shape))
 
 
 def _buckets(
@@ -396,13 +397,3 @@ def _buckets(
         filled += size
     if bucket:
         yield bucket
-
-
-def sparse_parameters(module: nn.Module) -> dict[nn.Parameter, str]:
-    """The parameters whose gradients are sparse, with their names."""
-    sparse = {
-        one.weight
-        for one in module.modules()
-        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
-    }
-    return {p: name for name, p in module.named_parameters() if p in sparse}

@@ -7,7 +7,7 @@ import contextlib
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.engine.ddp import sparse_parameters
+from unipar.engine.sparse import sparse_parameters
 from unipar.optimizers.fused import fused_by_default
 from unipar.strategy import EngineSpec
 

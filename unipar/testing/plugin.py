@@ -53,7 +53,7 @@ def add_options(parser: pytest.Parser) -> None:
         dest="unipar_device_type",
         default="cpu",
         choices=["cpu", "cuda"],
-        help="where the ranks run (default: cpu)",
+        help="where the ranks run (default: cpu); all share a machine's only GPU",
     )
     group.addoption(
         "--parity-json",

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import torch
 
 from unipar.testing.worker import Outcome, Task, work
 from unipar.utils.environ import environ
@@ -62,7 +63,8 @@ class WorkerPool:
 
     Args:
         size: number of ranks.
-        device_type: what :class:`~unipar.world.Placement` says to each task.
+        device_type: what :class:`~unipar.world.Placement` says to each task. The only GPU of a
+            machine is shared by all ranks, which then exchange their values by way of the host.
     """
 
     def __init__(self, size: int, *, device_type: str = "cpu") -> None:
@@ -156,7 +158,10 @@ class WorkerPool:
     def _start(self) -> None:
         if not self._workers:
             self._replies = queue.SimpleQueue()
-            self._workers = [_Worker(rank, self._replies) for rank in range(self.size)]
+            sharing = self.device_type == "cuda" and 1 == torch.cuda.device_count() < self.size
+            self._workers = [
+                _Worker(rank, self._replies, sharing=sharing) for rank in range(self.size)
+            ]
 
     def _kill(self) -> None:
         workers, self._workers = self._workers, []
@@ -177,7 +182,7 @@ class WorkerPool:
 class _Worker:
     """One process: what it is asked, what it answers, and what it prints."""
 
-    def __init__(self, rank: int, replies: queue.SimpleQueue) -> None:
+    def __init__(self, rank: int, replies: queue.SimpleQueue, *, sharing: bool) -> None:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - closed in end()
         self._mark = 0
         self.busy = False
@@ -185,6 +190,10 @@ class _Worker:
         # A Connection is what carries a descriptor, and this one is only written to by its number.
         printed = Connection(os.dup(self._printed.fileno()), readable=False)
         variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(sys.path)}
+        if sharing:
+            # NCCL takes one rank of a GPU, unless it believes that they are on several hosts. It
+            # does not use the loopback interface unless it is named.
+            variables |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
         if sys.platform == "linux":
             # Otherwise gloo looks up the host's name, and waits where name service is slow.
             variables["GLOO_SOCKET_IFNAME"] = "lo"

@@ -39,6 +39,12 @@ class Placement:
 
     @property
     def device(self) -> torch.device:
+        """The device of this process: by its local rank, or the only one that it is shown.
+
+        Schedulers may show each process its own GPU alone (Slurm's ``--gpus-per-task``, parts of a
+        GPU under MIG), which then has number 0 in all of them.
+        """
         if self.device_type == "cpu":
             return torch.device("cpu")
-        return torch.device(self.device_type, self.local_rank)
+        alone = torch.get_device_module(self.device_type).device_count() == 1
+        return torch.device(self.device_type, 0 if alone else self.local_rank)

@@ -403,23 +403,37 @@ def join(
         placement: where this process stands.
         layout: how the processes are arranged; left out: as replicas, one each.
         process_group: also make a group when the run has one process (what DDP and FSDP need).
+
+    Raises:
+        ConfigError: two ranks have the same GPU, or different versions of Python, torch or unipar.
+        torch.distributed.DistStoreError: a rank has not come within ``placement.timeout``.
     """
     device = placement.device if placement.device_type == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
     owns = False
     if (placement.size > 1 or process_group) and not dist.is_initialized():
-        dist.init_process_group(
-            # Both backends in one group: gloo carries the core's own values from the host.
-            backend="gloo" if device is None else "cpu:gloo,cuda:nccl",
-            store=HashStore() if placement.size == 1 else meet(placement),
-            rank=placement.rank,
-            world_size=placement.size,
-            timeout=timedelta(seconds=placement.timeout),
-            # NCCL connects now, and not in the first collective; which device a rank uses is said,
-            # not guessed from its number; and smaller groups are split from this one.
-            device_id=device,
-        )
+        store = HashStore() if placement.size == 1 else meet(placement)
+        try:
+            dist.init_process_group(
+                # Both backends in one group: gloo carries the core's own values from the host.
+                backend="gloo" if device is None else "cpu:gloo,cuda:nccl",
+                store=store,
+                rank=placement.rank,
+                world_size=placement.size,
+                timeout=timedelta(seconds=placement.timeout),
+                # NCCL connects now, and not in the first collective; which device a rank uses is
+                # said, not guessed from its number; and smaller groups are split from this one.
+                device_id=device,
+            )
+        except dist.DistBackendError as error:
+            if "Duplicate GPU" not in str(error):
+                raise
+            raise ConfigError(
+                f"{placement.local_size} ranks of this machine were started, and more than one of "
+                "them has the same GPU. Start as many as there are GPUs; if a scheduler gives each "
+                "rank its own, look at CUDA_VISIBLE_DEVICES in each of them."
+            ) from error
         owns = True
     return World(placement, layout, owns_group=owns)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from unipar.data import move_to
 from unipar.data.batch import Batch
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.loss import Loss, LossSum
@@ -157,9 +158,11 @@ def _fail_at_first(engine: Engine, world: World, batch: Batch, loss_fn: Any) -> 
     return engine.train_step(batch, loss_fn)
 
 
-def _by_hand(engine: Engine, batch: Batch, loss_fn: Any, failing: int | None = None) -> None:
+def _by_hand(
+    engine: Engine, world: World, batch: Batch, loss_fn: Any, failing: int | None = None
+) -> None:
     for number, part in enumerate(batch):
-        loss = loss_fn(engine, part.data)
+        loss = loss_fn(engine, move_to(part.data, world.device))
         if number == failing:
             loss = _FailsInBackward.apply(loss)
         engine.backward(loss, num_items=part.num_samples)  # pyright: ignore[reportArgumentType]
@@ -176,9 +179,9 @@ class _FailsInBackward(torch.autograd.Function):
 
 
 def _give_up_at_first(engine: Engine, world: World, batch: Batch, loss_fn: Any) -> StepResult:
-    _by_hand(engine, batch, loss_fn)
+    _by_hand(engine, world, batch, loss_fn)
     engine.zero_grad()
-    _by_hand(engine, batch, loss_fn)
+    _by_hand(engine, world, batch, loss_fn)
     return engine.step()
 
 
@@ -186,7 +189,7 @@ def _fail_in_backward_at_first(
     engine: Engine, world: World, batch: Batch, loss_fn: Any
 ) -> StepResult:
     with contextlib.suppress(_FailedError):
-        _by_hand(engine, batch, loss_fn, failing=1)
+        _by_hand(engine, world, batch, loss_fn, failing=1)
     try:
         engine.step()
     except ConfigError:

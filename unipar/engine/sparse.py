@@ -1,0 +1,71 @@
+"""Gradients that hold only the rows of a table that a batch has used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def sparse_parameters(module: nn.Module) -> dict[nn.Parameter, str]:
+    """The parameters whose gradients are sparse, with their names."""
+    sparse = {
+        one.weight
+        for one in module.modules()
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse
+    }
+    return {p: name for name, p in module.named_parameters() if p in sparse}
+
+
+class SparseSum:
+    """A sparse gradient of all ranks, gathered: NCCL sums dense tensors only.
+
+    Args:
+        parameter: whose gradient it is.
+        own: this rank's; its numbers of rows are exchanged by way of the host, which knows them
+            without waiting for the device.
+        group: over which it is summed.
+    """
+
+    def __init__(self, parameter: nn.Parameter, own: torch.Tensor, group: Any) -> None:
+        self._parameter, self._size = parameter, own.shape
+        rows = torch.tensor([own._nnz()], device="cpu")
+        gathered = torch.empty(dist.get_world_size(group), dtype=rows.dtype, device="cpu")
+        dist.all_gather_into_tensor(gathered, rows, group=group)
+        self._rows: list[int] = gathered.tolist()
+        indices, finding = self._gather(own._indices().mT, group)
+        self._values, self.work = self._gather(own._values(), group)
+        finding.wait()
+        self._indices = indices
+
+    def _gather(self, own: torch.Tensor, group: Any) -> tuple[torch.Tensor, dist.Work]:
+        """The first dimension of all ranks, each filled up to the longest."""
+        longest = max(1, *self._rows)
+        sent = own.new_zeros(longest, *own.shape[1:])
+        sent[: len(own)] = own
+        received = own.new_empty(len(self._rows), *sent.shape)
+        work = dist.all_gather_into_tensor(received.flatten(0, 1), sent, group=group, async_op=True)
+        assert work is not None
+        return received, work
+
+    def sum(self) -> torch.Tensor:
+        """Of what :attr:`work` has gathered."""
+        indices, values = (
+            torch.cat([part[:rows] for part, rows in zip(parts, self._rows, strict=True)])
+            for parts in (self._indices, self._values)
+        )
+        return torch.sparse_coo_tensor(indices.mT, values, self._size).coalesce()
+
+    def land(self) -> None:
+        """Wait for the others', and put the sum in the gradient's place."""
+        self.work.wait()
+        self._parameter.grad = self.sum()
+
+
+def no_rows(parameter: nn.Parameter) -> torch.Tensor:
+    """A sparse gradient of which no row is used."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, parameter.shape)
