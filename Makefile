@@ -164,7 +164,7 @@ bench-faces: $(VENV)/.backends $(ALONE)/.backends
 	$(BIN)/python measure/speed/faces.py
 	$(BIN)/python measure/pages/generate.py
 
-wheels-gpu: $(VENV)/.dev
+wheels-gpu: $(VENV)/.backends
 	$(BIN)/python measure/gpu/wheels.py $(GPU_WHEELS) --python $(GPU_PYTHON)
 
 test-gpu: gpu-environment

@@ -153,10 +153,15 @@ def _measure(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 256, (args.batch, args.length + 1), generator=generator)
     batch = (tokens[:, :-1].to(args.device), tokens[:, 1:].to(args.device))
-    steps = {name: make() for name, make in contenders.items()}
-    losses = {
-        name: [_value(step(batch)) for _ in range(args.warmup)] for name, step in steps.items()
-    }
+    steps: dict[str, Step] = {}
+    losses: dict[str, list[float]] = {}
+    held: dict[str, int] = {}
+    for name, make in contenders.items():
+        before = _memory(args.device)
+        steps[name] = make()
+        losses[name] = [_value(steps[name](batch)) for _ in range(args.warmup)]
+        held[name] = _memory(args.device) - before
+    peaks = {name: _peak(step, batch, args.device) for name, step in steps.items()}
     blocks = {name: functools.partial(_block, step, batch, args) for name, step in steps.items()}
     seconds = in_turns(blocks, args.turns)
     held_to = list(steps)[1]
@@ -168,6 +173,7 @@ def _measure(
             "step_seconds": median(seconds[name]),
             "ratio": Estimate.of(seconds[name], seconds[held_to]).model_dump(),
             "loss": losses[name][-1],
+            "peak_bytes": None if peaks[name] is None else held[name] + peaks[name],
         }
         for name in steps
     ]
@@ -185,6 +191,24 @@ def _block(step: Step, batch: Any, args: argparse.Namespace) -> float:
         step(batch)
     _synchronize(args.device)
     return (time.perf_counter() - began) / args.steps
+
+
+def _memory(device: str) -> int:
+    """Bytes of the device in tensors."""
+    if device != "cuda":
+        return 0
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(step: Step, batch: Any, device: str) -> int | None:
+    """Bytes that a step takes for a while, beyond what all contenders hold between steps."""
+    if device != "cuda":
+        return None
+    before = _memory(device)
+    torch.cuda.reset_peak_memory_stats()
+    _value(step(batch))
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _synchronize(device: str) -> None:

@@ -3,8 +3,8 @@
 python measure/gpu/tests.py                 to docs/gpu/tests.json
 python measure/gpu/tests.py --output FILE   to another file
 
-Tests marked `gpu`, and the conformance kit on the GPU at world size 1. Exit code 1 if anything
-failed, or if there is no GPU; what failed is in the record.
+Tests marked `gpu`, and the conformance kit on the GPU by one rank, and by two that share it. Exit
+code 1 if anything failed, or if there is no GPU; what failed is in the record.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -28,17 +29,21 @@ sys.path.append(str(ROOT))
 from measure.gpu import cards  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "gpu" / "tests.json"
-SUITES = {
+# Alone, for some look at times.
+MARKED = {
     "tests marked `gpu`": [
         *("-m", "gpu", "backends/torch/tests/test_gpu.py"),
         "tests/integration/fit/test_feed_on_gpus.py",
     ],
-    **{
-        f"kit: `{strategy}`": ["--pyargs", "unipar.testing", "--strategy", strategy]
-        for strategy in ("single", "ddp", "fsdp")
-    },
+    "tests marked `gpu`, of Accelerate": ["-m", "gpu", "backends/accelerate/tests"],
 }
-"""What pytest is given; the kit is told the device and the world size besides."""
+STRATEGIES = (
+    *("zero3", "zero2", "zero1", "mesh:tp=2", "mesh:pp=2", "mesh:cp=2", "accelerate:plugin=fsdp"),
+    *("accelerate", "ddp:shard_optimizer=true", "fsdp", "ddp", "dp", "single"),
+)
+"""Those that take longest come first, so that none is left alone at the end."""
+KITS = {f"kit: `{one}`": ["--pyargs", "unipar.testing", "--strategy", one] for one in STRATEGIES}
+"""What pytest is given; the kit is told the device and the world sizes besides."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,8 +51,10 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--suites", nargs="+", choices=SUITES, default=list(SUITES))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--kit", action="store_true", help="leave out the tests marked `gpu`")
     parser.add_argument("--only", default="", help="a part of the kit's cases, as for pytest -k")
+    parser.add_argument("--lanes", type=int, default=max(1, min(6, (os.cpu_count() or 1) // 2)))
     parser.add_argument("--minutes", type=float, default=7.0, help="of all suites together")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--command", default="python measure/gpu/tests.py", help="for the docs")
@@ -55,11 +62,17 @@ def main(argv: Sequence[str]) -> int:
     if args.device == "cuda":
         cards.require()
     began = time.perf_counter()
-    suites = {}
-    for name in args.suites:
+
+    def found(name: str, suite: list[str]) -> dict[str, Any]:
         left = args.minutes * 60 - (time.perf_counter() - began)
-        suites[name] = run(SUITES[name], args.device, args.only, max(left, 1.0))
-        print(f"{name}: {told(suites[name])}", flush=True)
+        result = run(suite, args.device, args.only, max(left, 1.0))
+        print(f"{name}: {told(result)}", flush=True)
+        return result
+
+    suites = {} if args.kit else {name: found(name, suite) for name, suite in MARKED.items()}
+    kits = {name: suite for name, suite in KITS.items() if suite[-1] in args.strategies}
+    with ThreadPoolExecutor(args.lanes) as lanes:
+        suites |= zip(kits, lanes.map(found, kits, kits.values()), strict=True)
     record = {
         **cards.about(args.device, args.command, time.perf_counter() - began),
         "suites": suites,
@@ -73,21 +86,27 @@ def main(argv: Sequence[str]) -> int:
 
 def run(suite: list[str], device: str, only: str, seconds: float) -> dict[str, Any]:
     """How many tests passed and were skipped, which failed, and how long it took."""
-    kit = ["--device-type", device, "--world-sizes", "1"] if "--strategy" in suite else []
+    kit = ["--device-type", device, "--world-sizes", "1,2"] if "--strategy" in suite else []
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
         command = [
-            *(sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *suite, *kit),
-            *(["-k", only] if only and kit else []),
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"),
+            *(f"--junit-xml={report}", *suite, *kit, *(["-k", only] if only and kit else [])),
         ]
         # Where CI is true, what is skipped would have failed. The path: what is installed is
         # tested, and not what lies in this directory (Python 3.11 on).
         environ = {**os.environ, "CI": "", "PYTHONSAFEPATH": "1"}
-        try:
-            code = subprocess.run(command, cwd=ROOT, env=environ, timeout=seconds).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+        with Path(directory, "log").open("w+") as log:
+            try:
+                code = subprocess.run(
+                    command, cwd=ROOT, env=environ, stdout=log, stderr=log, timeout=seconds
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = None
+            if code != 0:
+                log.seek(0)
+                print(log.read(), flush=True)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     # A test and its teardown may fail each.
     ends = {f"{case.get('classname')}::{case.get('name')}": "passed" for case in cases}

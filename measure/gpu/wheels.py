@@ -2,14 +2,15 @@
 
 python measure/gpu/wheels.py wheels-gpu --python 3.12
 
-They are unipar itself and, in the versions of constraints.txt, what it needs but torch, pytest, and
-torchao for fp8. What torch brings itself is left to it. Run it in the environment of `make lint`,
-whose packages say what they need.
+They are unipar itself and its backends that need nothing compiled, and, in the versions of
+constraints.txt, what those need but torch, pytest, and torchao for fp8. What torch brings itself is
+left to it. Run it in the environment of `make test`, whose packages say what they need.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -22,7 +23,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
-WANTED = ("unipar[fp8]", "pytest", "pytest-timeout")
+BACKENDS = ("accelerate", "deepspeed")
+WANTED = ("unipar[fp8]", *BACKENDS, "pytest", "pytest-timeout")
+# Published as sources alone.
+SOURCES = {"deepspeed"}
 # Beside torch already; another of these could break it.
 TORCHS_OWN = {"torch", "numpy"}
 LIMIT = 64 * 2**20
@@ -47,12 +51,18 @@ def main() -> int:
             *(*pip, "download", "--no-deps", "--only-binary=:all:", "--implementation=cp"),
             *(f"--python-version={args.python}", *platforms, f"--dest={args.folder}"),
             "--platform=manylinux2014_x86_64",
-            *(f"{name}=={version}" for name, version in versions.items()),
+            *(f"{name}=={version}" for name, version in versions.items() if name not in SOURCES),
         ],
         check=True,
     )
+    wheel = [*pip, "wheel", "--no-deps", f"--wheel-dir={args.folder}"]
+    packages = (ROOT, *(ROOT / "backends" / name for name in BACKENDS))
+    subprocess.run([*wheel, *map(str, packages)], check=True)
     subprocess.run(
-        [*pip, "wheel", "--no-deps", f"--wheel-dir={args.folder}", str(ROOT)], check=True
+        [*wheel, "--no-build-isolation", *(f"{name}=={versions[name]}" for name in SOURCES)],
+        # Its kernels are compiled where they are used.
+        env={**os.environ, "DS_BUILD_OPS": "0"},
+        check=True,
     )
     size = sum(file.stat().st_size for file in args.folder.iterdir())
     if size > LIMIT:

@@ -36,17 +36,18 @@ def bench(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for group, found in record["groups"].items():
         for row in found:
-            ratio, share = row["ratio"], row["share_of_peak"]
+            ratio, share, peak = row["ratio"], row["share_of_peak"], row["peak_bytes"]
             spread = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
             rows.append(
                 [
                     *(group, row["what"], f"{row['tokens_per_second']:,.0f}"),
                     *(f"{row['step_seconds'] * 1e3:.1f} ms", spread),
                     "unknown" if share is None else f"{share:.1%}",
+                    "unknown" if peak is None else f"{peak / 2**30:.2f} GiB",
                 ]
             )
     heads = ["compared", "what", "tokens/s", "step", "step over by hand's (95 %)"]
-    return [*heads, "of the card's peak"], rows
+    return [*heads, "of the card's peak", "memory at most"], rows
 
 
 def failures(record: dict[str, Any]) -> str:
