@@ -29,7 +29,6 @@ sys.path.append(str(ROOT))
 from measure.gpu import cards  # noqa: E402
 
 OUTPUT = ROOT / "docs" / "gpu" / "tests.json"
-# Alone, for some look at times.
 MARKED = {
     "tests marked `gpu`": [
         *("-m", "gpu", "backends/torch/tests/test_gpu.py"),
@@ -54,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
     parser.add_argument("--kit", action="store_true", help="leave out the tests marked `gpu`")
     parser.add_argument("--only", default="", help="a part of the kit's cases, as for pytest -k")
-    parser.add_argument("--lanes", type=int, default=max(1, min(6, (os.cpu_count() or 1) // 2)))
+    parser.add_argument("--lanes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)))
     parser.add_argument("--minutes", type=float, default=7.0, help="of all suites together")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--command", default="python measure/gpu/tests.py", help="for the docs")
@@ -69,10 +68,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name}: {told(result)}", flush=True)
         return result
 
-    suites = {} if args.kit else {name: found(name, suite) for name, suite in MARKED.items()}
-    kits = {name: suite for name, suite in KITS.items() if suite[-1] in args.strategies}
+    chosen = {name: suite for name, suite in KITS.items() if suite[-1] in args.strategies}
+    if not args.kit:
+        chosen = MARKED | chosen
     with ThreadPoolExecutor(args.lanes) as lanes:
-        suites |= zip(kits, lanes.map(found, kits, kits.values()), strict=True)
+        suites = dict(zip(chosen, lanes.map(found, chosen, chosen.values()), strict=True))
     record = {
         **cards.about(args.device, args.command, time.perf_counter() - began),
         "suites": suites,

@@ -48,3 +48,9 @@ class Placement:
             return torch.device("cpu")
         alone = torch.get_device_module(self.device_type).device_count() == 1
         return torch.device(self.device_type, 0 if alone else self.local_rank)
+
+    @property
+    def device_index(self) -> int:
+        """The number of the device; of a CPU the local rank, for frameworks that ask for one."""
+        index = self.device.index
+        return self.local_rank if index is None else index

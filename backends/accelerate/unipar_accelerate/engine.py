@@ -21,6 +21,8 @@ from unipar.engine import (
     Undo,
     build_optimizer,
     check_divisible,
+    refuse_changed_weights,
+    refuse_inner_gradients,
     see_calls,
     sum_shards,
 )
@@ -92,8 +94,12 @@ def prepare_shards(
     undo: list[Undo],
 ) -> AccelerateEngine:
     """Shards under the FSDP2 plugin. Collective."""
+    from torch.distributed.fsdp import FSDPModule
+
     optimizer = build_optimizer(spec, module)
     undo = [partial(_free, accelerator), *undo, _restored(module)]
+    # The second backward pass needs weights that FSDP2 has let go of after the first one.
+    undo.append(refuse_inner_gradients(module, "accelerate", only_graphs=True))
     # FSDP2 is prepared with an optimizer, or not at all.
     steps = optimizer or torch.optim.SGD(module.parameters(), lr=0.0)
     with quiet():
@@ -101,6 +107,11 @@ def prepare_shards(
     check_wrapped(accelerator, options, model, world)
     sum_shards(module)
     check_divisible(steps, "accelerate", world, AsDTensors(comes_first=False))
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    # Of a shard what is changed stays changed; what a pass gathers is let go.
+    undo.append(
+        refuse_changed_weights(module, "accelerate", units, lambda weight: not is_dtensor(weight))
+    )
     undo += refuse_uses_outside(module, "accelerate")
     reducer = ShardReducer(module, world, accelerator)
     return _engine(spec, world, module, optimizer, accelerator, model, prepared, reducer, undo)

@@ -169,7 +169,8 @@ def _placed(placement: Placement) -> Iterator[None]:
     wanted = {
         "RANK": str(placement.rank),
         "WORLD_SIZE": str(placement.size),
-        "LOCAL_RANK": str(placement.local_rank),
+        # Which it takes for the number of the GPU.
+        "LOCAL_RANK": str(placement.device_index),
         "LOCAL_WORLD_SIZE": str(placement.local_size),
         # Only said to exist, for the process group is there.
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "localhost"),

@@ -92,15 +92,15 @@ def stop(before: dict[str, str | None]) -> None:
 def _set_environment(placement: Placement) -> dict[str, str | None]:
     # DeepSpeed reads its place from here, whatever group there is. Its local rank is the number of
     # the GPU that it takes, and under Open MPI it insists on two variables that agree.
-    local = placement.local_rank if placement.device.index is None else placement.device.index
+    local = str(placement.device_index)
     wanted = {
         "RANK": str(placement.rank),
         "WORLD_SIZE": str(placement.size),
-        "LOCAL_RANK": str(local),
+        "LOCAL_RANK": local,
         "DS_ACCELERATOR": placement.device_type,
     }
     if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:
-        wanted["OMPI_COMM_WORLD_LOCAL_RANK"] = str(local)
+        wanted["OMPI_COMM_WORLD_LOCAL_RANK"] = local
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     return before
