@@ -36,12 +36,13 @@ MARKED = {
     ],
     "tests marked `gpu`, of Accelerate": ["-m", "gpu", "backends/accelerate/tests"],
 }
-STRATEGIES = (
-    *("zero3", "zero2", "zero1", "mesh:tp=2", "mesh:pp=2", "mesh:cp=2", "accelerate:plugin=fsdp"),
-    *("accelerate", "ddp:shard_optimizer=true", "fsdp", "ddp", "dp", "single"),
-)
-"""Those that take longest come first, so that none is left alone at the end."""
-KITS = {f"kit: `{one}`": ["--pyargs", "unipar.testing", "--strategy", one] for one in STRATEGIES}
+FRAMEWORKS = {"zero3": "DeepSpeed", "zero2": "DeepSpeed", "zero1": "DeepSpeed"} | {
+    **dict.fromkeys(("mesh:tp=2", "mesh:pp=2", "mesh:cp=2"), "PyTorch"),
+    **dict.fromkeys(("accelerate:plugin=fsdp", "accelerate"), "Accelerate"),
+    **dict.fromkeys(("ddp:shard_optimizer=true", "fsdp", "ddp", "dp", "single"), "PyTorch"),
+}
+"""Strategies; those that take longest come first, so that none is left alone at the end."""
+KITS = {f"kit: `{one}`": ["--pyargs", "unipar.testing", "--strategy", one] for one in FRAMEWORKS}
 """What pytest is given; the kit is told the device and the world sizes besides."""
 
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--strategies", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
     parser.add_argument("--kit", action="store_true", help="leave out the tests marked `gpu`")
     parser.add_argument("--only", default="", help="a part of the kit's cases, as for pytest -k")
     parser.add_argument("--lanes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)))
@@ -66,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
         left = args.minutes * 60 - (time.perf_counter() - began)
         result = run(suite, args.device, args.only, max(left, 1.0))
         print(f"{name}: {told(result)}", flush=True)
-        return result
+        marked = "Accelerate" if "Accelerate" in name else "PyTorch"
+        return {"framework": FRAMEWORKS.get(suite[-1], marked), **result}
 
     chosen = {name: suite for name, suite in KITS.items() if suite[-1] in args.strategies}
     if not args.kit:
@@ -115,7 +117,8 @@ def run(suite: list[str], device: str, only: str, seconds: float) -> dict[str, A
             if child.tag in ("failure", "error", "skipped"):
                 ends[f"{case.get('classname')}::{case.get('name')}"] = child.tag
     failed = [test for test, end in ends.items() if end in ("failure", "error")]
-    if code not in (0, 1):
+    # A report is written when all tests have run.
+    if code not in (0, 1) and not (code is None and cases):
         what = f"pytest ended with {code}" if code is not None else f"{seconds:.0f} s were over"
         failed.append(f"the suite as a whole: {what}")
     return {

@@ -173,8 +173,7 @@ def floors() -> str:
 
 def ran() -> str:
     """What has run where; first of all whether anything has on a GPU."""
-    nothing = surveys.on_gpus() == "never run"
-    first = "Nothing has run on a GPU yet: none was at hand.\n\n" if nothing else ""
+    first = "" if surveys.GPU_TESTS.exists() else "Nothing has run on a GPU yet.\n\n"
     return first + _table(*surveys.ran())
 
 

@@ -36,7 +36,7 @@ def bench(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for group, found in record["groups"].items():
         for row in found:
-            ratio, share, peak = row["ratio"], row["share_of_peak"], row["peak_bytes"]
+            ratio, share, peak = row["ratio"], row["share_of_peak"], row.get("peak_bytes")
             spread = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
             rows.append(
                 [

@@ -77,20 +77,20 @@ def ran() -> tuple[list[str], list[list[str]]]:
             most = max(most, *map(int, measured["parity"]))
             if measured["precision"] == "fp32":
                 apart = max(apart, *(one["loss"] for one in measured["parity"].values()))
-        never = "never run" if takes_gpu else "refused"
-        on_gpu = on_gpus() if framework == "PyTorch" else never
+        on_gpu = on_gpus(framework) if takes_gpu else "refused"
         on_cpu = f"1 to {most} processes: losses within {apart:.1e}"
         rows.append([framework, ", ".join(names), on_cpu, on_gpu])
     return ["framework", "`strategy`", "on CPUs", "on GPUs"], rows
 
 
-def on_gpus() -> str:
-    """Where the tests of PyTorch's own strategies have run, if on any GPU."""
-    if not GPU_TESTS.exists():
+def on_gpus(framework: str) -> str:
+    """Where the tests of a framework's strategies have run, if on any GPU."""
+    record = json.loads(GPU_TESTS.read_text()) if GPU_TESTS.exists() else {"suites": {}}
+    found = [suite for suite in record["suites"].values() if suite["framework"] == framework]
+    if not found:
         return "never run"
-    record = json.loads(GPU_TESTS.read_text())
-    failed = sum(len(found["failed"]) for found in record["suites"].values())
-    passed = sum(found["passed"] for found in record["suites"].values())
+    failed = sum(len(suite["failed"]) for suite in found)
+    passed = sum(suite["passed"] for suite in found)
     return f"one {record['gpu']}: {passed} tests passed, {failed} failed"
 
 

@@ -151,7 +151,9 @@ class Run:
             raise ConfigError(
                 f"the processes are joined on {self.placement().device_type} already, and the run "
                 f"is asked for device={config.device!r}. Say so before the first collective, as in "
-                "PartialState(cpu=True), or set device in unipar.yaml."
+                "PartialState(cpu=True), or by what joins them: init_process_group('gloo') takes "
+                "CPUs unless something is on a GPU already, and 'nccl' GPUs. Or set device in "
+                "unipar.yaml."
             )
         place = self.placement(config.device)
         if config.strategy == "auto":

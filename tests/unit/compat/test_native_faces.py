@@ -9,6 +9,7 @@ import io
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -296,3 +297,23 @@ def test_a_gradient_from_before_a_parameter_was_the_optimizers_is_refused() -> N
 
 
 # -- losses --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("held", "device"), [(0, "cpu"), (512, "auto")])
+def test_gloo_joins_cpus_unless_something_is_on_a_gpu(
+    held: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unipar.compat.native import calls
+
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # What a GPU can do was asked for, and CUDA has begun for it.
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
+    monkeypatch.setattr(calls, "detect", lambda: object())
+    monkeypatch.setattr(calls, "adoption", types.SimpleNamespace(aware=False))
+    monkeypatch.setattr(
+        calls, "current", types.SimpleNamespace(placement=asked.append, world=lambda: None)
+    )
+    calls.init_process_group("gloo")
+    assert asked == [device]

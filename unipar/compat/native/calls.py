@@ -45,7 +45,8 @@ def init_process_group(
 
 
 def _on_gpus() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
+    # Not whether CUDA has begun: to ask what a GPU can do begins it.
+    return torch.cuda.is_available() and torch.cuda.memory_allocated() > 0
 
 
 def _describe(init_method: str, world_size: int, rank: int, store: Any) -> None:
