@@ -30,11 +30,13 @@ class BufferChanges:
     def counting(self, stage: Stage) -> Iterator[None]:
         """Around the forward pass of a stage for one micro-batch, and the loss."""
         before = {name: (buffer, buffer._version) for name, buffer in _buffers(stage)}
+        # A state dict may leave out a wrapper's name (torch's checkpoint_wrapper).
+        kept = {id(value) for value in stage.module.state_dict(keep_vars=True).values()}
+        stored = {name for name, (buffer, _) in before.items() if id(buffer) in kept}
+        self._stored |= stored
         runs = stage.runs
         yield
         runs = stage.runs - runs
-        stored = before.keys() & stage.module.state_dict(keep_vars=True).keys()
-        self._stored |= stored
         counts = self._counts.setdefault(stage.index, Counter())
         for name, buffer in _buffers(stage):
             if name not in before:

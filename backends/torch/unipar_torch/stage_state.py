@@ -97,18 +97,24 @@ class StagesState(ModuleState):
         return self.optimizer is not None
 
     def weights(self) -> list[LocalState]:
-        return self._described(lambda name: name in self._owned)
+        # Not by name: a state dict may leave out a wrapper's (torch's checkpoint_wrapper).
+        named = [
+            *self.module.named_parameters(remove_duplicate=False),
+            *self.module.named_buffers(remove_duplicate=False),
+        ]
+        owned = {id(tensor) for name, tensor in named if name in self._owned}
+        return self._described(lambda tensor: id(tensor) in owned)
 
     def import_weights(self, source: StateSource) -> None:
         # Stages also compute with buffers outside of blocks that another one writes.
         source.fill_weights(self._described(lambda _: True))
 
-    def _described(self, chosen: Callable[[str], bool]) -> list[LocalState]:
+    def _described(self, chosen: Callable[[torch.Tensor], bool]) -> list[LocalState]:
         aliases = self._whole.aliases
         held = {
             aliases.get(name, name): tensor
             for name, tensor in self.module.state_dict(keep_vars=True).items()
-            if chosen(name)
+            if chosen(tensor)
         }
         return [
             LocalState.of(name, held[name]) if name in held else LocalState.absent(name, *info)
