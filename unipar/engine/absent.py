@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from unipar.errors import ConfigError
 
-_HARMLESS = {
+HARMLESS = {
     *("device", "dtype", "grad", "grad_fn", "is_leaf", "is_sparse", "layout", "ndim", "shape"),
     # What looks at all tensors of a process to tell how large they are.
     *("element_size", "is_cpu", "is_cuda", "is_meta", "nelement", "numel", "untyped_storage"),
 }
+"""What tells of a tensor, and not of its values."""
 
 
 @functools.cache
@@ -69,7 +70,7 @@ class AbsentGradient(torch.Tensor):
     ) -> Any:
         # A property's getter is told by what it is the getter of.
         name = getattr(getattr(func, "__self__", None), "__name__", "") or func.__name__
-        if name in _HARMLESS:
+        if name in HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
         found: list[AbsentGradient] = []
         tree_map_only(AbsentGradient, found.append, (args, kwargs or {}))

@@ -441,10 +441,11 @@ def of_one_session(
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         extra = {
-            "costs": lambda: sum(block.cost for block in model.blocks),  # pyright: ignore
-            "weights": lambda: sum(p.square().sum() for p in model.parameters()),
-        }.get(term, lambda: 0.0)
-        return loss_of(output, batch) + extra()
+            "costs": lambda model: sum(block.cost for block in model.blocks),
+            **WEIGHTS,
+            "last": lambda model: sum(p.square().sum() for p in model.blocks[1].parameters()),
+        }.get(term, lambda model: 0.0)
+        return loss_of(output, batch) + extra(model)
 
     objective = unipar.Objective(lambda batch: (batch["x"].clone(),), loss)
     with unipar.Session("mesh:pp=2", device="cpu", placement=placement) as session:
@@ -476,12 +477,67 @@ SEEN = {
     "noise that the head sees": (Noised, "", r"stage 1 .* depends on random numbers"),
     "costs in forward": (Costs, "", r"depends on '?(blocks\.1|what the stage before)"),
     "costs in the loss": (CostsAside, "costs", r"depends on '?(blocks\.1|what the stage before)"),
-    "a penalty": (models.Network, "weights", r"depends on 'blocks\.1\.\w+.*weight_decay"),
+    "a penalty": (models.Network, "last", r"depends on 'blocks\.1\.\w+.*weight_decay"),
     "an order": (Shuffled, "", r"cannot begin before 'blocks\.1'.* is given another"),
     "an order of floats": (ShuffledFloats, "", r"cannot begin before .* is given another"),
     "a dataclass": (SkippingWrapped, "", r"stage 1 \(blocks\.1\) needs inward"),
     "an object with slots": (SkippingSlotted, "", r"gives a Slotted, .* Have it give tensors"),
 }
+
+
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "all": lambda model: sum(p.square().sum() for p in model.parameters()),
+    "without a gradient": lambda model: sum(p.detach().abs().sum() for p in model.parameters()),
+    "by name": lambda model: sum(p.sum() for n, p in model.named_parameters() if "inward" in n),
+    "one": lambda model: model.inward.weight.sum(),
+    "of a block": lambda model: torch.stack([p.norm() for p in model.blocks[0].parameters()]).sum(),
+    "a state": lambda model: sum(value.sum() for value in model.state_dict().values()),
+    "together": lambda model: nn.utils.parameters_to_vector(model.parameters()).norm(),
+}
+"""What a loss function may make of the weights of a model that it knows as a variable."""
+
+
+@pytest.mark.parametrize(
+    ("term", "evaluate"), [*((term, False) for term in WEIGHTS), ("all", True)]
+)
+def test_a_loss_that_uses_weights_of_other_stages_is_refused(
+    term: str, evaluate: bool, world_pool: WorldPools
+) -> None:
+    said = r"the loss function uses '(inward|blocks\.0)\..*weight_decay; .* strategy='ddp'"
+    with pytest.raises(ConfigError, match=said):
+        world_pool(2).run(of_one_session, models.Network, term, evaluate)
+
+
+def counting_weights(placement: Placement, strategy: Any) -> tuple[list[float], list[Any]]:
+    """The losses of some steps, and what their loss function has found of the weights."""
+    torch.manual_seed(3)
+    model, found = Deep(), []
+    model.inward.requires_grad_(False)
+    model.blocks[1].norm = model.blocks[0].norm
+
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        listed = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
+        found[:] = [*listed, *model.state_dict(keep_vars=True)]
+        size = sum(p.numel() for p in model.parameters() if isinstance(p, nn.Parameter))
+        assert next(model.parameters()).device == output.device
+        return OBJECTIVE.loss(output, batch) * size / 100
+
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            model, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.01)
+        )
+        objective = unipar.Objective(OBJECTIVE.inputs, loss)
+        losses = [engine.train_step(batch_of(step), objective).loss for step in range(3)]
+        return losses, found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_loss_may_ask_what_weights_there_are(schedule: str, world_pool: WorldPools) -> None:
+    losses, found = world_pool(1).run(counting_weights, "single")[0]
+    strategy = {"name": "mesh", "pp": 2, "schedule": schedule}
+    here, listed = world_pool(2).run(counting_weights, strategy)[1]
+    assert here == pytest.approx(losses, rel=1e-5)
+    assert listed == found
 
 
 @pytest.mark.parametrize("name", SEEN)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
 from unipar_torch.sequences import HIDDEN, hidden_of, with_hidden
+from unipar_torch.stage_absent import AbsentTensors
 from unipar_torch.stage_plan import StagePlan
 
 Undo = Callable[[], None]
@@ -55,6 +56,7 @@ class Stage:
         entered: what a pass has given this stage's first block likewise.
         runs: how many passes there were.
         stand_ins: one number for each tensor of another stage, by name.
+        absent: those tensors, as a loss function finds them.
         ends: nodes of autograd's graph by which the loss may depend on blocks, in a checked pass.
         at_entry: called where a pass comes to the stage's first block.
         copies: what is computed with in the place of a parameter, by pairs, where that is another
@@ -76,6 +78,7 @@ class Stage:
         self.entered: Any = None
         self.runs = 0
         self.stand_ins: dict[str, torch.Tensor] = {}
+        self.absent = AbsentTensors(device)
         self.ends: tuple[Any, ...] = ()
         self.at_entry: Callable[[], None] | None = None
         self.copies: Callable[[], Iterable[tuple[nn.Parameter, torch.Tensor]]] = tuple
@@ -177,6 +180,7 @@ class Stage:
             for key, value in list(part._parameters.items()):
                 name = f"{prefix}.{key}" if prefix else key
                 if value is not None and not self.owns(name):
+                    self.absent.add(part, part._parameters, key, name)
                     del part._parameters[key]
                     # In the instance's dictionary it is found before parameters are looked up.
                     part.__dict__[key] = self._stand_in(name, value, device)
@@ -185,6 +189,7 @@ class Stage:
                 # Others' may be what positions or masks are made of, outside of blocks.
                 within = any(name.startswith(f"{block}.") for block in self.plan.chain)
                 if value is not None and within and not self.owns(name):
+                    self.absent.add(part, part._buffers, key, name)
                     delattr(part, key)
                     part.__dict__[key] = self._stand_in(name, value, device)
 

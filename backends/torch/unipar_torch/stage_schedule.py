@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -165,7 +165,11 @@ class _Batch:
             if key in self._told:
                 compare(stage, self._told.pop(key))
             if stage.is_last:
-                output = call.loss(output)
+                with ExitStack() as listing:
+                    # The user's module is any of these.
+                    for one in self._stages.values():
+                        listing.enter_context(one.absent.listed())
+                    output = call.loss(output)
                 if check:
                     check_loss(stage, output, received)
         self._schedule.unchecked -= {(index, self._training)} if check else set()
