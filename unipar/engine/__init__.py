@@ -7,6 +7,7 @@ plain loop: a :class:`Reducer`, a :class:`PrecisionPolicy`, a :class:`Stepper`, 
 
 from unipar.engine.average import LossAverage
 from unipar.engine.broadcast import broadcast_tensors, share_buffers
+from unipar.engine.chosen import with_same_choice
 from unipar.engine.ddp import DDPReducer, disarm
 from unipar.engine.divisible import check_divisible, with_divisible_optimizer
 from unipar.engine.divisions import (
@@ -116,4 +117,5 @@ __all__ = [
     "sparse_parameters",
     "sum_shards",
     "with_divisible_optimizer",
+    "with_same_choice",
 ]

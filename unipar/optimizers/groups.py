@@ -70,6 +70,19 @@ def factories(
     return built, built.lr_scheduler
 
 
+def chooses_by_name(optimizer: OptimizerFactory) -> bool:
+    """Return whether no function of the user's says what is trained, and by what.
+
+    Args:
+        optimizer: what builds it; checks around it are looked through.
+    """
+    built = inspect.unwrap(optimizer)
+    if isinstance(built, GroupedOptimizer):
+        own = [group for group in built.groups if not callable(group.params)]
+        return own == [*built.groups] and all(chooses_by_name(group.build) for group in own)
+    return isinstance(built, NamedOptimizer)
+
+
 def check_choice(optimizer: OptimizerFactory, model: nn.Module) -> None:
     """Refuse groups that a model does not fall into; see :meth:`GroupedOptimizer.choose`.
 

@@ -11,7 +11,8 @@ them all (``initial_weights``), each computes or reads one tensor at a time, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -145,6 +146,20 @@ def give_values(
         for target, whole in zip(piece, wholes, strict=True):
             LocalState.of("", target).take(whole)
     weights.clear()
+
+
+def notes_on(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What a user has noted on parameters, such as which of them are not to decay."""
+    return {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+
+
+def give_notes(
+    named: Iterable[tuple[str, nn.Parameter]], notes: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Put notes on the parameters that stand in the place of those, for an optimizer to read."""
+    for name, parameter in named:
+        for key, value in notes.get(name, {}).items():
+            vars(parameter).setdefault(key, value)
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:

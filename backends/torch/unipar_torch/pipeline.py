@@ -36,6 +36,7 @@ from unipar.engine import (
     refuse_parameter_hooks,
     sparse_parameters,
     with_divisible_optimizer,
+    with_same_choice,
 )
 from unipar.engine.broadcast import in_pieces
 from unipar.engine.sharded import total_norm_of_shards
@@ -45,8 +46,9 @@ from unipar.state import LocalState, is_dtensor
 from unipar.strategy import EngineSpec
 from unipar.world import World
 from unipar_torch import stage_sharding
-from unipar_torch.from_host import host_model, take_values
+from unipar_torch.from_host import give_notes, host_model, notes_on, take_values
 from unipar_torch.sharding import Divide
+from unipar_torch.stage_absent import absent_listed
 from unipar_torch.stage_modules import Stage, local_part
 from unipar_torch.stage_orders import STYLES
 from unipar_torch.stage_plan import StagePlan, rank_of_stage
@@ -78,8 +80,9 @@ def prepare(
     """
     module, weights = host_model(spec, world, "mesh")
     refuse_parameter_hooks(module, "mesh")
+    spec = with_same_choice(spec, module, "mesh")
     take_values(module, "mesh")
-    whole = Whole.of(module)
+    whole, notes = Whole.of(module), notes_on(module)
     sharded = world.layout.batch > 1
     casts = None
     if sharded and options.param_dtype == "compute" and spec.precision != "fp32":
@@ -101,7 +104,10 @@ def prepare(
             undo += stage_sharding.watch_weights(stage)
     ties = Ties(held, whole, plan, options, world)
     named = _name_all(held, whole, world)
-    optimizer = _build_optimizer(spec, held, named, world)
+    give_notes(named, notes)
+    # A function may take them from the model.
+    with absent_listed((stage.absent for stage in stages), dict(named)):
+        optimizer = _build_optimizer(spec, held, named, world)
     state = StagesState(held, optimizer, whole, _owned(plan, stages), world)
     if optimizer is not None:
         state.name_groups({id(parameter): name for name, parameter in named})

@@ -42,6 +42,7 @@ from unipar.engine import (
     see_calls,
     sum_shards,
     with_divisible_optimizer,
+    with_same_choice,
 )
 from unipar.engine.outputs import tensors_of
 from unipar.engine.sharded import (
@@ -56,7 +57,14 @@ from unipar.strategy import EngineSpec
 from unipar.utils.torch_versions import recovering, sharded_groups
 from unipar.world import World
 from unipar_torch.expert_sharding import MeshesStepper, shard_experts
-from unipar_torch.from_host import give_values, host_model, take_values, tied_names
+from unipar_torch.from_host import (
+    give_notes,
+    give_values,
+    host_model,
+    notes_on,
+    take_values,
+    tied_names,
+)
 from unipar_torch.fsdp import refuse_scalars
 
 if TYPE_CHECKING:
@@ -96,8 +104,9 @@ def prepare(
     refuse_parameter_hooks(module, options.strategy)
     if sharded:
         refuse_scalars(module, name)
+    spec = with_same_choice(spec, module, name)
     take_values(module, name)
-    ties = tied_names(module)
+    notes, ties = notes_on(module), tied_names(module)
     # While weights are whole: a layer does not tell afterwards who will gather its weight.
     undo = [compute_in_float8(module, spec.precision)]
     if sequences is not None:
@@ -131,6 +140,7 @@ def prepare(
         shard_units(units, module, spec, world, options)
     refuse_untied(name, ties, tied_names(module))
     give_values(module, weights, world, offloaded=options.cpu_offload)
+    give_notes(module.named_parameters(), notes)
     if sharded:
         parts = [*holders, *units, module]
         undo.append(refuse_changed_weights(module, name, parts, is_copy))

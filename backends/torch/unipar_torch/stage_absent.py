@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -92,14 +92,18 @@ class AbsentTensors:
         place.absent[key] = self._made[value]
 
     @contextmanager
-    def listed(self) -> Iterator[None]:
-        """Have the modules list them, too."""
+    def listed(self, others: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Have the modules list them, too.
+
+        Args:
+            others: by name, what to list in the place of some.
+        """
         hidden: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
             for attributes, tensors, order, absent in self._places.values():
                 # An attribute, which stands in for the tensor elsewhere, is found before that.
                 hidden.append((attributes, {key: attributes.pop(key) for key in absent}))
-                every = {**tensors, **absent}
+                every = tensors | {k: others.get(one._name, one) for k, one in absent.items()}
                 tensors.clear()
                 tensors.update({key: every.pop(key) for key in order if key in every}, **every)
             yield
@@ -108,6 +112,22 @@ class AbsentTensors:
                 for key in place.absent:
                     place.tensors.pop(key, None)
                 attributes.update(stand_ins)
+
+
+@contextmanager
+def absent_listed(
+    absent: Iterable[AbsentTensors], others: Mapping[str, torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Have all stages of a rank list them, of which the user's module is any.
+
+    Args:
+        absent: of each stage.
+        others: as of :meth:`AbsentTensors.listed`.
+    """
+    with ExitStack() as listing:
+        for one in absent:
+            listing.enter_context(one.listed(others or {}))
+        yield
 
 
 class _Place(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from unipar.engine import PassClock, StageCall, backward_pass
 from unipar.errors import ConfigError
 from unipar.world import World
+from unipar_torch.stage_absent import absent_listed
 from unipar_torch.stage_attributes import AttributeUse
 from unipar_torch.stage_buffers import BufferChanges
 from unipar_torch.stage_checks import NUM_COMPARED, check_loss, compare, digest, run_checked
@@ -165,10 +166,7 @@ class _Batch:
             if key in self._told:
                 compare(stage, self._told.pop(key))
             if stage.is_last:
-                with ExitStack() as listing:
-                    # The user's module is any of these.
-                    for one in self._stages.values():
-                        listing.enter_context(one.absent.listed())
+                with absent_listed(one.absent for one in self._stages.values()):
                     output = call.loss(output)
                 if check:
                     check_loss(stage, output, received)
