@@ -1,4 +1,4 @@
-"""Optimizer functions that choose among parameters: as in a loop by hand, or refused."""
+"""Functions that know parameters from before these are replaced: as by hand, or refused."""
 
 from __future__ import annotations
 
@@ -221,3 +221,28 @@ def test_a_choice_that_cannot_be_compared_is_refused(world_pool: WorldPools) -> 
     with pytest.raises(ConfigError, match=r"optimizer function raised .* names, shapes and"):
         world_pool(2).run(looking, "fsdp")
     assert world_pool(2).run(looking, "ddp") == [1, 1]
+
+
+def penalized(placement: Placement, strategy: str) -> list[float]:
+    """The losses of steps on a penalty over parameters that were listed before."""
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        model = build()
+        listed = list(model.parameters())
+
+        def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+            return OBJECTIVE.loss(output, batch) + sum(p.square().sum() for p in listed)
+
+        engine = session.prepare(model, optimizer=by_name(model))
+        objective = unipar.Objective(OBJECTIVE.inputs, loss)
+        size = BATCH * session.world.data_size
+        parts = [Batch((MicroBatch(one, BATCH),), size) for one in batches()[:3]]
+        return [engine.train_step(one, objective).loss for one in parts]
+
+
+@pytest.mark.parametrize("strategy", DIVIDING)
+def test_a_loss_of_parameters_that_were_replaced_is_refused(
+    strategy: str, world_pool: WorldPools
+) -> None:
+    with pytest.raises(ConfigError, match=r"gradient came to parameter '.*' as it was before"):
+        world_pool(2).run(penalized, strategy)
+    assert len(world_pool(2).run(penalized, "ddp")[0]) == 3

@@ -11,6 +11,7 @@ them all (``initial_weights``), each computes or reads one tensor at a time, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -79,6 +80,9 @@ def on_meta(build: Callable[[], nn.Module], strategy: str) -> nn.Module:
 def take_values(module: nn.Module, strategy: str) -> None:
     """Replace all parameters and buffers by tensors on the meta device, tied ones by one.
 
+    A gradient that comes to one that was replaced is refused from then on: a loss that uses a list
+    of them would be of weights that nothing trains.
+
     Raises:
         ConfigError: a parameter is divided already.
     """
@@ -94,6 +98,8 @@ def take_values(module: nn.Module, strategy: str) -> None:
             # What a user has noted on it, for a `parallelize` of his own to read.
             vars(new).update(vars(old))
             replaced[old] = new
+            if old.requires_grad:
+                old.register_hook(functools.partial(_refuse_replaced, name, strategy))
         _set(module, name, replaced[old])
     for name, old in list(module.named_buffers(remove_duplicate=False)):
         if old not in replaced:
@@ -146,6 +152,16 @@ def give_values(
         for target, whole in zip(piece, wholes, strict=True):
             LocalState.of("", target).take(whole)
     weights.clear()
+
+
+def _refuse_replaced(name: str, strategy: str, gradient: torch.Tensor) -> None:
+    raise ConfigError(
+        f"{strategy}: a gradient came to parameter '{name}' as it was before the model was "
+        "divided, when another tensor took its place. So the loss uses a list of parameters from "
+        "before, or another model that shares this one, and no step would change what it sees. "
+        "Take parameters from the model when they are used; outside of the model's own forward "
+        "pass only with strategy='ddp', which keeps them the same."
+    )
 
 
 def notes_on(module: nn.Module) -> dict[str, dict[str, Any]]:
