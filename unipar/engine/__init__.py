@@ -19,6 +19,7 @@ from unipar.engine.divisions import (
 )
 from unipar.engine.flat import flat_state
 from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
+from unipar.engine.forwards import replace_forward
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
@@ -109,6 +110,7 @@ __all__ = [
     "refuse_inner_gradients",
     "refuse_parameter_hooks",
     "repeated_blocks",
+    "replace_forward",
     "restore_groups",
     "scale_gradients",
     "see_calls",

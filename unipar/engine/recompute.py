@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from unipar.engine.forwards import replace_forward
 from unipar.engine.repeatable import Repeatable
 from unipar.engine.transforms import Undo, modules_of_classes, repeated_blocks
 from unipar.errors import ConfigError
@@ -95,22 +96,15 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
             )
     else:
         targets = modules_of_classes(model, policy, "activation_checkpointing")
-    give_back_caches = _without_caches(model)
     recompute = _kept_in_part if policy == "selective" else _recomputed
-    # Compiled modules, and those that somebody has patched, have one of their own.
-    own = [(module, module.__dict__.get("forward")) for module in targets]
-    for module in targets:
-        module.forward = recompute(module, module.forward)
+    undo = [_without_caches(model)]
+    undo += [replace_forward(one, recompute(one, one.forward)) for one in targets]
 
-    def undo() -> None:
-        give_back_caches()
-        for module, forward in own:
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward
+    def give_back() -> None:
+        while undo:
+            undo.pop()()
 
-    return undo
+    return give_back
 
 
 def _without_caches(model: nn.Module) -> Undo:
