@@ -98,9 +98,9 @@ class DeepSpeedStrategy(Strategy):
             sharded=frozenset(_SHARDED[:stage]),
             offload=frozenset({"optimizer"} if stage > 0 else ())
             | frozenset({"parameters"} if stage == 3 else {"activations"}),
-            # Stage 3 gathers weights inside of what is recomputed, in another order each time. And
-            # wherever it has run in a process, DeepSpeed's linear layers add their bias in place
-            # (0.19.8, runtime/zero/linear.py), to what would be kept.
+            # Stage 3 gathers weights inside of what is recomputed, in another order each time, and
+            # its linear layers add their bias in place (DeepSpeed 0.19.8, runtime/zero/linear.py),
+            # to what would be kept.
             selective_checkpointing=False,
             several_engines=False,
             compile=stage < 3,
