@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from unipar.engine import (
     Flat,
     PrecisionPolicy,
+    SeenThrough,
     StepEngine,
     Undo,
     broadcast_tensors,
@@ -173,6 +174,8 @@ class DeepSpeedStrategy(Strategy):
             tensor_parallel.keep_inputs_contiguous(module)
             check_loss = parts.whole_losses(module, self.name)
             undo.append(check_loss.close)
+        # DeepSpeed passes attributes on, but for those that it has itself, such as ``config``.
+        seen = SeenThrough(module, deepspeed.engine)
         precision = PrecisionPolicy(spec.precision, world.device)
         undo.append(autocast_forward(module, precision))
         undo.append(refuse_inner_gradients(module, "deepspeed"))
@@ -182,7 +185,8 @@ class DeepSpeedStrategy(Strategy):
                 world,
                 module,
                 optimizer,
-                model=deepspeed.engine,
+                model=seen,
+                loop_model=deepspeed.engine,
                 reducer=ReplicaReducer(module, world, deepspeed, options.reduce_bucket_size),
                 precision=precision,
                 undo=undo,
@@ -199,7 +203,8 @@ class DeepSpeedStrategy(Strategy):
             world,
             module,
             optimizer,
-            model=deepspeed.engine,
+            model=seen,
+            loop_model=deepspeed.engine,
             reducer=ZeROReducer(module, world, deepspeed, swapping, refuse_unused=refuse),
             precision=precision,
             stepper=ZeROStepper(deepspeed, precision),
