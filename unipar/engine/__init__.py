@@ -20,6 +20,7 @@ from unipar.engine.divisions import (
 )
 from unipar.engine.flat import flat_state
 from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
+from unipar.engine.forwards import replace_forward
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
@@ -29,7 +30,7 @@ from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
-from unipar.engine.seen_as_module import SeenAsModule
+from unipar.engine.seen_as_module import SeenAsModule, SeenThrough
 from unipar.engine.sharded_calls import see_calls
 from unipar.engine.sparse import sparse_parameters
 from unipar.engine.stages import Stages
@@ -72,6 +73,7 @@ __all__ = [
     "Reducer",
     "Schedule",
     "SeenAsModule",
+    "SeenThrough",
     "Sliced",
     "StageCall",
     "Stages",
@@ -110,6 +112,7 @@ __all__ = [
     "refuse_inner_gradients",
     "refuse_parameter_hooks",
     "repeated_blocks",
+    "replace_forward",
     "restore_groups",
     "scale_gradients",
     "see_calls",

@@ -13,6 +13,7 @@ from types import MethodType
 import torch
 from torch import nn
 
+from unipar.engine.forwards import replace_forward
 from unipar.engine.transforms import Undo
 from unipar.errors import ConfigError, first_few
 from unipar.strategy import Precision
@@ -98,8 +99,10 @@ def compute_in_float8(model: nn.Module, precision: Precision, *, emulate: bool =
     # torchao's own way puts other modules in the place of layers, without their hooks.
     added = {"config": template.config, "linear_mm_config": template.linear_mm_config}
     changed = [layer for layer in layers if not _is_float8(layer)]
+    undo: list[Undo] = []
     for layer in changed:
-        vars(layer).update(added, forward=MethodType(type(template).forward, layer))
+        vars(layer).update(added)
+        undo.append(replace_forward(layer, MethodType(type(template).forward, layer)))
     log.info(
         "precision='fp8': %d of %d linear layers compute in float8%s",
         len(layers),
@@ -109,12 +112,14 @@ def compute_in_float8(model: nn.Module, precision: Precision, *, emulate: bool =
         else "",
     )
 
-    def undo() -> None:
+    def give_back() -> None:
+        while undo:
+            undo.pop()()
         for layer in changed:
-            for name in (*added, "forward"):
+            for name in added:
                 vars(layer).pop(name, None)
 
-    return undo
+    return give_back
 
 
 def _fits(layer: nn.Linear) -> bool:

@@ -21,6 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
+from unipar.engine.forwards import replace_forward
 from unipar.engine.transforms import Undo, repeated_blocks
 from unipar.state import changes_of, local_part
 
@@ -53,14 +54,13 @@ def offload_activations(model: nn.Module, asked: bool, device: torch.device | No
         return lambda: None
     regions = repeated_blocks(model) or [model]
     offload = _Offload(device)
-    for region in regions:
-        region.forward = offload.around(region, region.forward)
+    undo = [replace_forward(one, offload.around(one, one.forward)) for one in regions]
 
-    def undo() -> None:
-        for region in regions:
-            region.__dict__.pop("forward", None)
+    def give_back() -> None:
+        while undo:
+            undo.pop()()
 
-    return undo
+    return give_back
 
 
 class _Offload:

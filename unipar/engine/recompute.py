@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from unipar.engine.forwards import replace_forward
 from unipar.engine.repeatable import Repeatable
 from unipar.engine.transforms import Undo, modules_of_classes, repeated_blocks
 from unipar.errors import ConfigError
@@ -95,22 +96,15 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
             )
     else:
         targets = modules_of_classes(model, policy, "activation_checkpointing")
-    give_back_caches = _without_caches(model)
     recompute = _kept_in_part if policy == "selective" else _recomputed
-    # Compiled modules, and those that somebody has patched, have one of their own.
-    own = [(module, module.__dict__.get("forward")) for module in targets]
-    for module in targets:
-        module.forward = recompute(module, module.forward)
+    undo = [_without_caches(model)]
+    undo += [replace_forward(one, recompute(one, one.forward)) for one in targets]
 
-    def undo() -> None:
-        give_back_caches()
-        for module, forward in own:
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = forward
+    def give_back() -> None:
+        while undo:
+            undo.pop()()
 
-    return undo
+    return give_back
 
 
 def _without_caches(model: nn.Module) -> Undo:
@@ -215,8 +209,11 @@ class _Unchanged(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # Kept tensors live at least as long as this.
-        self._kept: set[int] = set()
+        self._kept: dict[int, torch.UntypedStorage] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._kept.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,11 +225,12 @@ class _Unchanged(TorchDispatchMode):
                     self._refuse(func, given.get(one.name))
         made = func(*args, **kwargs)
         if func.name() in KEPT:
-            self._kept.update(map(_memory, tree_leaves(made)))
+            # Held, so that no other memory has its place while this looks.
+            self._kept |= _storages(made)
         return made
 
     def _refuse(self, operation: Any, value: Any) -> None:
-        if self._kept & set(map(_memory, tree_leaves(value))) - {0}:
+        if self._kept.keys() & _storages(value).keys():
             raise ConfigError(
                 "activation_checkpointing='selective' keeps the outputs of matrix products, and "
                 f"the model changes one in place ({operation.name()}), so that it would be changed "
@@ -241,9 +239,18 @@ class _Unchanged(TorchDispatchMode):
             )
 
 
-def _memory(tensor: Any) -> int:
-    # Not its address, which tensors of tensors have not (torch 2.13, storage.py).
-    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else 0
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of tensors, or of what they are made of: a DTensor has another for each view."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in (one for one in tree_leaves(values) if isinstance(one, torch.Tensor)):
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                found |= _storages(getattr(tensor, name))
+        else:
+            storage = tensor.untyped_storage()
+            # Not its address, which tensors of tensors have not (torch 2.13, storage.py).
+            found[storage._cdata] = storage
+    return found
 
 
 def _casting_each_time(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from unipar.errors import ConfigError
+
 
 class SeenAsModule(nn.Module):
-    """Has the mode of the module within it, and the names of what that holds.
+    """Has the mode and the attributes of the module within it, and the names of what that holds.
 
     Attributes:
         module: the user's module.
+        passed_by: what parts and methods of the module go around if they are used by themselves,
+            so that they are refused; empty: they may be used.
     """
 
     module: nn.Module
+    passed_by: ClassVar[str] = ""
 
     @property
     def training(self) -> bool:
@@ -33,3 +38,48 @@ class SeenAsModule(nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Likewise."""
         return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        return self.module.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(super().__getattr__("module"), name)
+        if self.passed_by and callable(value):
+            raise ConfigError(
+                f"the loss function uses model.{name}, which goes around {self.passed_by}: its "
+                "gradients would not be summed over ranks. Call model(...) and let the module's "
+                f"forward use self.{name}."
+            )
+        return value
+
+
+class SeenThrough(SeenAsModule):
+    """A view of the user's module that computes by what a framework has made of it.
+
+    For a framework whose class cannot be given these names itself.
+
+    Args:
+        module: the user's module.
+        wrapper: what the framework has made of it.
+    """
+
+    def __init__(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        # Not as a submodule, which would be the same parameters once more.
+        object.__setattr__(self, "_wrapper", wrapper)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(*args, **kwargs)

@@ -91,7 +91,7 @@ def use_accelerator(placement: Placement) -> list[dict[str, Any]]:
                 {
                     "numbers": numbers,
                     "kind": accelerator.distributed_type.value,
-                    "wrapped": type(engine.model).__name__,
+                    "wrapped": type(engine.loop_model).__name__,
                     "is plain": type(accelerator.unwrap_model(engine.model)) is nn.Sequential,
                     "ranks": accelerator.gather(rank).tolist(),
                     "own": own.distributed_type.value,

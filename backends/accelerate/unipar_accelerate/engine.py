@@ -17,6 +17,7 @@ from unipar.engine import (
     OptimizerStepper,
     PrecisionPolicy,
     Reducer,
+    SeenAsModule,
     StepEngine,
     Undo,
     build_optimizer,
@@ -73,6 +74,8 @@ def prepare_replica(
     backward = partial(_backward, accelerator)
     reducer = Reducer(module, world, backward)
     if isinstance(model, DistributedDataParallel):
+        # Accelerate makes it, and knows it again by what class it is of.
+        model.__class__ = SeenDDP
         hook = options.compression
         reducer = DDPReducer(
             model,
@@ -146,6 +149,12 @@ def _engine(
     )
     engine.accelerator = accelerator
     return engine
+
+
+class SeenDDP(SeenAsModule, DistributedDataParallel):  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Accelerate's DDP, which a loss function may take for the model."""
+
+    passed_by = "DDP's forward"
 
 
 class AcceleratePrecision(PrecisionPolicy):

@@ -27,8 +27,12 @@ class Divided(Boosted):
 class Working(Divided):
     """Computes with Gemini's half-precision weights, and gives what comes out in fp32."""
 
+    def __init__(self, module: nn.Module, gemini: Any) -> None:
+        super().__init__(module, gemini)
+        object.__setattr__(self, "_gemini", gemini)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        gemini = self._wrapper
+        gemini = self._gemini
         manager = gemini.gemini_manager
         if manager.need_warmup and manager.is_warmup() and not torch.is_grad_enabled():
             # Gemini watches the first training step, and asserts that nothing comes before it

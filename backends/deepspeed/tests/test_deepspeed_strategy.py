@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from unipar import Callback, Session, fit
+from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import CheckpointError, ConfigError, WorkerError
 from unipar.strategy import EngineSpec, Strategy
 from unipar.strategy.registry import resolve
@@ -45,6 +46,31 @@ def build(width: int = 8) -> nn.Module:
 def settings(directory: Path, **changed: Any) -> dict[str, Any]:
     quiet = {"progress": False, "output_dir": directory, "loss": loss_fn}
     return {"device": "cpu", "devices": 2, "global_batch_size": 16, "steps": 4, **quiet, **changed}
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def one_after_another(placement: Placement) -> None:
+    # Of three dimensions, for DeepSpeed's linear layer fuses the bias of two.
+    batch = Batch((MicroBatch(torch.ones(8, 3, 4), 8),), 8)
+    own = nn.functional.linear
+    for strategy, keeping in (("zero3", "off"), ("ddp", "selective")):
+        with Session(strategy, device="cpu", placement=placement) as session:
+            net = nn.Sequential(Residual(), Residual())
+            engine = session.prepare(net, optimizer="sgd", activation_checkpointing=keeping)
+            engine.train_step(batch, lambda model, x: model(x).square().mean())
+    assert nn.functional.linear is own
+
+
+def test_stage_3_leaves_torchs_linear_layers_to_the_next_session(world_pool: WorldPools) -> None:
+    world_pool(1).run(one_after_another)
 
 
 # -- optimizers ------------------------------------------------------------------------------------

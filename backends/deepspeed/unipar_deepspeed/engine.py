@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.engine import PrecisionPolicy, Reducer, Undo, scale_gradients
+from unipar.engine import PrecisionPolicy, Reducer, Undo, replace_forward, scale_gradients
 from unipar.world import World
 from unipar_deepspeed import framework
 from unipar_deepspeed.unused import Unused
@@ -119,7 +119,6 @@ def autocast_forward(module: nn.Module, precision: PrecisionPolicy) -> Undo:
     """Autocast inside DeepSpeed's forward, which turns off any that is around it."""
     if not precision.autocasts:
         return lambda: None
-    own = module.__dict__.get("forward")
     forward = module.forward
 
     @functools.wraps(forward)
@@ -127,12 +126,4 @@ def autocast_forward(module: nn.Module, precision: PrecisionPolicy) -> Undo:
         with precision.forward():
             return forward(*args, **kwargs)
 
-    module.forward = under_autocast
-
-    def undo() -> None:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = own
-
-    return undo
+    return replace_forward(module, under_autocast)

@@ -8,6 +8,9 @@ import os
 import warnings
 from importlib import metadata
 from types import ModuleType
+from typing import Any
+
+from torch.nn import functional
 
 from unipar.errors import ConfigError
 from unipar.strategy import Availability
@@ -82,11 +85,26 @@ def stop(before: dict[str, str | None]) -> None:
     # Another session of this process has another group, and DeepSpeed would keep to the first.
     groups._release_process_group_references()
     comm.cdb = None
+    _give_back_linear()
     for name, value in before.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+def _give_back_linear() -> None:
+    """Have torch's linear layer again, which stage 3 replaces for as long as the process lives.
+
+    DeepSpeed 0.19.8, runtime/zero/partition_parameters.py, ``_enable_mem_efficient_linear``. Other
+    strategies would compute by DeepSpeed's, which adds its bias in place: to what selective
+    recomputation keeps.
+    """
+    from deepspeed.runtime.zero import partition_parameters as zero  # pyright: ignore
+
+    if functional.linear is zero.zero3_linear_wrap:
+        patches: Any = zero.InsertPostInitMethodToModuleSubClasses
+        functional.linear = patches.linear_bk
 
 
 def _set_environment(placement: Placement) -> dict[str, str | None]:

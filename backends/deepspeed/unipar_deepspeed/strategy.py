@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from unipar.engine import (
     Flat,
     PrecisionPolicy,
+    SeenThrough,
     StepEngine,
     Undo,
     broadcast_tensors,
@@ -98,9 +99,9 @@ class DeepSpeedStrategy(Strategy):
             sharded=frozenset(_SHARDED[:stage]),
             offload=frozenset({"optimizer"} if stage > 0 else ())
             | frozenset({"parameters"} if stage == 3 else {"activations"}),
-            # Stage 3 gathers weights inside of what is recomputed, in another order each time. And
-            # wherever it has run in a process, DeepSpeed's linear layers add their bias in place
-            # (0.19.8, runtime/zero/linear.py), to what would be kept.
+            # Stage 3 gathers weights inside of what is recomputed, in another order each time, and
+            # its linear layers add their bias in place (DeepSpeed 0.19.8, runtime/zero/linear.py),
+            # to what would be kept.
             selective_checkpointing=False,
             several_engines=False,
             compile=stage < 3,
@@ -173,6 +174,8 @@ class DeepSpeedStrategy(Strategy):
             tensor_parallel.keep_inputs_contiguous(module)
             check_loss = parts.whole_losses(module, self.name)
             undo.append(check_loss.close)
+        # DeepSpeed passes attributes on, but for those that it has itself, such as ``config``.
+        seen = SeenThrough(module, deepspeed.engine)
         precision = PrecisionPolicy(spec.precision, world.device)
         undo.append(autocast_forward(module, precision))
         undo.append(refuse_inner_gradients(module, "deepspeed"))
@@ -182,7 +185,8 @@ class DeepSpeedStrategy(Strategy):
                 world,
                 module,
                 optimizer,
-                model=deepspeed.engine,
+                model=seen,
+                loop_model=deepspeed.engine,
                 reducer=ReplicaReducer(module, world, deepspeed, options.reduce_bucket_size),
                 precision=precision,
                 undo=undo,
@@ -199,7 +203,8 @@ class DeepSpeedStrategy(Strategy):
             world,
             module,
             optimizer,
-            model=deepspeed.engine,
+            model=seen,
+            loop_model=deepspeed.engine,
             reducer=ZeROReducer(module, world, deepspeed, swapping, refuse_unused=refuse),
             precision=precision,
             stepper=ZeROStepper(deepspeed, precision),

@@ -464,6 +464,72 @@ def test_checks_leave_nothing_behind(world_pool: WorldPools) -> None:
         assert drawn == torch.rand(2).tolist()
 
 
+def patched_forwards(
+    placement: Placement, model: nn.Module, options: dict[str, Any]
+) -> tuple[float, list[str]]:
+    """The loss of a step, and which patched modules have another forward after the session."""
+    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    strategy = {"name": "mesh", "tp": 2, "plan": plan, **options}
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(model, optimizer="sgd")
+        module: nn.Module = engine.module
+        batch = Batch((MicroBatch(some_sequences(), 8),), 8)
+        loss = engine.train_step(batch, lambda model, x: model(x).square().mean()).loss
+    left = [
+        name
+        for name, part in module.named_modules()
+        if ("forward" in vars(part)) != hasattr(part, "patched")
+        or (hasattr(part, "patched") and vars(part)["forward"].__name__ != "thrice")
+    ]
+    return loss, left
+
+
+def some_sequences() -> torch.Tensor:
+    return torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(1))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def patch(part: nn.Module) -> None:
+    own = part.forward
+    vars(part)["patched"] = True
+
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        return 3 * own(x)
+
+    part.forward = thrice
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}])
+def test_patched_forwards_are_trained_with_and_given_back(
+    options: dict[str, Any], world_pool: WorldPools
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Residual(), Residual())
+    for block in model:
+        patch(block)
+    plain = model(some_sequences()).square().mean().item()
+    for loss, left in world_pool(2).run(patched_forwards, model, options):
+        assert loss == pytest.approx(plain, rel=1e-5)
+        assert left == []
+
+
+def test_a_layer_with_a_patched_forward_is_not_divided(world_pool: WorldPools) -> None:
+    torch.manual_seed(0)
+    patched = Residual()
+    patch(patched.up)
+    model = nn.Sequential(Residual(), patched)
+    with pytest.raises(ConfigError, match=r"computes otherwise than nn\.Linear"):
+        world_pool(2).run(patched_forwards, model, {})
+
+
 def test_parts_of_blocks_that_are_gathered_by_themselves_are_checked(
     world_pool: WorldPools,
 ) -> None:

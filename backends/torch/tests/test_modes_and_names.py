@@ -67,6 +67,30 @@ def test_a_loss_sees_the_users_modes_and_names(
     assert world_pool(1).run(train, strategy, mode) == [pytest.approx(plain, rel=1e-5)]
 
 
+def names(placement: Placement) -> list[list[str]]:
+    """What a loss function finds by name under ddp."""
+    seen = []
+
+    def looking(model: Any, data: Any) -> torch.Tensor:
+        seen.append([name for name, _ in model.named_parameters()])
+        seen.append([name for name, _ in model.named_buffers()])
+        seen.append([name for name, _ in model.named_modules()])
+        seen.append(list(model.state_dict()))
+        model.load_state_dict(model.state_dict())
+        return loss(model, data)
+
+    with Session("ddp", device="cpu", placement=placement) as session:
+        session.prepare(Net(), optimizer=sgd).train_step(batch(), looking)
+    return seen
+
+
+def test_whatever_has_a_name_has_the_users(world_pool: WorldPools) -> None:
+    net = Net()
+    named = net.named_parameters(), net.named_buffers(), net.named_modules()
+    expected = [[name for name, _ in one] for one in named]
+    assert world_pool(1).run(names) == [[*expected, list(net.state_dict())]]
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_modes_that_are_set_after_an_evaluation_stay(strategy: str, world_pool: WorldPools) -> None:
     def run(placement: Placement) -> list[bool]:

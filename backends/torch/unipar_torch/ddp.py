@@ -162,7 +162,9 @@ class DDPStrategy(Strategy):
 
 
 class ReplicatedModule(SeenAsModule, DistributedDataParallel):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """DDP that lets a loss function read the model's plain attributes (``model.config``)."""
+    """DDP that a loss function may take for the model."""
+
+    passed_by = "DDP's forward"
 
     def _sync_buffers(self) -> None:
         # As torch 2.13 does it itself (nn/parallel/distributed.py). In 2.11, a second forward pass
@@ -170,19 +172,6 @@ class ReplicatedModule(SeenAsModule, DistributedDataParallel):  # pyright: ignor
         unchanged: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
         with unchanged(tuple(self.module.buffers())):
             super()._sync_buffers()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            value = getattr(super().__getattr__("module"), name)
-        if callable(value):
-            raise ConfigError(
-                f"the loss function uses model.{name}, which goes around DDP's forward: its "
-                "gradients would not be summed over ranks. Call model(...) and let the module's "
-                f"forward use self.{name}."
-            )
-        return value
 
 
 def shard_optimizer(

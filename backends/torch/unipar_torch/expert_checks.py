@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from unipar.engine import Undo, replace_forward
 from unipar.engine.trials import trial
 from unipar.errors import ConfigError
 from unipar.world import World
@@ -31,7 +32,7 @@ _EXPERTS = 2
 
 def check_in_first_pass(
     model: nn.Module, plan: ExpertPlan, world: World, dispatched: Dispatched
-) -> None:
+) -> list[Undo]:
     """Have experts of each kind compared with themselves undivided, when they are first called.
 
     Args:
@@ -44,8 +45,7 @@ def check_in_first_pass(
     for name in plan.experts:
         module = model.get_submodule(name)
         kinds.setdefault((type(module), _settings(module)), name)
-    for name in kinds.values():
-        _Check(name, model, plan, world, dispatched).install()
+    return [_Check(name, model, plan, world, dispatched).install() for name in kinds.values()]
 
 
 def _uneven(tokens: int, k: int, experts: int) -> torch.Tensor:
@@ -73,20 +73,21 @@ class _Check:
         self._kind, self._whole = type(experts).__name__, type(experts).forward
         self._group = world.mesh("ep").get_group()
 
-    def install(self) -> None:
+    def install(self) -> Undo:
         experts = self._experts
         divided = experts.forward
         done: set[bool] = set()
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             if experts.training:
-                experts.forward = divided
+                undo()
             if experts.training not in done:
                 done.add(experts.training)
                 self._compare(args, kwargs)
             return divided(*args, **kwargs)
 
-        experts.forward = torch.compiler.disable(checked)
+        undo = replace_forward(experts, torch.compiler.disable(checked))
+        return undo
 
     def _compare(self, args: Any, kwargs: Any) -> None:
         from unipar_torch.expert_parallel import routed

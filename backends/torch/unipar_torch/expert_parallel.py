@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from unipar.engine import replace_forward
 from unipar.errors import ConfigError
 from unipar.world import World
 from unipar_torch.expert_checks import check_in_first_pass
@@ -52,8 +53,7 @@ def divide_experts(module: nn.Module, plan: ExpertPlan, world: World) -> list[Un
                 )
                 part._parameters[key] = nn.Parameter(divided, parameter.requires_grad)
         undo.append(_divide(part, plan.counts[name], number // mesh.size(), mesh.get_group()))
-    check_in_first_pass(module, plan, world, dispatched)
-    return undo
+    return undo + check_in_first_pass(module, plan, world, dispatched)
 
 
 def _divide(experts: nn.Module, counts: tuple[str, ...], number: int, group: Any) -> Undo:
@@ -69,12 +69,7 @@ def _divide(experts: nn.Module, counts: tuple[str, ...], number: int, group: Any
         with local_parameters(experts, counts, number):
             return dispatched(local, hidden, index, weights, number, group)
 
-    experts.forward = forward
-
-    def take_back() -> None:
-        experts.__dict__.pop("forward", None)
-
-    return take_back
+    return replace_forward(experts, forward)
 
 
 def routed(

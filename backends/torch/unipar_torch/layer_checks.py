@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unipar.engine import replace_forward
 from unipar.engine.trials import Draws, digest, host_generators, trial
 from unipar.errors import ConfigError, first_few
 from unipar.world import World
@@ -142,8 +143,7 @@ class _Check:
                 compare(args, kwargs)
             return self._forward(*args, **kwargs)
 
-        block.forward = checked
-        return lambda: block.__dict__.pop("forward", None)
+        return replace_forward(block, checked)
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         problem, drawn = self._problem(args, kwargs)

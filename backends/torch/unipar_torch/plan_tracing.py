@@ -273,7 +273,9 @@ def _run_traced(block: nn.Module, x: torch.Tensor, origins: _Origins) -> None:
 
 def _linears(block: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in block.named_modules():
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        if not isinstance(module, nn.Linear) or "forward" in vars(module):
+            continue
+        if type(module).forward is nn.Linear.forward:
             yield name, module
 
 

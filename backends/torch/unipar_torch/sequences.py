@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unipar.engine import replace_forward
 from unipar.errors import ConfigError
 from unipar_torch.layer_cuts import SEQUENCE, Activations, is_gathered
 from unipar_torch.tensor_plan import TensorPlan
@@ -37,11 +38,10 @@ def divide_sequences(blocks: Mapping[str, nn.Module], activations: Activations) 
             "sequence_parallel out."
         )
     chain = _Chain(blocks, activations)
-    undo: list[Undo] = []
-    for number, block in enumerate(blocks.values()):
-        block.forward = chain.around(number, block.forward)
-        undo.append(lambda block=block: block.__dict__.pop("forward", None))
-    return undo
+    return [
+        replace_forward(block, chain.around(number, block.forward))
+        for number, block in enumerate(blocks.values())
+    ]
 
 
 def holders_of(blocks: Mapping[str, nn.Module], plan: TensorPlan) -> dict[str, nn.Module]:
@@ -81,8 +81,7 @@ def enter_before(name: str, holder: nn.Module, layer: nn.Module, activations: Ac
         args, kwargs = with_hidden(args, kwargs, activations.enter(hidden))
         return forward(*args, **kwargs)
 
-    holder.forward = entered
-    return lambda: holder.__dict__.pop("forward", None)
+    return replace_forward(holder, entered)
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

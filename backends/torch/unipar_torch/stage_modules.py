@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from unipar.engine import replace_forward
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
 from unipar_torch.sequences import HIDDEN, hidden_of, with_hidden
@@ -103,15 +104,15 @@ class Stage:
         for number, name in enumerate(self.plan.chain):
             block = self.module.get_submodule(name)
             if number < first:
-                undo.append(_replace_forward(block, functools.partial(self._pass_by, name)))
+                undo.append(replace_forward(block, functools.partial(self._pass_by, name)))
             elif number == first:
                 # Before the hooks of FSDP and others, which look at what a block is given.
                 enter = functools.partial(self._enter, name)
                 hook = block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 undo.append(hook.remove)
             elif number == end:
-                undo.append(_replace_forward(block, functools.partial(self._end, name)))
-        undo.append(_replace_forward(self.module, self._until_over(self.module.forward)))
+                undo.append(replace_forward(block, functools.partial(self._end, name)))
+        undo.append(replace_forward(self.module, self._until_over(self.module.forward)))
         return undo
 
     def run(
@@ -254,18 +255,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    had = module.__dict__.get("forward")
-    module.forward = forward
-
-    def undo() -> None:
-        module.__dict__.pop("forward", None)
-        if had is not None:
-            module.forward = had
-
-    return undo
 
 
 def _checked(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from unipar.engine import replace_forward
 from unipar.world import World
 from unipar_torch.async_tp import overlap
 from unipar_torch.layer_checks import check_in_first_pass
@@ -72,8 +73,7 @@ def divide_layers(
             activations = logits.get(name, inside if in_sequence else usual)
             if name.rpartition(".")[0] in holders:
                 activations = entered
-            part.forward = divided_forward(name, part, style, activations)
-            undo.append(lambda part=part: part.__dict__.pop("forward", None))
+            undo.append(replace_forward(part, divided_forward(name, part, style, activations)))
         elif any(True for _ in part.named_parameters(recurse=False)):
             undo.append(show_whole_parameters(part, mesh, summed=part in concerned))
         elif isinstance(part, nn.TransformerEncoderLayer):

@@ -109,6 +109,8 @@ def make_plan(model: nn.Module, tp: int, given: Mapping[str, str] | None = None)
     else:
         with own_attributes(model):
             plan = traced_plan(model, tp)
+        # Of blocks of one class, one is traced.
+        _check_layers(model, plan)
         _check_ties(model, plan)
         check_sizes(model, plan, tp)
         return plan
@@ -240,7 +242,7 @@ def _unusual(module: nn.Module, style: str | None) -> str:
         return ""
     if not isinstance(module, expected):
         return f"'{style}' is for nn.{expected.__name__}"
-    if type(module).forward is not expected.forward:
+    if type(module).forward is not expected.forward or "forward" in vars(module):
         return f"it computes otherwise than nn.{expected.__name__}"
     if isinstance(module, nn.Embedding) and module.max_norm is not None:
         return "max_norm changes rows in the forward pass"

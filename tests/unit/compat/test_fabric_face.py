@@ -54,6 +54,21 @@ def parts(fabric: Fabric) -> Any:
     return fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+def test_a_marked_method_leaves_a_patched_forward_as_it_was() -> None:
+    class Net(nn.Linear):
+        def training_step(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x).square().mean()
+
+    fabric = Fabric(**CPU)
+    net = Net(3, 1)
+    net.forward = lambda input, own=net.forward: 3 * own(input)
+    x = torch.randn(4, 3)
+    wanted = net.training_step(x).item()
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(2):
+        assert model.training_step(x).item() == wanted
+
+
 def test_a_step_is_torchs_clipped_by_norm_or_value() -> None:
     fabric = Fabric(**CPU)
     model, optimizer = parts(fabric)

@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -25,12 +24,10 @@ from unipar.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def seen() -> Iterator[None]:
-    """What a script builds is seen, and afterwards torch is as it was."""
+def seen() -> None:
+    """What a script builds is seen."""
     importlib.import_module(FACE)
     adopting.start()
-    yield
-    adopting.stop()
 
 
 def trained(**asked: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

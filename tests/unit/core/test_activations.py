@@ -16,6 +16,8 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn import functional
 
 from unipar.engine import checkpoint_activations, offload_activations
@@ -23,9 +25,11 @@ from unipar.engine.checks import check_capabilities
 from unipar.engine.offload import Copies, Offloaded
 from unipar.engine.repeatable import explain_recomputed
 from unipar.errors import ConfigError
+from unipar.state import local_part
 from unipar.strategy import Capabilities, Engine, EngineSpec, Strategy, StrategyOptions
 from unipar.strategy.registry import resolve
-from unipar.world import Placement, World
+from unipar.testing.pool import WorldPools
+from unipar.world import Placement, World, join
 
 WIDTH, HEADS, LENGTH = 32, 4, 16
 
@@ -196,6 +200,50 @@ def test_an_output_that_is_changed_in_place_is_no_wrong_gradient(
     checkpoint_activations(model, "selective")
     with pytest.raises(ConfigError, match=r"changes one in place \(aten::add_.*'full'"):
         gradients(model, x)
+
+
+class Viewed(nn.Module):
+    """Products without biases, one of which may be changed in place."""
+
+    def __init__(self, *, change: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8, bias=False)
+        self.down = nn.Linear(8, 4, bias=False)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.up(x)
+        if self.change:
+            inner += 1
+        # Memory of this kind is used again and again.
+        for _ in range(20):
+            inner = inner + torch.empty_like(inner).fill_(1.0)
+        return x + self.down(inner.relu())
+
+
+def gradients_of_dtensors(placement: Placement, policy: str, change: bool) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (join(placement).size,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(Viewed(change=change) for _ in range(2))))
+    for module in model.modules():
+        for name, one in [*module.named_parameters(recurse=False)]:
+            module.register_parameter(
+                name, nn.Parameter(distribute_tensor(one.detach(), mesh, [Replicate()]))
+            )
+    checkpoint_activations(model, policy)
+    inputs = distribute_tensor(torch.ones(2, 3, 4), mesh, [Replicate()])
+    model(inputs).square().sum().backward()
+    return [local_part(one.grad) for one in model.parameters() if one.grad is not None]
+
+
+def test_dtensors_are_kept_by_the_memory_of_their_parts(world_pool: WorldPools) -> None:
+    pool = world_pool(1)
+    (plain,), (found,) = (
+        pool.run(gradients_of_dtensors, policy, False) for policy in ("off", "selective")
+    )
+    torch.testing.assert_close(found, plain)
+    with pytest.raises(ConfigError, match="changes one in place"):
+        pool.run(gradients_of_dtensors, "selective", True)
 
 
 class Normed(nn.Module):

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from unipar.config import RunConfig
 from unipar.strategy import registry
@@ -103,6 +104,21 @@ def test_names_in_code_font_exist(page: Path) -> None:
 )  # fmt: skip
 def test_what_does_not_exist_is_found(span: str) -> None:
     assert wrong(span)
+
+
+def test_names_of_a_face_are_found() -> None:
+    assert exists("unipar.compat.torch.whole_state_dict")
+    assert exists("unipar.compat.horovod.torch.DistributedOptimizer")
+
+
+def test_torch_is_its_own_after_that() -> None:
+    seen = (
+        torch.optim.Optimizer.__init__,
+        torch.nn.Module.__call__,
+        torch.Tensor.backward,
+        torch.autograd.backward,
+    )
+    assert [one for one in seen if not one.__module__.startswith("torch.")] == []
 
 
 def test_every_field_of_a_run_is_documented() -> None:

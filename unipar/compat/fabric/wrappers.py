@@ -19,6 +19,7 @@ from unipar.compat.fabric.strategies import Strategy
 from unipar.compat.fabric_names import refuse
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
+from unipar.engine import replace_forward
 from unipar.errors import ConfigError
 from unipar.session import Session
 from unipar.state import is_dtensor
@@ -111,14 +112,14 @@ class FabricModule(PreparedModel):
 
         def once(*given: Any, **named: Any) -> Any:
             # The method may call the model's own forward.
-            module.__dict__.pop("forward", None)
+            give_back()
             return method(*given, **named)
 
-        module.__dict__["forward"] = once
+        give_back = replace_forward(module, once)
         try:
             return self(*args, **kwargs)
         finally:
-            module.__dict__.pop("forward", None)
+            give_back()
 
     def _watched(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A method that is refused if it computes, which goes around the engine."""
