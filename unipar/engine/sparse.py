@@ -31,7 +31,9 @@ class SparseSum:
 
     def __init__(self, parameter: nn.Parameter, own: torch.Tensor, group: Any) -> None:
         self._parameter, self._size = parameter, own.shape
-        rows = torch.tensor([own._nnz()], device="cpu")
+        # Indices and values as they are stored, which is not asked for in public (torch 2.13,
+        # torch/_tensor.py): `indices()` wants each row once, and the device to have found them.
+        rows = torch.tensor([len(own._values())], device="cpu")
         gathered = torch.empty(dist.get_world_size(group), dtype=rows.dtype, device="cpu")
         dist.all_gather_into_tensor(gathered, rows, group=group)
         self._rows: list[int] = gathered.tolist()
