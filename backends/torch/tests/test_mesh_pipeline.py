@@ -791,6 +791,29 @@ def test_blocks_in_wrappers_of_torch_are_saved_and_loaded(
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
+class SavesOthers(Deep):
+    """Hooks put tensors into its state dict that are not those that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.inward, *self.blocks, self.outward):
+            part.register_state_dict_post_hook(detached)
+
+
+def detached(module: nn.Module, held: dict[str, Any], prefix: str, _: Any) -> None:
+    own = [name for name in held if name.startswith(prefix)]
+    held.update({name: held[name].detach() for name in own})
+
+
+def test_what_hooks_put_into_a_state_dict_is_saved(world_pool: WorldPools, tmp_path: Path) -> None:
+    run = partial(part_of_run, model=SavesOthers)
+    whole = world_pool(1).run(run, "single", tmp_path / "whole", 0, 4)[0]
+    parts = []
+    for size, strategy, start in ((2, "mesh:pp=2", 0), (1, "single", 2)):
+        parts += world_pool(size).run(run, strategy, tmp_path / "parts", start, start + 2)[0]
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
 # -- what would be lost without a word -------------------------------------------------------------
 
 
@@ -954,7 +977,13 @@ class CountsInAWrapper(models.Network):
         return x
 
 
-COUNTING = (CountsAtTheEnd, Replaces, CountsAtBothEnds, CountsInAWrapper)
+class CountsBesideAHook(CountsAtTheEnd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(detached)
+
+
+COUNTING = (CountsAtTheEnd, Replaces, CountsAtBothEnds, CountsInAWrapper, CountsBesideAHook)
 
 
 @pytest.mark.parametrize("model", COUNTING)

@@ -30,9 +30,11 @@ class BufferChanges:
     def counting(self, stage: Stage) -> Iterator[None]:
         """Around the forward pass of a stage for one micro-batch, and the loss."""
         before = {name: (buffer, buffer._version) for name, buffer in _buffers(stage)}
-        # A state dict may leave out a wrapper's name (torch's checkpoint_wrapper).
-        kept = {id(value) for value in stage.module.state_dict(keep_vars=True).values()}
-        stored = {name for name, (buffer, _) in before.items() if id(buffer) in kept}
+        # A state dict may leave out a wrapper's name (torch's checkpoint_wrapper), and a hook may
+        # have put another tensor into it.
+        kept = stage.module.state_dict(keep_vars=True)
+        ids = {id(value) for value in kept.values()}
+        stored = {n for n, (buffer, _) in before.items() if n in kept or id(buffer) in ids}
         self._stored |= stored
         runs = stage.runs
         yield

@@ -97,24 +97,25 @@ class StagesState(ModuleState):
         return self.optimizer is not None
 
     def weights(self) -> list[LocalState]:
-        # Not by name: a state dict may leave out a wrapper's (torch's checkpoint_wrapper).
+        # By name, or by the tensor: a state dict may leave out the name of a wrapper (torch's
+        # checkpoint_wrapper), and a hook may have put another tensor into it.
         named = [
             *self.module.named_parameters(remove_duplicate=False),
             *self.module.named_buffers(remove_duplicate=False),
         ]
         owned = {id(tensor) for name, tensor in named if name in self._owned}
-        return self._described(lambda tensor: id(tensor) in owned)
+        return self._described(lambda name, tensor: name in self._owned or id(tensor) in owned)
 
     def import_weights(self, source: StateSource) -> None:
         # Stages also compute with buffers outside of blocks that another one writes.
-        source.fill_weights(self._described(lambda _: True))
+        source.fill_weights(self._described(lambda _, tensor: True))
 
-    def _described(self, chosen: Callable[[torch.Tensor], bool]) -> list[LocalState]:
+    def _described(self, chosen: Callable[[str, torch.Tensor], bool]) -> list[LocalState]:
         aliases = self._whole.aliases
         held = {
             aliases.get(name, name): tensor
             for name, tensor in self.module.state_dict(keep_vars=True).items()
-            if chosen(tensor)
+            if chosen(name, tensor)
         }
         return [
             LocalState.of(name, held[name]) if name in held else LocalState.absent(name, *info)
