@@ -491,6 +491,7 @@ WEIGHTS: dict[str, Callable[[Any], Any]] = {
     "by name": lambda model: sum(p.sum() for n, p in model.named_parameters() if "inward" in n),
     "one": lambda model: model.inward.weight.sum(),
     "of a block": lambda model: torch.stack([p.norm() for p in model.blocks[0].parameters()]).sum(),
+    "to freeze": lambda model: [setattr(p, "requires_grad", False) for p in model.parameters()],
     "a state": lambda model: sum(value.sum() for value in model.state_dict().values()),
     "together": lambda model: nn.utils.parameters_to_vector(model.parameters()).norm(),
 }
@@ -519,6 +520,9 @@ def counting_weights(placement: Placement, strategy: Any) -> tuple[list[float], 
         listed = [(n, tuple(p.shape), p.requires_grad) for n, p in model.named_parameters()]
         found[:] = [*listed, *model.state_dict(keep_vars=True)]
         size = sum(p.numel() for p in model.parameters() if isinstance(p, nn.Parameter))
+        assert size == sum(p.data.nelement() for p in model.parameters())
+        found.extend((len(p), p.itemsize, p.get_device()) for p in model.parameters())
+        found.extend(tuple(value.shape) for value in model.state_dict().values())
         assert next(model.parameters()).device == output.device
         return OBJECTIVE.loss(output, batch) * size / 100
 

@@ -20,8 +20,11 @@ from unipar.engine.absent import HARMLESS
 from unipar.errors import ConfigError
 
 _HARMLESS = HARMLESS | {
-    *("dim", "is_complex", "is_floating_point", "nbytes", "requires_grad", "size"),
+    *("__len__", "dim", "get_device", "is_complex", "is_floating_point", "is_nested"),
+    *("is_quantized", "itemsize", "nbytes", "requires_grad", "size"),
 }
+_ITSELF = {"data", "detach"}
+"""What gives another tensor of the same values, which are not there either."""
 
 
 @functools.cache
@@ -52,9 +55,13 @@ class AbsentTensor(torch.Tensor):
     ) -> Any:
         # A property's getter is told by what it is the getter of.
         name = getattr(getattr(func, "__self__", None), "__name__", "") or func.__name__
-        if name in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+        # One that is set would be set on this stage alone. No stage sees another's gradients.
+        if func.__name__ != "__set__" or name == "grad":
+            if name in _HARMLESS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **(kwargs or {}))
+            if name in _ITSELF:
+                return args[0]
         leaves = tree_leaves((args, kwargs))
         names = (f"'{leaf._name}'" for leaf in leaves if isinstance(leaf, AbsentTensor))
         absent = next(names, "a weight")
