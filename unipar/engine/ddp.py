@@ -286,7 +286,8 @@ class DDPReducer(Reducer):
         if bucket[0] in self._sparse:
             (parameter,) = bucket
             own = parameter.grad
-            return SparseSum(parameter, no_rows(parameter) if own is None else own, group)
+            own = no_rows(parameter) if own is None else own
+            return SparseSum(parameter, own, group, self._wire_dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         values = torch.cat([grad.reshape(-1) for grad in grads])
         if self._wire_dtype is not None:
@@ -343,17 +344,19 @@ class _Sending:
 def _sum(state, bucket):
     """The communication hook. DDP reads annotations, and a string is no type to it."""
     gradients = bucket.buffer()
-    sent = gradients if state.wire_dtype is None else gradients.to(state.wire_dtype)
-    if sent.is_sparse:
+    if gradients.is_sparse:
         (parameter,) = bucket.parameters()
-        gathering = SparseSum(parameter, sent, state.group)
+        gathering = SparseSum(parameter, gradients, state.group, state.wire_dtype)
         summing = gathering.work
     else:
         gathering = None
+        sent = gradients if state.wire_dtype is None else gradients.to(state.wire_dtype)
         summing = dist.all_reduce(sent, group=state.group, async_op=True)
 
     def land(summed):
-        values = summed.value()[0] if gathering is None else gathering.sum()
+        if gathering is not None:
+            return gathering.sum()
+        (values,) = summed.value()
         return values if values.dtype == gradients.dtype else gradients.copy_(values)
 
     assert summing is not None

@@ -24,21 +24,27 @@ class SparseSum:
 
     Args:
         parameter: whose gradient it is.
-        own: this rank's; its numbers of rows are exchanged by way of the host, which knows them
-            without waiting for the device.
+        own: this rank's. It is sent with each row once, and not once for each use: a batch may use
+            more rows than a table has. That waits for the device, as the sum does.
         group: over which it is summed.
+        wire_dtype: the dtype in which it travels; ``None``: its own, in which rows are summed.
     """
 
-    def __init__(self, parameter: nn.Parameter, own: torch.Tensor, group: Any) -> None:
-        self._parameter, self._size = parameter, own.shape
-        # Indices and values as they are stored, which is not asked for in public (torch 2.13,
-        # torch/_tensor.py): `indices()` wants each row once, and the device to have found them.
-        rows = torch.tensor([len(own._values())], device="cpu")
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        own: torch.Tensor,
+        group: Any,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        own = own.coalesce()
+        self._parameter, self._size, self._dtype = parameter, own.shape, own.dtype
+        rows = torch.tensor([len(own.values())], device="cpu")
         gathered = torch.empty(dist.get_world_size(group), dtype=rows.dtype, device="cpu")
         dist.all_gather_into_tensor(gathered, rows, group=group)
         self._rows: list[int] = gathered.tolist()
-        indices, finding = self._gather(own._indices().mT, group)
-        self._values, self.work = self._gather(own._values(), group)
+        indices, finding = self._gather(own.indices().mT, group)
+        self._values, self.work = self._gather(own.values().to(wire_dtype or own.dtype), group)
         finding.wait()
         self._indices = indices
 
@@ -58,6 +64,7 @@ class SparseSum:
             torch.cat([part[:rows] for part, rows in zip(parts, self._rows, strict=True)])
             for parts in (self._indices, self._values)
         )
+        values = values.to(self._dtype)
         return torch.sparse_coo_tensor(indices.mT, values, self._size).coalesce()
 
     def land(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import unipar
@@ -348,3 +350,48 @@ def test_what_ranks_use_differently_ends_the_run_with_the_reason(
             progress=False,
             timeout=30,
         )
+
+
+class Often(nn.Module):
+    """A sparse table of which one row is used again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table(tokens).sum(-1)
+
+
+def often(placement: Placement, strategy: str, named: bool) -> tuple[list[float], int]:
+    """The row after a step with a gradient of one, and the most rows that were sent at once."""
+    gather, sent = dist.all_gather_into_tensor, [0]
+
+    def counting(received: torch.Tensor, own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(len(own))
+        return gather(received, own, *args, **kwargs)
+
+    with unipar.Session(strategy=strategy, placement=placement) as session:
+        engine = session.prepare(
+            Often(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], 1.0)
+        )
+        dist.all_gather_into_tensor = counting
+        try:
+            with engine.microbatch(last=True) if named else contextlib.nullcontext():
+                loss = engine(torch.zeros(2000, dtype=torch.int64)).mean()
+                engine.backward(loss, num_items=2000)
+            engine.step()
+        finally:
+            dist.all_gather_into_tensor = gather
+        return engine.module.table.weight[0].tolist(), max(sent)  # pyright: ignore
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
+def test_a_row_that_is_used_often_is_summed_before_it_is_sent(
+    world_pool: Any, compression: str, named: bool
+) -> None:
+    for row, sent in world_pool(2).run(often, f"ddp:compression={compression}", named):
+        assert row == pytest.approx([-1.0, -1.0], rel=2e-3)
+        assert sent == 1
