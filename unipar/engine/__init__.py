@@ -30,7 +30,7 @@ from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
-from unipar.engine.seen_as_module import SeenAsModule, SeenThrough
+from unipar.engine.seen_as_module import SeenAsModule, SeenReplica
 from unipar.engine.sharded_calls import see_calls
 from unipar.engine.sparse import sparse_parameters
 from unipar.engine.stages import Stages
@@ -73,7 +73,7 @@ __all__ = [
     "Reducer",
     "Schedule",
     "SeenAsModule",
-    "SeenThrough",
+    "SeenReplica",
     "Sliced",
     "StageCall",
     "Stages",

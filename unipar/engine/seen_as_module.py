@@ -1,4 +1,4 @@
-"""A wrapper around the user's module that a loss function may take for it."""
+"""A view of the user's module that a loss function may take for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from unipar.errors import ConfigError
 
 
 class SeenAsModule(nn.Module):
-    """Has the mode and the attributes of the module within it, and the names of what that holds.
+    """Computes by what a framework has made of the user's module, and is that module in all else.
+
+    It is an object of its own, for wrappers have attributes that models have, too: DDP's ``dim``
+    is no model's.
+
+    Args:
+        module: the user's module.
+        wrapper: what the framework has made of it.
 
     Attributes:
         module: the user's module.
@@ -22,6 +29,15 @@ class SeenAsModule(nn.Module):
 
     module: nn.Module
     passed_by: ClassVar[str] = ""
+
+    def __init__(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        # Not as a submodule, which would be the same parameters once more.
+        object.__setattr__(self, "_wrapper", wrapper)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(*args, **kwargs)
 
     @property
     def training(self) -> bool:
@@ -64,22 +80,16 @@ class SeenAsModule(nn.Module):
             )
         return value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in vars(self) or hasattr(SeenAsModule, name)
+        if own or name == "module":
+            super().__setattr__(name, value)
+        else:
+            # Where the module's forward pass finds it.
+            setattr(self.module, name, value)
 
-class SeenThrough(SeenAsModule):
-    """A view of the user's module that computes by what a framework has made of it.
 
-    For a framework whose class cannot be given these names itself.
+class SeenReplica(SeenAsModule):
+    """The user's module, within DDP."""
 
-    Args:
-        module: the user's module.
-        wrapper: what the framework has made of it.
-    """
-
-    def __init__(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        # Not as a submodule, which would be the same parameters once more.
-        object.__setattr__(self, "_wrapper", wrapper)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper(*args, **kwargs)
+    passed_by = "DDP's forward"

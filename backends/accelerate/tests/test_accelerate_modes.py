@@ -18,7 +18,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.config = {"width": 6}
+        # DDP has a dim, too.
+        self.config, self.dim, self.heat = {"width": 6}, 6, 0.0
         self.inward, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -55,12 +56,15 @@ def train(placement: Placement, strategy: str, mode: bool) -> tuple[list[float],
         seen.append([name for name, _ in model.named_parameters()])
         seen.append(list(model.state_dict()))
         found = loss(model, data)
-        assert model.config == {"width": 6}
+        assert (model.config, model.dim) == ({"width": 6}, 6)
+        model.heat += 1.0
         return found
 
     with Session(strategy, device="cpu", placement=placement) as session:
         engine = session.prepare(Net().train(mode), optimizer=sgd)
-        return [engine.train_step(batch, looking).loss for _ in range(3)], seen
+        losses = [engine.train_step(batch, looking).loss for _ in range(3)]
+        assert engine.module.heat == 3.0
+        return losses, seen
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -84,7 +84,7 @@ def use_accelerator(placement: Placement) -> dict[str, Any]:
                 "precision": accelerator.mixed_precision,
                 "ranks": accelerator.gather(rank).tolist(),
                 "mean": accelerator.reduce(rank, "mean").item(),
-                "wrapped": isinstance(engine.model, DistributedDataParallel),
+                "wrapped": isinstance(engine.reducer.ddp, DistributedDataParallel),
                 "is plain": type(accelerator.unwrap_model(engine.model)) is nn.Sequential,
                 "main": accelerator.is_main_process,
                 "processes": own.num_processes,
@@ -186,7 +186,7 @@ def twice(placement: Placement) -> list[float]:
             engine: Any = session.prepare(module, optimizer=sgd)
             batch = next(iter(session.loader(samples(), global_batch_size=8)))
             losses.append(engine.train_step(batch, loss_fn).loss)
-            wrapped = isinstance(engine.model, DistributedDataParallel)
+            wrapped = isinstance(engine.reducer.ddp, DistributedDataParallel)
         assert wrapped
         assert "_is_accelerate_prepared" not in module.__dict__
     return losses

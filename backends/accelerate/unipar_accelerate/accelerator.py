@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from unipar.engine import COMPUTE_DTYPES, modules_of_classes, repeated_blocks
+from unipar.engine import COMPUTE_DTYPES, SeenAsModule, modules_of_classes, repeated_blocks
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
@@ -86,6 +88,16 @@ def check_wrapped(
             f"{accelerator.num_processes} process(es). Look at what the environment sets "
             "(ACCELERATE_*, FSDP_*), or use strategy='ddp' or 'fsdp'."
         )
+
+
+def of_views(unwrap: Callable[..., Any]) -> Callable[..., Any]:
+    """``unwrap_model`` that takes ``engine.model``, too, which is a view of the user's module."""
+
+    @functools.wraps(unwrap)
+    def unwrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return unwrap(model.module if isinstance(model, SeenAsModule) else model, *args, **kwargs)
+
+    return unwrapped
 
 
 def _ddp(options: AccelerateOptions) -> Any:

@@ -17,7 +17,7 @@ from unipar.engine import (
     OptimizerStepper,
     PrecisionPolicy,
     Reducer,
-    SeenAsModule,
+    SeenReplica,
     StepEngine,
     Undo,
     build_optimizer,
@@ -33,7 +33,7 @@ from unipar.state import is_dtensor
 from unipar.strategy import EngineSpec
 from unipar.utils.torch_versions import recovering
 from unipar.world import World
-from unipar_accelerate.accelerator import check_wrapped
+from unipar_accelerate.accelerator import check_wrapped, of_views
 from unipar_accelerate.framework import quiet
 
 if TYPE_CHECKING:
@@ -74,8 +74,6 @@ def prepare_replica(
     backward = partial(_backward, accelerator)
     reducer = Reducer(module, world, backward)
     if isinstance(model, DistributedDataParallel):
-        # Accelerate makes it, and knows it again by what class it is of.
-        model.__class__ = SeenDDP
         hook = options.compression
         reducer = DDPReducer(
             model,
@@ -85,6 +83,8 @@ def prepare_replica(
             averages=hook != "none",
             run_backward=backward,
         )
+        model = SeenReplica(module, model)
+        accelerator.unwrap_model = of_views(accelerator.unwrap_model)
     return _engine(spec, world, module, optimizer, accelerator, model, prepared, reducer, undo)
 
 
@@ -149,12 +149,6 @@ def _engine(
     )
     engine.accelerator = accelerator
     return engine
-
-
-class SeenDDP(SeenAsModule, DistributedDataParallel):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Accelerate's DDP, which a loss function may take for the model."""
-
-    passed_by = "DDP's forward"
 
 
 class AcceleratePrecision(PrecisionPolicy):

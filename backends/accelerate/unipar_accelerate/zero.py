@@ -7,7 +7,6 @@ is what it does here.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
@@ -16,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.engine import SeenAsModule, Undo
+from unipar.engine import Undo
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec, Strategy, registry
+from unipar_accelerate.accelerator import of_views
 from unipar_accelerate.framework import Framework, quiet
 from unipar_accelerate.options import ACCELERATOR_KEYS, AccelerateOptions
 
@@ -125,7 +125,7 @@ class Prepared:
         assert accelerator.deepspeed_engine_wrapped is not None, "Accelerate left DeepSpeed out"
         for name, instead in _INSTEAD.items():
             setattr(accelerator, name, _refused(name, instead))
-        accelerator.unwrap_model = _of_views(accelerator.unwrap_model)
+        accelerator.unwrap_model = of_views(accelerator.unwrap_model)
 
         def release() -> None:
             # Else it would destroy the engine a second time.
@@ -165,16 +165,6 @@ class Prepared:
         # zero.Init.
         unset_hf_deepspeed_config()
         return accelerator
-
-
-def _of_views(unwrap: Callable[..., Any]) -> Callable[..., Any]:
-    """``unwrap_model`` that takes ``engine.model``, too, which is a view of the user's module."""
-
-    @functools.wraps(unwrap)
-    def unwrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return unwrap(model.module if isinstance(model, SeenAsModule) else model, *args, **kwargs)
-
-    return unwrapped
 
 
 def _number(text: str) -> float:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from unipar.engine import SeenThrough
+from unipar.engine import SeenAsModule
 
 
-class Boosted(SeenThrough):
+class Boosted(SeenAsModule):
     """Calls what Colossal-AI has wrapped around the user's module."""
 
     passed_by = "what Colossal-AI has wrapped around the model"

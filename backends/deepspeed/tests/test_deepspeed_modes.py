@@ -19,7 +19,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         # DeepSpeed's engine has a config, too.
-        self.config = {"width": 6}
+        self.config, self.heat = {"width": 6}, 0.0
         self.inward, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,11 +63,14 @@ def train(placement: Placement, strategy: str, mode: bool) -> tuple[list[float],
         seen.append(list(model.state_dict()))
         found = wanted(model, data)
         assert model.config == {"width": 6}
+        model.heat += 1.0
         return found
 
     with Session(strategy, device="cpu", placement=placement) as session:
         engine = session.prepare(Net().train(mode), optimizer=sgd)
-        return [engine.train_step(batch, looking).loss for _ in range(3)], seen
+        losses = [engine.train_step(batch, looking).loss for _ in range(3)]
+        assert engine.module.heat == 3.0
+        return losses, seen
 
 
 @pytest.mark.parametrize("mode", [True, False])

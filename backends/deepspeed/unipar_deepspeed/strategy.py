@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from unipar.engine import (
     Flat,
     PrecisionPolicy,
-    SeenThrough,
+    SeenAsModule,
     StepEngine,
     Undo,
     broadcast_tensors,
@@ -175,7 +175,7 @@ class DeepSpeedStrategy(Strategy):
             check_loss = parts.whole_losses(module, self.name)
             undo.append(check_loss.close)
         # DeepSpeed passes attributes on, but for those that it has itself, such as ``config``.
-        seen = SeenThrough(module, deepspeed.engine)
+        seen = SeenAsModule(module, deepspeed.engine)
         precision = PrecisionPolicy(spec.precision, world.device)
         undo.append(autocast_forward(module, precision))
         undo.append(refuse_inner_gradients(module, "deepspeed"))

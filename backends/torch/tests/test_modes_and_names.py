@@ -91,6 +91,41 @@ def test_whatever_has_a_name_has_the_users(world_pool: WorldPools) -> None:
     assert world_pool(1).run(names) == [[*expected, list(net.state_dict())]]
 
 
+class Attributed(Net):
+    """Has names that DDP has, too, and one that a loss function changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dim, self.logger, self.heat = 6, "own", 0.0
+        self.heats: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.heats.append(self.heat)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_attributes_are_read_from_the_users_module_and_set_on_it(
+    strategy: str, world_pool: WorldPools
+) -> None:
+    def run(placement: Placement) -> list[Any]:
+        seen: list[Any] = []
+
+        def looking(model: Any, data: Any) -> torch.Tensor:
+            seen.append((model.dim, model.logger))
+            model.heat += 1.0
+            return nn.functional.cross_entropy(model(data[0]), data[1])
+
+        with Session(strategy, device="cpu", placement=placement) as session:
+            net = Attributed()
+            engine = session.prepare(net, optimizer=sgd)
+            for _ in range(2):
+                engine.train_step(batch(), looking)
+            return [*seen, net.heats]
+
+    assert world_pool(1).run(run) == [[(6, "own"), (6, "own"), [1.0, 2.0]]]
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_modes_that_are_set_after_an_evaluation_stay(strategy: str, world_pool: WorldPools) -> None:
     def run(placement: Placement) -> list[bool]:

@@ -13,7 +13,7 @@ from unipar.combined import CombinedOptimizer
 from unipar.engine import (
     ByTensor,
     DDPReducer,
-    SeenAsModule,
+    SeenReplica,
     StepEngine,
     build_optimizer,
     checkpoint_activations,
@@ -154,17 +154,15 @@ class DDPStrategy(Strategy):
             world,
             module,
             optimizer,
-            model=model,
+            model=SeenReplica(module, model),
             loop_model=module,
             reducer=reducer,
             undo=undo,
         )
 
 
-class ReplicatedModule(SeenAsModule, DistributedDataParallel):  # pyright: ignore[reportIncompatibleVariableOverride]
-    """DDP that a loss function may take for the model."""
-
-    passed_by = "DDP's forward"
+class ReplicatedModule(DistributedDataParallel):
+    """DDP whose buffers are part of several graphs."""
 
     def _sync_buffers(self) -> None:
         # As torch 2.13 does it itself (nn/parallel/distributed.py). In 2.11, a second forward pass
