@@ -28,7 +28,7 @@ Named = list[tuple[str, nn.Parameter]]
 Chosen = dict[str, tuple[int, dict[str, Any]]]
 """The number of the group of each parameter that is trained, and what the group says of it."""
 
-_PLAIN = bool | int | float | str | tuple | list | None
+_PLAIN = bool | int | str | None
 _NO_CHOICE = HOW_NOT_WHAT | {"params", "param_names"}
 
 
@@ -111,7 +111,12 @@ def _chosen(optimizer: Optimizer, named: Named) -> Chosen:
 def _plain(value: Any) -> Any:
     """What can be compared; of a tensor its values, of objects their kind."""
     if isinstance(value, torch.Tensor):
-        return None if value.is_meta else value.tolist()
+        return None if value.is_meta else _plain(value.tolist())
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    if isinstance(value, float):
+        # One that is no number is not equal to itself.
+        return repr(float(value))
     return value if isinstance(value, _PLAIN) else type(value)
 
 

@@ -111,7 +111,13 @@ def from_the_model(model: Model) -> Any:
     return make
 
 
-OTHERWISE = (by_name, by_shape, by_note, freezing, from_the_model)
+def with_notes(model: Model) -> Any:
+    """Groups say what compares otherwise than numbers."""
+    notes = {"scales": (torch.ones(3), [torch.zeros(2)]), "bound": float("nan")}
+    return lambda named: optim.SGD([{"params": [p for _, p in named], **notes}], lr=0.1)
+
+
+OTHERWISE = (by_name, by_shape, by_note, freezing, from_the_model, with_notes)
 
 
 def by_hand(choose: Choose) -> Weights:
