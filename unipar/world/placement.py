@@ -46,7 +46,7 @@ class Placement:
         """
         if self.device_type == "cpu":
             return torch.device("cpu")
-        alone = torch.get_device_module(self.device_type).device_count() == 1
+        alone = self.device_type == "cuda" and torch.cuda.device_count() == 1
         return torch.device(self.device_type, 0 if alone else self.local_rank)
 
     @property

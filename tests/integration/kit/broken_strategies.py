@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import unittest.mock
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from unipar.combined import optimizers_in
 from unipar.data.batch import Batch, MicroBatch
-from unipar.engine import DDPReducer, ModuleState, OptimizerStepper, StepEngine
+from unipar.engine import DDPReducer, OptimizerStepper, StepEngine
 from unipar.loss import LossFn, LossSum
 from unipar.objective import Objective
 from unipar.state import EngineState, local_part
@@ -232,25 +232,15 @@ class MomentsForgotten(StepEngine):
         self.optimizer.state.clear()
 
 
-class EarlyOptimizer(StepEngine):
-    def export_state(self) -> EngineState:
-        # Its optimizer holds parameters that no module has any more.
-        assert isinstance(self.state, ModuleState)
-        self.state.optimizer = None
-        return super().export_state()
-
-
 class EarlyOptimizerStrategy(FSDPStrategy):
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         assert isinstance(spec.model, nn.Module)
         assert spec.optimizer is not None
         early = spec.optimizer(list(spec.model.named_parameters()))
-
-        def built_before(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-            return early
-
-        engine = super().prepare(replace(spec, optimizer=built_before), world)
-        engine.__class__ = EarlyOptimizer
+        engine = super().prepare(spec, world)
+        # It holds parameters that no module has any more.
+        assert isinstance(engine.stepper, OptimizerStepper)
+        engine.stepper.optimizer = early
         return engine
 
 
