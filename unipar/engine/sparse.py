@@ -60,6 +60,10 @@ class SparseSum:
 
     def sum(self) -> torch.Tensor:
         """Of what :attr:`work` has gathered."""
+        for received in (self._indices, self._values):
+            if received.is_cuda:
+                # A callback of the collective runs on a stream of its own.
+                received.record_stream(torch.cuda.current_stream(received.device))
         indices, values = (
             torch.cat([part[:rows] for part, rows in zip(parts, self._rows, strict=True)])
             for parts in (self._indices, self._values)
