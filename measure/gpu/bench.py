@@ -161,7 +161,9 @@ def _measure(
         steps[name] = make()
         losses[name] = [_value(steps[name](batch)) for _ in range(args.warmup)]
         held[name] = _memory(args.device) - before
-    peaks = {name: _peak(step, batch, args.device) for name, step in steps.items()}
+    peaks = None
+    if args.device == "cuda":
+        peaks = {name: _peak(step, batch) for name, step in steps.items()}
     blocks = {name: functools.partial(_block, step, batch, args) for name, step in steps.items()}
     seconds = in_turns(blocks, args.turns)
     held_to = list(steps)[1]
@@ -173,7 +175,7 @@ def _measure(
             "step_seconds": median(seconds[name]),
             "ratio": Estimate.of(seconds[name], seconds[held_to]).model_dump(),
             "loss": losses[name][-1],
-            "peak_bytes": None if peaks[name] is None else held[name] + peaks[name],
+            "peak_bytes": None if peaks is None else held[name] + peaks[name],
         }
         for name in steps
     ]
@@ -201,11 +203,9 @@ def _memory(device: str) -> int:
     return torch.cuda.memory_allocated()
 
 
-def _peak(step: Step, batch: Any, device: str) -> int | None:
-    """Bytes that a step takes for a while, beyond what all contenders hold between steps."""
-    if device != "cuda":
-        return None
-    before = _memory(device)
+def _peak(step: Step, batch: Any) -> int:
+    """Bytes of a GPU that a step takes for a while, beyond what is held between steps."""
+    before = _memory("cuda")
     torch.cuda.reset_peak_memory_stats()
     _value(step(batch))
     return torch.cuda.max_memory_allocated() - before
