@@ -24,6 +24,12 @@ HARMLESS = {
 """What tells of a tensor, and not of its values."""
 
 
+def asked_for(func: Any) -> str:
+    """The name of what ``__torch_function__`` is asked for: an operation's, or a property's."""
+    # A property's getter is told by what it is the getter of.
+    return getattr(getattr(func, "__self__", None), "__name__", "") or func.__name__
+
+
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # One for all, since each would be filled by a kernel of its own in every backward pass.
@@ -68,8 +74,7 @@ class AbsentGradient(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A property's getter is told by what it is the getter of.
-        name = getattr(getattr(func, "__self__", None), "__name__", "") or func.__name__
+        name = asked_for(func)
         if name in HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
         found: list[AbsentGradient] = []

@@ -8,18 +8,16 @@ would stay as it is, or be trained otherwise, without a word.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from unipar.engine.state import HOW_NOT_WHAT
-from unipar.engine.trials import host_generators
+from unipar.engine.trials import host_generators, set_host_generators
 from unipar.errors import ConfigError, first_few
 from unipar.optimizers.groups import chooses_by_name
 from unipar.strategy import EngineSpec, OptimizerFactory
@@ -129,7 +127,6 @@ def _leaving_alone(named: Named) -> Iterator[None]:
         with torch.random.fork_rng(devices):
             yield
     finally:
-        random.setstate(on_host[0])
-        np.random.set_state(on_host[1])
+        set_host_generators(on_host)
         for (_, parameter), was in zip(named, trained, strict=True):
             parameter.requires_grad_(was)

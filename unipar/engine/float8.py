@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from unipar.engine.forwards import replace_forward
-from unipar.engine.transforms import Undo
+from unipar.engine.transforms import Undo, last_first
 from unipar.errors import ConfigError, first_few
 from unipar.strategy import Precision
 from unipar.utils.logs import quiet_framework
@@ -99,10 +99,12 @@ def compute_in_float8(model: nn.Module, precision: Precision, *, emulate: bool =
     # torchao's own way puts other modules in the place of layers, without their hooks.
     added = {"config": template.config, "linear_mm_config": template.linear_mm_config}
     changed = [layer for layer in layers if not _is_float8(layer)]
-    undo: list[Undo] = []
     for layer in changed:
         vars(layer).update(added)
-        undo.append(replace_forward(layer, MethodType(type(template).forward, layer)))
+    forward = type(template).forward
+    give_back_forwards = last_first(
+        [replace_forward(layer, MethodType(forward, layer)) for layer in changed]
+    )
     log.info(
         "precision='fp8': %d of %d linear layers compute in float8%s",
         len(layers),
@@ -113,8 +115,7 @@ def compute_in_float8(model: nn.Module, precision: Precision, *, emulate: bool =
     )
 
     def give_back() -> None:
-        while undo:
-            undo.pop()()
+        give_back_forwards()
         for layer in changed:
             for name in added:
                 vars(layer).pop(name, None)

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unipar.engine.forwards import replace_forward
-from unipar.engine.transforms import Undo, repeated_blocks
+from unipar.engine.transforms import Undo, last_first, repeated_blocks
 from unipar.state import changes_of, local_part
 
 SMALLEST = 1024
@@ -54,13 +54,7 @@ def offload_activations(model: nn.Module, asked: bool, device: torch.device | No
         return lambda: None
     regions = repeated_blocks(model) or [model]
     offload = _Offload(device)
-    undo = [replace_forward(one, offload.around(one, one.forward)) for one in regions]
-
-    def give_back() -> None:
-        while undo:
-            undo.pop()()
-
-    return give_back
+    return last_first([replace_forward(one, offload.around(one, one.forward)) for one in regions])
 
 
 class _Offload:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 
 from unipar.engine.forwards import replace_forward
 from unipar.engine.repeatable import Repeatable
-from unipar.engine.transforms import Undo, modules_of_classes, repeated_blocks
+from unipar.engine.transforms import Undo, last_first, modules_of_classes, repeated_blocks
 from unipar.errors import ConfigError
 
 log = logging.getLogger("unipar")
@@ -99,12 +99,7 @@ def checkpoint_activations(model: nn.Module, policy: str | tuple[str, ...]) -> U
     recompute = _kept_in_part if policy == "selective" else _recomputed
     undo = [_without_caches(model)]
     undo += [replace_forward(one, recompute(one, one.forward)) for one in targets]
-
-    def give_back() -> None:
-        while undo:
-            undo.pop()()
-
-    return give_back
+    return last_first(undo)
 
 
 def _without_caches(model: nn.Module) -> Undo:

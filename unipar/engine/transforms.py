@@ -15,6 +15,20 @@ from unipar.world import World
 Undo = Callable[[], None]
 
 
+def last_first(undo: list[Undo]) -> Undo:
+    """One for all of these, which takes back the last one first; once, however often it is called.
+
+    Args:
+        undo: emptied by it.
+    """
+
+    def take_back() -> None:
+        while undo:
+            undo.pop()()
+
+    return take_back
+
+
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called; lists and dicts of modules only hold others."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward

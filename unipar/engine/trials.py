@@ -83,13 +83,18 @@ def trial(model: nn.Module, device: torch.device, *, dropout: bool = False) -> I
             draws.on_host = digest(host_generators()) != digest(before)
             states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
             draws.torch = digest([state.numpy() for state in states])
-            random.setstate(before[0])
-            np.random.set_state(before[1])
+            set_host_generators(before)
 
 
 def host_generators() -> tuple[Any, Any]:
     """The states of Python's and NumPy's generators."""
     return random.getstate(), np.random.get_state(legacy=False)
+
+
+def set_host_generators(states: tuple[Any, Any]) -> None:
+    """Give them back what :func:`host_generators` found."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 def digest(states: Any) -> str:

@@ -79,10 +79,10 @@ class _Check:
         done: set[bool] = set()
 
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if experts.training:
-                undo()
             if experts.training not in done:
                 done.add(experts.training)
+                if experts.training:
+                    undo()
                 self._compare(args, kwargs)
             return divided(*args, **kwargs)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from unipar.engine.absent import HARMLESS
+from unipar.engine.absent import HARMLESS, asked_for
 from unipar.errors import ConfigError
 
 _HARMLESS = HARMLESS | {
@@ -53,8 +53,7 @@ class AbsentTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # A property's getter is told by what it is the getter of.
-        name = getattr(getattr(func, "__self__", None), "__name__", "") or func.__name__
+        name = asked_for(func)
         # One that is set would be set on this stage alone. No stage sees another's gradients.
         if func.__name__ != "__set__" or name == "grad":
             if name in _HARMLESS:
