@@ -40,8 +40,9 @@ _FORKS.set_forkserver_preload(["unipar.testing.preload"])
 GRACE = 5.0
 """Seconds that the other ranks have to end once one has failed."""
 
-# What faulthandler prints above a stack.
+# What faulthandler prints above a stack, and above all of them where a process crashes.
 _STACK = "(most recent call first)"
+_CRASH = b"Fatal Python error: "
 # A rank whose peer has left says this; the peer's own error is the one to show.
 _COLLATERAL = re.compile(r"Connection (closed|reset)|Broken pipe|Timed out waiting|heartbeat", re.I)
 
@@ -213,10 +214,13 @@ class _Worker:
             self._tasks.send_bytes(pickle.dumps(task))
 
     def output(self, limit: int = 4000) -> str:
-        """The end of what the process has printed since the task began."""
+        """What the process has printed since the task began: its end, or how it crashed."""
         size = os.fstat(self._printed.fileno()).st_size
-        start = max(self._mark, size - limit)
-        return os.pread(self._printed.fileno(), size - start, start).decode(errors="replace")
+        text = os.pread(self._printed.fileno(), size - self._mark, self._mark)
+        # A crash is told by what it was and by the thread in which it was, which come first.
+        crash = text.rfind(_CRASH)
+        shown = text[crash : crash + limit] if crash >= 0 else text[-limit:]
+        return shown.decode(errors="replace")
 
     def ask_stack(self) -> None:
         """Let the process print where it stands."""

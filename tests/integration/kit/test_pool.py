@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -92,6 +94,24 @@ def test_hanging_task_is_ended_and_says_where(pool: WorkerPool) -> None:
 def test_death_of_a_rank_is_told_with_what_it_printed(pool: WorkerPool) -> None:
     with pytest.raises(TaskFailed, match=r"rank 1 died \(exit code 7\)\nabout to die"):
         pool.run(die_on_rank_1)
+
+
+def crash_in_a_thread(placement: Placement) -> None:
+    def read_nowhere() -> None:
+        ctypes.string_at(0)
+
+    thread = threading.Thread(target=read_nowhere)
+    thread.start()
+    thread.join()
+
+
+def test_crash_is_told_with_the_thread_in_which_it_was(pool: WorkerPool) -> None:
+    with pytest.raises(
+        TaskFailed,
+        match=r"died \(exit code -11\)\nFatal Python error: Segmentation fault(?s:.)*"
+        r"Current thread(?s:.)* in read_nowhere\n",
+    ):
+        pool.run(crash_in_a_thread)
 
 
 def test_closing_ends_the_processes() -> None:
