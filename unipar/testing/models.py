@@ -261,7 +261,10 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped queries: two heads of them share each head of keys and values."""
+    """Grouped queries: two heads of them share each head of keys and values.
+
+    Queries and keys are turned by their positions where these are given.
+    """
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -271,12 +274,19 @@ class Attention(nn.Module):
         self.v = nn.Linear(width, width // heads * kv_heads)
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
         q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k = self.k(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
         v = self.v(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        if cos is not None:
+            q, k = (_turned(t, cos, sin) for t in (q, k))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
 class DecoderBlock(nn.Module):
@@ -291,8 +301,8 @@ class DecoderBlock(nn.Module):
         self.up = nn.Linear(width, 2 * width, bias=False)
         self.down = nn.Linear(2 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm_attention(x))
+    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
+        x = x + self.attention(self.norm_attention(x), cos, sin)
         normed = self.norm_feed(x)
         return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
 
@@ -324,35 +334,6 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-class RotaryAttention(Attention):
-    """:class:`Attention` whose queries and keys are turned by their positions."""
-
-    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
-        q = self.q(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k = self.k(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
-        v = self.v(x).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
-        if cos is not None:
-            q, k = (_turned(t, cos, sin) for t in (q, k))
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-class RotaryBlock(DecoderBlock):
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
-        super().__init__(width, heads, kv_heads)
-        self.attention = RotaryAttention(width, heads, kv_heads)
-
-    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
-        x = x + self.attention(self.norm_attention(x), cos, sin)
-        normed = self.norm_feed(x)
-        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
-
-
 class LongDecoder(nn.Module):
     """A decoder of sequences of any length, that may be told where in them its tokens stand.
 
@@ -362,7 +343,7 @@ class LongDecoder(nn.Module):
     def __init__(self, width: int = 16, heads: int = 4, kv_heads: int = 2) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY + 1, width)
-        self.blocks = nn.ModuleList(RotaryBlock(width, heads, kv_heads) for _ in range(2))
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, kv_heads) for _ in range(2))
         self.norm = nn.RMSNorm(width, eps=1e-5)
         self.head = nn.Linear(width, VOCABULARY + 1, bias=False)
         self.frequencies = [0.5 ** (4 * i) for i in range(width // heads // 2)]

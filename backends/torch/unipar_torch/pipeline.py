@@ -239,16 +239,8 @@ def _give_values(
         broadcast_tensors(values, world)
         for tensor, value in zip(piece, values, strict=True):
             if names[id(tensor)] in targets:
-                _fill(targets[names[id(tensor)]], value)
+                LocalState.of("", targets[names[id(tensor)]]).take(value)
     weights.clear()
-
-
-def _fill(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part alone to where it belongs."""
-    state = LocalState.of("", target)
-    for box, own in zip(state.boxes, state.tensors, strict=True):
-        ranges = zip(box.offsets, box.sizes, strict=True)
-        own.copy_(whole[tuple(slice(at, at + size) for at, size in ranges)])
 
 
 # -- what is stepped by ----------------------------------------------------------------------------
