@@ -85,7 +85,7 @@ def train(
     else:
         pairs = make_several(model.named_parameters())
     copied = copy.deepcopy(model).to(half_weights) if half_weights else None
-    compute = model if copied is None else rounding(copied)
+    compute = model if copied is None else Rounding(copied)
     trace = Trace()
     for index, parts in enumerate(batches):
         groups = [group for optimizer, _ in pairs for group in optimizer.param_groups]
@@ -122,21 +122,30 @@ def train(
     return trace
 
 
-def rounding(model: nn.Module) -> Callable[..., Any]:
-    """Calls a half-precision model with fp32 inputs, and gives its outputs in fp32."""
-    dtype = next(model.parameters()).dtype
+class Rounding:
+    """Calls a half-precision model with fp32 inputs, and gives its outputs in fp32.
 
-    def cast(values: Any, dtype: torch.dtype) -> Any:
-        def one(leaf: Any) -> Any:
-            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-            return leaf.to(dtype) if floats else leaf
+    In all else it is the model, by whose names a loss may compute, too.
+    """
 
-        return tree_map(one, values)
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._dtype = next(model.parameters()).dtype
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return cast(model(*cast(args, dtype), **cast(kwargs, dtype)), torch.float32)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._model(*_cast(args, self._dtype), **_cast(kwargs, self._dtype))
+        return _cast(output, torch.float32)
 
-    return call
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def one(leaf: Any) -> Any:
+        floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if floats else leaf
+
+    return tree_map(one, values)
 
 
 def _take_gradients(model: nn.Module, copied: nn.Module) -> None:
@@ -160,7 +169,7 @@ def evaluate(
 ) -> tuple[float, float]:
     """The loss summed over all items of all batches, and their number."""
     model.eval()
-    compute = rounding(copy.deepcopy(model).to(half_weights)) if half_weights else model
+    compute = Rounding(copy.deepcopy(model).to(half_weights)) if half_weights else model
     with torch.no_grad():
         pairs = [terms(compute, batch) for batch in batches]
     return sum(total.item() for total, _ in pairs), sum(float(count) for _, count in pairs)

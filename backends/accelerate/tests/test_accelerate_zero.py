@@ -15,7 +15,9 @@ from torch import nn
 from unipar import Session, fit
 from unipar.errors import ConfigError
 from unipar.strategy import Availability
+from unipar.testing.cases.views import shows_losses_the_users_module
 from unipar.testing.checkpoints import checkpoint_tests
+from unipar.testing.kit import Kit, Target
 from unipar.testing.pool import WorldPools
 from unipar.testing.portability import Where
 from unipar.world import Placement
@@ -71,6 +73,12 @@ def test_clipping_accumulation_and_scheduler_are_the_runs(
     for found, own in world_pool(ranks).run(numbers_under, f"{ZERO},stage={stage}"):
         assert torch.tensor(found) == pytest.approx(torch.tensor(expected), rel=1e-5)
         assert own == lrs
+
+
+@pytest.mark.slow
+def test_losses_compute_from_weights_by_their_names(world_pool: WorldPools) -> None:
+    """Under stage 3, which runs the whole kit, that is an error."""
+    shows_losses_the_users_module.check(Kit(Target.named(f"{ZERO},stage=2"), 2, world_pool))
 
 
 def use_accelerator(placement: Placement) -> list[dict[str, Any]]:

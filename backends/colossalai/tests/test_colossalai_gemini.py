@@ -82,7 +82,7 @@ def by_hand(size: int, microbatches: int, max_norm: float) -> tuple[dict[str, to
     """Half-precision gradients, averaged over ranks in half precision; the rest is fp32."""
     model, norms = network(), []
     rounded = copy.deepcopy(model).to(torch.bfloat16)
-    call = reference.rounding(rounded)
+    call = reference.Rounding(rounded)
     optimizer = sgd(model.named_parameters())
     for step in range(2):
         sums = [torch.zeros_like(p) for p in model.parameters()]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp._common_utils import (
+    FSDP_WRAPPED_MODULE,
     HandleTrainingState,
     TrainingState,
     clean_tensor_name,
@@ -112,7 +113,7 @@ def prepare(start: Start) -> BoosterEngine:
         state.divide_optimizer()
         stepper = OptimizerStepper(optimizer, precision, module.parameters(), total_norm_of_parts)
     # The module alone has no weights to evaluate with.
-    model = Divided(module, wrapper)
+    model = InUnits(module, wrapper)
     return BoosterEngine(
         start,
         wrapper,
@@ -130,6 +131,17 @@ def prepare(start: Start) -> BoosterEngine:
             refuse_inner_gradients(module, "colossalai"),
         ],
     )
+
+
+class InUnits(Divided):
+    """Leaves out the wrappers that FSDP1 puts around units, which are inside the user's module."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """By the names that they have in the user's module."""
+        for name, part in super().named_modules(*args, **kwargs):
+            if not isinstance(part, FullyShardedDataParallel):
+                own = [piece for piece in name.split(".") if piece != FSDP_WRAPPED_MODULE]
+                yield ".".join(own), part
 
 
 class Whole:

@@ -73,6 +73,25 @@ def test_stage_3_leaves_torchs_linear_layers_to_the_next_session(world_pool: Wor
     world_pool(1).run(one_after_another)
 
 
+def named_under_stage_3(placement: Placement) -> list[str]:
+    seen: list[str] = []
+
+    def naming(model: Any, batch: Any) -> torch.Tensor:
+        seen.extend(name for name, _ in model.named_parameters())
+        return loss_fn(model, batch)
+
+    with Session("zero3", device="cpu", placement=placement) as session:
+        engine = session.prepare(build(), optimizer="sgd")
+        engine.train_step(Batch((MicroBatch(DATA, len(DATA[0])),), placement.size * 64), naming)
+    return seen
+
+
+def test_a_loss_may_name_parameters_that_ranks_divide(world_pool: WorldPools) -> None:
+    """The kit lets a strategy that divides them refuse their names, too."""
+    names = [name for name, _ in build().named_parameters()]
+    assert world_pool(2).run(named_under_stage_3) == [names, names]
+
+
 # -- optimizers ------------------------------------------------------------------------------------
 
 

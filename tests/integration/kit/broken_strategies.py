@@ -117,6 +117,24 @@ class ReducedAfterForward(StepEngine):
         return super().__call__(*args, **kwargs)
 
 
+class WrapperShown(StepEngine):
+    """Gives loss functions what the framework has made of the user's module."""
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> StepResult:
+        assert isinstance(self.reducer, DDPReducer)
+        self.model = self.reducer.ddp
+        return super().train_step(batch, loss_fn)
+
+
+class ModesForgotten(StepEngine):
+    """Has the whole model in training mode after an evaluation."""
+
+    def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
+        found = super().eval_batch(batch, loss_fn)
+        self.module.train()
+        return found
+
+
 class InnerGradientTaken(StepEngine):
     """Takes the first gradient that goes through the model for that of the step."""
 

@@ -53,6 +53,18 @@ BROKEN = [
         "holds other values of|rank 1 was told other",
     ),
     (
+        "a wrapper shown to the loss",
+        made_of(engine=broken.WrapperShown),
+        "shows_losses_the_users_module",
+        r"rank 0: in step 0, the loss function finds the names .*'module\.inward\.weight'",
+    ),
+    (
+        "modes forgotten after an evaluation",
+        made_of(engine=broken.ModesForgotten),
+        "shows_losses_the_users_module",
+        "modes that were set after an evaluation are",
+    ),
+    (
         "an inner gradient taken for the step's",
         made_of(engine=broken.InnerGradientTaken),
         "lets_losses_differentiate",

@@ -26,7 +26,15 @@ def in_bf16(made: Any) -> Strategy:
     return HalfOnly(made.options)
 
 
-@pytest.mark.parametrize("case", ["weighs_tokens", "evaluates_every_sample_once", "resumes"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "weighs_tokens",
+        "evaluates_every_sample_once",
+        "shows_losses_the_users_module",
+        "resumes",
+    ],
+)
 def test_what_is_right_passes(case: str, world_pool: WorldPools) -> None:
     CASES[case].check(Kit(Target("half", lambda: in_bf16(broken.with_classes()())), 2, world_pool))
 

@@ -66,3 +66,14 @@ def test_engines_that_share_a_patched_model_leave_it_as_it_was(
             session.prepare(net, optimizer=sgd, name=name, **setting)
         session.release(first)
     assert [vars(module)["forward"] for module in net.modules()] == own
+
+
+def test_a_block_that_has_a_forward_of_its_own_keeps_it() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    inputs = torch.ones(2, 4)
+    for block in net:
+        block.forward = lambda x, own=block.forward: 3 * own(x)
+    before = net(inputs)
+    with Session("single", device="cpu") as session:
+        session.prepare(net, optimizer=sgd, activation_checkpointing=("Linear",))
+    torch.testing.assert_close(net(inputs), before)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from unipar.testing.cases import capabilities, loops, numbers, robustness, shapes, state
+from unipar.testing.cases import capabilities, loops, numbers, robustness, shapes, state, views
 from unipar.testing.cases.case import Case, refuses_world
 
 ALL: tuple[Case, ...] = tuple(
     case
-    for module in (numbers, shapes, loops, robustness, state, capabilities)
+    for module in (numbers, shapes, views, loops, robustness, state, capabilities)
     for case in vars(module).values()
     if isinstance(case, Case)
 )

@@ -183,14 +183,14 @@ def loses_no_change_of_weights(kit: Kit) -> None:
     if kit.capabilities.pipeline:
         return
     scenario = kit.fit(replace(PLAIN, model=models.Clamped, num_steps=AN_EPOCH_AND_MORE))
-    ranks = kit.run(_or_error, train, scenario)
+    ranks = kit.run(or_error, train, scenario)
     if errors := [said for said in ranks if isinstance(said, str)]:
         assert_refusals(kit, ranks, errors, "")
     else:
         kit.check(merge(ranks), scenario, subject=f"{kit.target.name}, weights clamped")
 
 
-def _or_error(strategy: Strategy, world: World, fn: Any, *args: Any) -> Any:
+def or_error(strategy: Strategy, world: World, fn: Any, *args: Any) -> Any:
     try:
         return fn(strategy, world, *args)
     except (ConfigError, RuntimeError) as error:
