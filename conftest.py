@@ -1,5 +1,7 @@
 """Where CI is true, a test that is skipped has failed; see the markers for what may be missing.
 
+A reference is computed on one thread, as ranks compute: on several, sums are rounded otherwise.
+
 Garbage is collected from what tests make, and not from what is imported and collected before them:
 to look through that takes half a second each time.
 """
@@ -15,6 +17,7 @@ import pytest
 
 _MAY_BE_MISSING = ("gpu", "extra", "root")
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 gc.disable()
 
 

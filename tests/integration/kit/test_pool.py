@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -98,6 +99,8 @@ def test_death_of_a_rank_is_told_with_what_it_printed(pool: WorkerPool) -> None:
 
 def crash_in_a_thread(placement: Placement) -> None:
     def read_nowhere() -> None:
+        # It would be a file of the size of the process.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         ctypes.string_at(0)
 
     thread = threading.Thread(target=read_nowhere)
