@@ -5,6 +5,7 @@ plain loop: a :class:`Reducer`, a :class:`PrecisionPolicy`, a :class:`Stepper`, 
 :class:`ModelState`, a :class:`Schedule`. Or it implements :class:`unipar.strategy.Engine` itself.
 """
 
+from unipar.engine.absent_tensor import AbsentTensor
 from unipar.engine.average import LossAverage
 from unipar.engine.broadcast import broadcast_tensors, share_buffers
 from unipar.engine.chosen import with_same_choice
@@ -59,6 +60,7 @@ from unipar.engine.weights import refuse_changed_weights
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "AbsentTensor",
     "AsDTensors",
     "ByTensor",
     "DDPReducer",

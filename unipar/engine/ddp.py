@@ -96,6 +96,11 @@ class DDPReducer(Reducer):
         # What a static graph records is the first backward pass.
         self._records = ddp.static_graph
         self._undo = [ddp.register_forward_hook(self._saw_forward).remove]
+        may_be_unused = ddp.find_unused_parameters or ddp.static_graph
+        self._tables = [p for p in self._known if p in self._sparse] if may_be_unused else []
+        for table in self._tables:
+            used = table.register_post_accumulate_grad_hook(self._sending.unused.discard)
+            self._undo.append(used.remove)
         if ddp.static_graph:
             # What is recorded of the first step is the first backward pass.
             self._undo.append(refuse_inner_gradients(ddp.module, "static_graph=true"))
@@ -140,6 +145,13 @@ class DDPReducer(Reducer):
         elif self._armed and self.ddp.find_unused_parameters and not self.ddp.static_graph:
             # The wrapper has asked what it found in the model's output, which is not all.
             self.ddp.reducer.prepare_for_backward([loss])
+        if self._armed:
+            # DDP asserts that a sparse gradient is there, also of a table that it has found unused
+            # (torch 2.13, reducer.cpp, mark_variable_ready_sparse).
+            for table in self._tables:
+                if table.requires_grad and table.grad is None:
+                    table.grad = no_rows(table)
+                    self._sending.unused.add(table)
         super().backward(loss, last=last)
 
     def _arm(self, loss: torch.Tensor) -> None:
@@ -177,6 +189,7 @@ class DDPReducer(Reducer):
             raise self._unused(str(error)) from None
         self._armed = False
         self._sending.clear()
+        self._drop_unused()
         if self._averages:
             scale_gradients(self._known, dist.get_world_size(self.ddp.process_group))
         # Frozen when the wrapper was made, and thawed since.
@@ -224,6 +237,12 @@ class DDPReducer(Reducer):
             disarm(self.ddp)
         self._stuck |= self._armed and self.ddp.static_graph
         self._armed = False
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Leave no gradient of a table that no rank has used: by one, optimizers move moments."""
+        while self._sending.unused:
+            self._sending.unused.pop().grad = None
 
     def close(self) -> None:
         while self._undo:
@@ -285,9 +304,7 @@ class DDPReducer(Reducer):
     def _start(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> _DenseSum | SparseSum:
         if bucket[0] in self._sparse:
             (parameter,) = bucket
-            own = parameter.grad
-            own = no_rows(parameter) if own is None else own
-            return SparseSum(parameter, own, group, self._wire_dtype)
+            return SparseSum(parameter, parameter.grad, group, self._wire_dtype)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         values = torch.cat([grad.reshape(-1) for grad in grads])
         if self._wire_dtype is not None:
@@ -318,12 +335,14 @@ class _Sending:
     Attributes:
         noted: whether :attr:`parameters` is wanted.
         parameters: those whose gradients are in them.
+        unused: sparse tables that no rank has used so far, each with a gradient without rows.
     """
 
     def __init__(self, group: Any, wire_dtype: torch.dtype | None) -> None:
         self.group, self.wire_dtype = group, wire_dtype
         self.noted = False
         self.parameters: list[torch.Tensor] = []
+        self.unused: set[torch.Tensor] = set()
         self._landing: list[torch.futures.Future[Any]] = []
 
     def add(self, bucket: Any, landing: torch.futures.Future[Any]) -> None:
@@ -346,7 +365,10 @@ def _sum(state, bucket):
     gradients = bucket.buffer()
     if gradients.is_sparse:
         (parameter,) = bucket.parameters()
-        gathering = SparseSum(parameter, gradients, state.group, state.wire_dtype)
+        own = None if parameter in state.unused else gradients
+        gathering = SparseSum(parameter, own, state.group, state.wire_dtype)
+        if gathering.used:
+            state.unused.discard(parameter)
         summing = gathering.work
     else:
         gathering = None

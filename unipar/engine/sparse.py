@@ -19,30 +19,40 @@ def sparse_parameters(module: nn.Module) -> dict[nn.Parameter, str]:
     return {p: name for name, p in module.named_parameters() if p in sparse}
 
 
+_UNUSED = -1
+"""In the place of a number of rows: a batch may use none of a table's."""
+
+
 class SparseSum:
     """A sparse gradient of all ranks, gathered: NCCL sums dense tensors only.
 
     Args:
         parameter: whose gradient it is.
-        own: this rank's. It is sent with each row once, and not once for each use: a batch may use
-            more rows than a table has. That waits for the device, as the sum does.
+        own: this rank's; ``None``: it has not used the table. It is sent with each row once, and
+            not once for each use: a batch may use more rows than a table has. That waits for the
+            device, as the sum does.
         group: over which it is summed.
         wire_dtype: the dtype in which it travels; ``None``: its own, in which rows are summed.
+
+    Attributes:
+        used: whether any rank has used the table.
     """
 
     def __init__(
         self,
         parameter: nn.Parameter,
-        own: torch.Tensor,
+        own: torch.Tensor | None,
         group: Any,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
-        own = own.coalesce()
+        used = own is not None
+        own = (no_rows(parameter) if own is None else own).coalesce()
         self._parameter, self._size, self._dtype = parameter, own.shape, own.dtype
-        rows = torch.tensor([len(own.values())], device="cpu")
+        rows = torch.tensor([len(own.values()) if used else _UNUSED], device="cpu")
         gathered = torch.empty(dist.get_world_size(group), dtype=rows.dtype, device="cpu")
         dist.all_gather_into_tensor(gathered, rows, group=group)
-        self._rows: list[int] = gathered.tolist()
+        self.used = bool((gathered != _UNUSED).any())
+        self._rows: list[int] = gathered.clamp(min=0).tolist()
         indices, finding = self._gather(own.indices().mT, group)
         self._values, self.work = self._gather(own.values().to(wire_dtype or own.dtype), group)
         finding.wait()

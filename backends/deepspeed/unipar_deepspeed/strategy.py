@@ -40,6 +40,7 @@ from unipar.utils.logs import quiet_framework
 from unipar.world import Placement, World, join
 from unipar_deepspeed import framework, ops, swapped, tensor_parallel
 from unipar_deepspeed.config import check_native, deepspeed_config
+from unipar_deepspeed.divided import SeenDivided, losses_of_output
 from unipar_deepspeed.engine import (
     Initialize,
     Initialized,
@@ -194,6 +195,10 @@ class DeepSpeedStrategy(Strategy):
         step_own_optimizer(deepspeed.zero, optimizer)
         swapped.align_gradients(deepspeed.zero)
         if options.stage == 3:
+            seen = SeenDivided(module, deepspeed.engine, self.name, parts.shapes if parts else {})
+            if check_loss is None:
+                check_loss = losses_of_output(module, self.name)
+                undo.append(check_loss.close)
             gathered = [m for m in module.modules() if [*m.parameters(recurse=False)]]
             undo.append(refuse_changed_weights(module, "zero3", gathered, between_passes=True))
         swapping = swapped.Swapping(deepspeed)

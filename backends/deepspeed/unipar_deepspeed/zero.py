@@ -17,6 +17,7 @@ from unipar.engine import PrecisionPolicy, Reducer, Undo, Update, refuse_hidden_
 from unipar.errors import ConfigError, first_few
 from unipar.utils.host_copy import HostCopy
 from unipar.world import World
+from unipar_deepspeed.divided import explain_empty
 from unipar_deepspeed.engine import Initialized
 from unipar_deepspeed.layout import is_stage_3
 from unipar_deepspeed.swapped import Swapping
@@ -74,7 +75,12 @@ class ZeROReducer(Reducer):
         self._calls = 0
         self._swapping.settle()
         self._begun = self._interrupted = True
-        super().backward(loss, last=last)
+        try:
+            super().backward(loss, last=last)
+        except RuntimeError as error:
+            if self._stage_3 and (words := explain_empty(error)):
+                raise ConfigError(f"deepspeed: {words}") from error
+            raise
         self._interrupted = False
 
     def finish(self) -> None:

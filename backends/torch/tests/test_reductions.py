@@ -23,10 +23,10 @@ SAMPLES = 4
 class Model(nn.Module):
     """A sparse table, a layer that is thawed late, and one that a call may leave out."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table = nn.Embedding(9, 6, sparse=True)
+        self.table = nn.Embedding(9, 6, sparse=sparse)
         self.late = nn.Linear(6, 6).requires_grad_(False)
         self.part = nn.Linear(6, 6)
         self.head = nn.Linear(6, 1)
@@ -114,6 +114,116 @@ def test_every_gradient_counts_once(
     for weights in world_pool(2).run(train, strategy, loop):
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Tables(nn.Module):
+    """Two sparse tables, of which a call may leave one out, or use no row of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 6, sparse=True)
+        self.part = nn.Embedding(9, 6, sparse=True)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, tokens: torch.Tensor, used: str) -> torch.Tensor:
+        hidden = self.table(tokens)
+        if used == "rows":
+            hidden = hidden + self.part(tokens)
+        elif used == "none of its rows":
+            hidden = hidden + self.part(tokens[:0]).sum()
+        return self.head(hidden)
+
+
+STEPS: list[Callable[[int, int], bool]] = [
+    lambda rank, number: True,
+    lambda rank, number: (rank, number) == (1, 0),
+    lambda rank, number: (rank, number) == (1, 1),
+    lambda rank, number: False,
+    lambda rank, number: rank == 0,
+]
+"""For each step: which rank uses the table in which of its micro-batches."""
+ALWAYS_ON_ONE_RANK = [lambda rank, number: rank == 0] * 4
+
+
+def tables_alone(steps: list[Callable[[int, int], bool]], used: str) -> dict[str, torch.Tensor]:
+    """The plain loop; nothing of unipar in it."""
+    model = Tables()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, uses in enumerate(steps):
+        optimizer.zero_grad()
+        losses = [
+            model(tokens(step, rank, number), used if uses(rank, number) else "").square().mean()
+            for rank in range(2)
+            for number in range(2)
+        ]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def tables_on(
+    placement: Placement,
+    strategy: str,
+    whole: bool,
+    steps: list[Callable[[int, int], bool]],
+    used: str,
+) -> dict[str, torch.Tensor]:
+    def loss(model: Any, data: Any) -> torch.Tensor:
+        return model(*data).square().mean()
+
+    rank = placement.rank
+    with unipar.Session(strategy=strategy, placement=placement) as session:
+        engine = session.prepare(
+            Tables(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1, 0.9)
+        )
+        for step, uses in enumerate(steps):
+            data = [(tokens(step, rank, n), used if uses(rank, n) else "") for n in range(2)]
+            if whole:
+                parts = tuple(MicroBatch(one, SAMPLES) for one in data)
+                engine.train_step(Batch(parts, 4 * SAMPLES), loss)
+                continue
+            for number, one in enumerate(data):
+                with engine.microbatch(last=number == 1):
+                    engine.backward(loss(engine, one), num_items=SAMPLES)
+            engine.step()
+        return {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize("used", ["rows", "none of its rows"])
+@pytest.mark.parametrize("whole", [True, False], ids=["train_step", "by hand"])
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    [
+        ("ddp:find_unused_parameters=true", STEPS),
+        ("ddp:static_graph=true", ALWAYS_ON_ONE_RANK),
+    ],
+)
+def test_a_sparse_table_that_a_rank_leaves_out_is_trained_as_the_plain_loop_does(
+    world_pool: Any,
+    strategy: str,
+    steps: list[Callable[[int, int], bool]],
+    whole: bool,
+    used: str,
+) -> None:
+    expected = tables_alone(steps, used)
+    for weights in world_pool(2).run(tables_on, strategy, whole, steps, used):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_compression_that_takes_no_sparse_gradient_is_refused(world_pool: Any) -> None:
+    def refused(placement: Placement) -> str:
+        with (
+            unipar.Session("ddp:compression=powersgd", placement=placement) as session,
+            pytest.raises(ConfigError) as error,
+        ):
+            session.prepare(Tables(), optimizer=sgd)
+        return str(error.value)
+
+    for message in world_pool(2).run(refused):
+        assert "compression=powersgd was given, and parameter 'table.weight'" in message
+        assert "sparse=False, or use compression=fp16" in message
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
@@ -236,8 +346,9 @@ def test_ranks_in_different_steps_are_found_before_the_optimizer_steps(
 
 def refusal_of(placement: Placement, strategy: str, loop: Callable[[Engine, int], Any]) -> str:
     with unipar.Session(strategy=strategy, placement=placement) as session:
+        model = Model(sparse="powersgd" not in strategy)
         engine = session.prepare(
-            Model(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1)
+            model, optimizer=lambda named: torch.optim.SGD([p for _, p in named], 0.1)
         )
         before = [p.detach().clone() for p in engine.module.parameters()]
         with pytest.raises(ConfigError) as refused:

@@ -21,6 +21,7 @@ from unipar.engine import (
     compute_in_float8,
     constructor_arguments,
     offload_activations,
+    sparse_parameters,
     with_divisible_optimizer,
 )
 from unipar.errors import ConfigError
@@ -187,6 +188,15 @@ def shard_optimizer(
 
 
 def _compress(model: DistributedDataParallel, options: DDPOptions) -> None:
+    sparse = next((n for p, n in sparse_parameters(model.module).items() if p.requires_grad), None)
+    if sparse is not None:
+        # Its hook takes a gradient for one row of numbers (torch 2.13, powerSGD_hook.py), which
+        # ends in an error, or with ranks that wait for each other.
+        raise ConfigError(
+            f"ddp: compression=powersgd was given, and parameter '{sparse}' has sparse gradients "
+            "(sparse=True), which PowerSGD cannot compress. Build the embedding with sparse=False, "
+            "or use compression=fp16 or bf16."
+        )
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     state = powerSGD_hook.PowerSGDState(

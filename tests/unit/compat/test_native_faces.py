@@ -62,6 +62,25 @@ def test_all_names_but_those_replaced_are_torchs(module: str) -> None:
     assert all(getattr(face, name).__name__.startswith(FACE) for name in below)
 
 
+@pytest.mark.parametrize("module", ["torch", "torch.nn", "torch.nn.utils"])
+def test_all_names_at_once_are_those_that_torch_gives(module: str) -> None:
+    real: dict[str, Any] = {}
+    face: dict[str, Any] = {}
+    exec(f"from {module} import *", real)
+    exec(f"from {FACE}{module.removeprefix('torch')} import *", face)
+    assert set(face) == set(real)
+    replaced = {name for name in set(real) - {"__builtins__"} if face[name] is not real[name]}
+    assert set(REPLACED[module][1].split()) & set(real) <= replaced
+
+
+def test_a_name_that_is_replaced_later_is_the_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    face = importlib.import_module(FACE)
+    assert face.manual_seed is torch.manual_seed
+    # As importing torch._dynamo does.
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: torch.random.manual_seed(seed))
+    assert face.manual_seed is torch.manual_seed
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,42 +24,36 @@ def real_name(face: str) -> str:
 
 
 def fill(module: ModuleType, real: str) -> None:
-    """Give a module of the face the names of PyTorch's.
+    """Give a module of the face the names that it has in the place of PyTorch's.
+
+    The others are looked up in PyTorch whenever they are asked for, since it replaces some later:
+    importing ``torch._dynamo`` replaces ``torch.manual_seed`` (torch 2.13, _dynamo/__init__.py).
 
     Args:
         module: of the face.
         real: the name of PyTorch's.
     """
-    found = vars(importlib.import_module(real))
-    below = {name for name in found if holds_face(f"{real}.{name}")}
-    own = {k: v for k, v in found.items() if k not in below and not k.startswith("__")}
-    vars(module).update({k: v for k, v in own.items() if k not in vars(module)})
     where, names = REPLACED.get(real, ("", ""))
     for name in names.split():
         vars(module)[name] = getattr(importlib.import_module(where), name)
-
-
-def find(real: str, name: str) -> Any:
-    """A name that is not there yet: a module below, or what PyTorch itself makes on demand.
-
-    Raises:
-        AttributeError: PyTorch has no such name.
-    """
-    if holds_face(f"{real}.{name}"):
-        return importlib.import_module(f"{FACE}{real.removeprefix(_REAL)}.{name}")
     found = importlib.import_module(real)
+    vars(module)["__getattr__"] = partial(_find, found, real)
+    vars(module)["__dir__"] = lambda: sorted({*vars(module), *dir(found)})
+
+
+def _find(found: ModuleType, real: str, name: str) -> Any:
+    """A name that the face has not itself: a module below, or what PyTorch has by now."""
     if not hasattr(found, name):
+        if name == "__all__":
+            # Else `from … import *` would give what is in the face's module alone.
+            return [public for public in vars(found) if not public.startswith("_")]
         with contextlib.suppress(ModuleNotFoundError):
-            # What `import torch.utils.tensorboard` would have imported.
-            return importlib.import_module(f"{real}.{name}")
-    return getattr(found, name)
-
-
-class _Mirror(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return find(real_name(self.__name__), name)
+            # As `import torch.utils.tensorboard` would have done.
+            importlib.import_module(f"{real}.{name}")
+    value = getattr(found, name)
+    if isinstance(value, ModuleType) and holds_face(f"{real}.{name}"):
+        return importlib.import_module(f"{FACE}{real.removeprefix(_REAL)}.{name}")
+    return value
 
 
 class _Mirrors(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -71,8 +66,8 @@ class _Mirrors(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec: Any) -> ModuleType:
-        return _Mirror(spec.name)
+    def create_module(self, spec: Any) -> None:
+        """Have Python make it."""
 
     def exec_module(self, module: ModuleType) -> None:
         fill(module, real_name(module.__name__))

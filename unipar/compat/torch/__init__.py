@@ -8,20 +8,18 @@ where it is called (``unipar.compat.adopting``).
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unipar.compat.native import mirror as _mirror
-from unipar.compat.native.calls import (
+from unipar.compat.native.calls import (  # noqa: F401
     load_state,
     load_whole_state_dict,
     save_state,
     whole_state_dict,
 )
 
-__all__ = ["load_state", "load_whole_state_dict", "save_state", "whole_state_dict"]
-
 _mirror.fill(sys.modules[__name__], "torch")
 
+if TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    return _mirror.find("torch", name)
+    def __getattr__(name: str) -> Any: ...

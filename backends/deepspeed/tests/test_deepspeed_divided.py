@@ -1,0 +1,149 @@
+"""Stage 3 of ZeRO has weights only while the model computes: a loss made of them is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from unipar import Session
+from unipar.data.batch import Batch, MicroBatch
+from unipar.errors import ConfigError
+from unipar.testing.pool import WorldPools
+from unipar.world import Placement
+
+STEPS = 3
+
+
+class Layer(nn.Module):
+    """It gives a penalty of its own weights, too."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width) / width)
+        self.bias = nn.Parameter(torch.randn(out))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = nn.functional.linear(x, self.weight, self.bias)
+        return out, self.weight.square().sum() + self.bias.square().sum()
+
+
+class Net(nn.Module):
+    def __init__(self, penalize_all: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = Layer(6, 5), Layer(5, 1)
+        self.penalize_all = penalize_all
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, first = self.first(x)
+        x, last = self.last(x.tanh())
+        if self.penalize_all:
+            return x, torch.stack([p.square().sum() for p in self.parameters()]).sum()
+        return x, first + last
+
+
+def of_output(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out, penalty = model(x)
+    # What parameters are may be asked, as a script does that counts them, or moves data to them.
+    x = x.to(next(model.parameters()).device)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return out.square().mean() + penalty / count
+
+
+def of_parameters(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x)[0].square().mean() + sum(p.square().sum() for p in model.parameters())
+
+
+def of_named(model: Any, x: torch.Tensor) -> torch.Tensor:
+    found = [p.norm() for name, p in model.named_parameters() if name.endswith("weight")]
+    return torch.stack(found).sum() + model(x)[0].square().mean()
+
+
+def of_values(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        size = sum(p.detach().square().sum() for p in model.parameters())
+    return model(x)[0].square().mean() * (1 + size)
+
+
+def of_one_layer(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x)[0].square().mean() + model.first.weight.square().sum()
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], 0.05)
+
+
+def by_hand() -> list[float]:
+    """The plain loop; nothing of unipar in it."""
+    model, losses = Net(), []
+    optimizer = sgd(model.named_parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.stack([of_output(model, data(step, rank)) for rank in range(2)]).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train(placement: Placement) -> list[float]:
+    with Session("zero3", placement=placement) as session:
+        engine = session.prepare(Net(), optimizer=sgd)
+        batches = [Batch((MicroBatch(data(step, placement.rank), 4),), 8) for step in range(STEPS)]
+        return [float(engine.train_step(batch, of_output).loss) for batch in batches]
+
+
+def test_a_penalty_that_layers_give_is_the_plain_loops(world_pool: WorldPools) -> None:
+    for losses in world_pool(2).run(train):
+        assert losses == pytest.approx(by_hand(), rel=1e-5)
+
+
+def refusal_of(placement: Placement, loss: Callable[..., Any], penalize_all: bool) -> str:
+    with Session("zero3", placement=placement) as session:
+        engine = session.prepare(Net(penalize_all), optimizer=sgd)
+        with pytest.raises(ConfigError) as refused:
+            engine.train_step(Batch((MicroBatch(data(0, placement.rank), 4),), 8), loss)
+        return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("loss", "penalize_all", "said"),
+    [
+        (of_parameters, False, "the loss function uses 'first.weight' of the model"),
+        (of_named, False, "the loss function uses 'first.weight' of the model"),
+        (of_values, False, "the loss function uses 'first.weight' of the model"),
+        (of_one_layer, False, "the loss depends on 'first.weight' by another way than"),
+        (of_output, True, "in the forward of another module than the one that holds it"),
+    ],
+)
+def test_a_loss_made_of_weights_is_refused_by_name(
+    world_pool: WorldPools, loss: Callable[..., Any], penalize_all: bool, said: str
+) -> None:
+    for message in world_pool(2).run(refusal_of, loss, penalize_all):
+        assert said in message
+        assert "weight_decay" in message
+        assert "'ddp'" in message
+
+
+def own_loop(placement: Placement) -> str:
+    with Session("zero3", placement=placement) as session:
+        model = Net()
+        engine = session.prepare(model, optimizer=sgd)
+        penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        loss = engine(data(0, placement.rank))[0].square().mean() + penalty
+        with pytest.raises(ConfigError) as refused:
+            engine.backward(loss, num_items=4)
+        return str(refused.value)
+
+
+def test_so_is_one_in_a_loop_of_ones_own(world_pool: WorldPools) -> None:
+    for message in world_pool(2).run(own_loop):
+        assert "by another way than the model's output" in message
