@@ -65,8 +65,7 @@ class Horovodrun(Environment):
         except URLError as error:
             raise ConfigError(
                 f"the store of {self.name} at {url} does not answer ({error.reason}). "
-                f"Start all processes by {self.name}, or unset its variables "
-                f"({', '.join(self._present())}) to start them from here."
+                f"{self.remedy()}"
             ) from error
         return chosen
 

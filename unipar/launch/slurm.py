@@ -82,7 +82,7 @@ class Slurm(Environment):
     def _port(self) -> int:
         """A port that all ranks know, and that no other step on the node is likely to use."""
         if self.variables.get("MASTER_PORT"):
-            return self.number("MASTER_PORT")
+            return self.port()
         job, step = (
             self.number("SLURM_JOB_ID", "SLURM_JOBID"),
             self.number("SLURM_STEP_ID", default=0),

@@ -19,8 +19,8 @@ class Torchrun(Environment):
     def placement(self) -> Placement:
         rank, size = self.number("RANK"), self.number("WORLD_SIZE")
         local_rank = self.number("LOCAL_RANK")
-        self.text("MASTER_ADDR")
-        self.number("MASTER_PORT")
+        self.host()
+        self.port()
         self.below(rank, "RANK", size, "WORLD_SIZE")
         local_size = self._local_size(size)
         self.below(local_rank, "LOCAL_RANK", local_size, "LOCAL_WORLD_SIZE")

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import io
 import json
+import os
 import subprocess
 import sys
 import types
@@ -333,3 +334,23 @@ def test_gloo_joins_cpus_unless_something_is_on_a_gpu(
     )
     calls.init_process_group("gloo")
     assert asked == [device]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("tcp://localhost:99999?rank=0&world_size=2", "MASTER_PORT='99999' is not a port"),
+        ("tcp://localhost:port?rank=0&world_size=2", "MASTER_PORT='port' is not a port"),
+        ("tcp://localhost?rank=0&world_size=2", "MASTER_PORT='localhost' is not a port"),
+        ("tcp://localhost:29500?rank=first&world_size=2", "rank=first, world_size=2.*torchrun"),
+        ("tcp://localhost:29500?rank=0&world_size=0", "WORLD_SIZE=0, but .* at least 1"),
+    ],
+)
+def test_where_nobody_can_meet_is_named(
+    method: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unipar.compat.native import calls
+
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    with pytest.raises(ConfigError, match=said):
+        calls.init_process_group("gloo", init_method=method)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from unipar.errors import ConfigError
@@ -82,14 +84,37 @@ def test_a_variable_of_torchrun_that_is_missing_is_named(name):
     [
         ({"RANK": "8"}, "RANK=8, but WORLD_SIZE=8: .* at most 7"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4, but LOCAL_WORLD_SIZE=4"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'.* is not a number"),
-        ({"RANK": "-1"}, "RANK='-1'.* is not a number"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'.* is not a whole number from 0 on.*unset"),
+        ({"RANK": "-1"}, "RANK='-1'.* is not a whole number from 0 on.*unset"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0, but .* at least 1.*unset"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE=4 is more than WORLD_SIZE=2"),
     ],
 )
 def test_contradictions_in_torchruns_variables_are_named(change, message):
     with pytest.raises(ConfigError, match=message):
         detect(TORCHRUN | change)
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536", "99999", "-1", "29500 ", "9" * 5000])
+@pytest.mark.parametrize("variables", [TORCHRUN, OPENMPI, PMI, SLURM])
+def test_what_is_no_port_is_named(variables, port):
+    with pytest.raises(ConfigError, match=rf"MASTER_PORT='{port}' .* from 1 to 65535.*free on"):
+        detect(variables | {"MASTER_ADDR": "node0", "MASTER_PORT": port})
+
+
+@pytest.mark.parametrize("host", ["node0:29500", "tcp://node0", "a host", "[::1]"])
+@pytest.mark.parametrize("variables", [TORCHRUN, OPENMPI, PMI, SLURM])
+def test_what_is_no_host_is_named(variables, host):
+    with pytest.raises(ConfigError, match=rf"MASTER_ADDR='{re.escape(host)}' is neither"):
+        detect(variables | {"MASTER_ADDR": host, "MASTER_PORT": "29500"})
+
+
+@pytest.mark.parametrize("host", ["node0", "10.0.0.1", "node_0.a-cluster", "::1", "fe80::1%eth0"])
+def test_names_and_addresses_of_hosts_are_taken(host):
+    placement = detect(OPENMPI | {"MASTER_ADDR": host, "MASTER_PORT": "65535"})
+    assert placement is not None
+    shown = f"[{host}]" if ":" in host else host
+    assert placement.init_method == f"tcp://{shown}:65535"
 
 
 def test_srun():

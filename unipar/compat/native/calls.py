@@ -53,23 +53,25 @@ def _describe(init_method: str, world_size: int, rank: int, store: Any) -> None:
     """Say by the variables of torchrun where this process stands, as the script has said it."""
     where = urllib.parse.urlsplit(init_method)
     told = dict(urllib.parse.parse_qsl(where.query))
-    rank = int(told.get("rank", os.environ.get("RANK", rank) if rank < 0 else rank))
-    size = int(
+    own = str(told.get("rank", os.environ.get("RANK", rank) if rank < 0 else rank))
+    size = str(
         told.get(
             "world_size", os.environ.get("WORLD_SIZE", world_size) if world_size < 0 else world_size
         )
     )
-    if store is not None or where.scheme not in ("tcp", "env") or rank < 0 or size < 0:
+    known = own.isdecimal() and size.isdecimal()
+    if store is not None or where.scheme not in ("tcp", "env") or not known:
         raise ConfigError(
-            f"init_process_group(init_method={init_method!r}, rank={rank}, world_size={size}): the "
+            f"init_process_group(init_method={init_method!r}, rank={own}, world_size={size}): the "
             "processes meet at tcp://host:port or as variables say. Start them with torchrun, or "
             "give init_method='tcp://host:port', rank and world_size."
         )
     if where.scheme == "tcp":
-        os.environ |= {"MASTER_ADDR": where.hostname or "", "MASTER_PORT": str(where.port)}
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local),
-                   "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", str(size))}  # fmt: skip
+        # Looked at with the other variables, when the processes join.
+        port = where.netloc.rpartition(":")[2]
+        os.environ |= {"MASTER_ADDR": where.hostname or "", "MASTER_PORT": port}
+    os.environ |= {"RANK": own, "WORLD_SIZE": size, "LOCAL_RANK": os.environ.get("LOCAL_RANK", own),
+                   "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", size)}  # fmt: skip
 
 
 def destroy_process_group(group: Any = None) -> None:
