@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import stateless
 from torch.optim import Optimizer
 
 from unipar.engine.state import HOW_NOT_WHAT
@@ -34,17 +33,12 @@ _NO_CHOICE = HOW_NOT_WHAT | {"params", "param_names"}
 def with_same_choice(spec: EngineSpec, module: nn.Module, strategy: str) -> EngineSpec:
     """The same request, with an optimizer that is refused where it chooses otherwise later.
 
-    A function of the user's is called twice more for that, now, and what it gives is let go: with
-    the parameters as they are, and with others in their place, so that most of what would be
-    refused when the model is divided is refused before.
+    A function of the user's is called once more for that, now, and what it gives is let go.
 
     Args:
         spec: what the user asked for.
         module: with the parameters that the user knows, none of them replaced yet.
         strategy: the name of the one that replaces them.
-
-    Raises:
-        ConfigError: it chooses otherwise once parameters are replaced.
     """
     if spec.optimizer is None or chooses_by_name(spec.optimizer):
         return spec
@@ -57,17 +51,7 @@ def with_same_choice(spec: EngineSpec, module: nn.Module, strategy: str) -> Engi
         # If it is the function's own, it raises it again.
         first = error
     names = frozenset(name for name, _ in named)
-    choice = _SameChoice(spec.optimizer, strategy, names, first)
-    if not isinstance(first, Exception):
-        with _leaving_alone(named), _others_in(module) as others:
-            try:
-                optimizer = spec.optimizer(others)
-            except Exception:
-                # It may look at values, which these do not have. The division will tell.
-                pass
-            else:
-                choice.compare(optimizer, others)
-    return replace(spec, optimizer=choice)
+    return replace(spec, optimizer=_SameChoice(spec.optimizer, strategy, names, first))
 
 
 @dataclass(frozen=True)
@@ -94,20 +78,6 @@ class _SameChoice:
                 "model is divided, to see whether it chooses the same ones then. Let it look at "
                 "names, shapes and requires_grad alone, which need no values and no device."
             ) from self.first
-        self.compare(optimizer, named)
-        return optimizer
-
-    def compare(self, optimizer: Optimizer, named: Named) -> None:
-        """Refuse another choice than the first one.
-
-        Args:
-            optimizer: what was given for these parameters.
-            named: the parameters, which stand in the place of those that the user knows.
-
-        Raises:
-            ConfigError: it is another.
-        """
-        assert not isinstance(self.first, Exception)
         now = _chosen(optimizer, named)
         # A user's own division may have given some another name.
         known = [name for name, _ in named if name in self.names]
@@ -122,6 +92,7 @@ class _SameChoice:
                 "lambda named: AdamW([{'params': [p for n, p in named if "
                 "n.startswith('head.')], 'lr': 1e-4}, …])."
             )
+        return optimizer
 
 
 def _chosen(optimizer: Optimizer, named: Named) -> Chosen:
@@ -145,18 +116,6 @@ def _plain(value: Any) -> Any:
         # One that is no number is not equal to itself.
         return repr(float(value))
     return value if isinstance(value, _PLAIN) else type(value)
-
-
-@contextlib.contextmanager
-def _others_in(module: nn.Module) -> Iterator[Named]:
-    """Other parameters in the place of a module's, without values, for the length of the block."""
-    others: dict[str, torch.Tensor] = {}
-    for name, parameter in module.named_parameters():
-        others[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        vars(others[name]).update(vars(parameter))
-    # As functional_call does it around a forward pass (torch 2.13, nn/utils/stateless.py).
-    with stateless._reparametrize_module(module, others, tie_weights=True):
-        yield list(module.named_parameters())
 
 
 @contextlib.contextmanager

@@ -156,39 +156,6 @@ def test_a_choice_of_objects_that_are_replaced_is_refused(
         world_pool(2).run(train, strategy, choose)
 
 
-def by_kind(model: Model) -> Any:
-    """Of which only the division tells that it will be another."""
-    return lambda named: head_and_rest(
-        lambda name, p: name.startswith("head.") and not isinstance(p, DTensor), named
-    )
-
-
-def test_a_choice_that_only_the_division_changes_is_refused_after_it(
-    world_pool: WorldPools,
-) -> None:
-    with pytest.raises(ConfigError, match=r"fsdp: the optimizer function chooses .*head\.weight"):
-        world_pool(2).run(train, "fsdp", by_kind)
-
-
-def left_by_a_refusal(placement: Placement, strategy: str) -> bool:
-    """Whether a refused model has the parameters that it had."""
-    with unipar.Session(strategy, device="cpu", placement=placement) as session:
-        model = build()
-        before = [(p, p.detach().clone()) for p in model.parameters()]
-        with pytest.raises(ConfigError, match="chooses otherwise"):
-            session.prepare(model, optimizer=by_id(model))
-        after = model.parameters()
-        return all(
-            now is p and torch.equal(now, value)
-            for (p, value), now in zip(before, after, strict=True)
-        )
-
-
-@pytest.mark.parametrize("strategy", DIVIDING)
-def test_it_is_refused_before_anything_is_divided(strategy: str, world_pool: WorldPools) -> None:
-    assert world_pool(2).run(left_by_a_refusal, strategy) == [True, True]
-
-
 @pytest.mark.parametrize(
     ("strategy", "choose"),
     [
