@@ -405,8 +405,8 @@ def test_what_blocks_do_in_training_alone_is_checked(
 class Averaging(models.DecoderBlock):
     """In training it mixes positions."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
+    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
+        y = super().forward(x, cos, sin)
         return y + x.mean(1, keepdim=True) if self.training else y
 
 

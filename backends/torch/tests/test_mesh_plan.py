@@ -247,7 +247,7 @@ class Widths(models.Attention):
         super().__init__(heads * d_head, heads, kv_heads)
         self.d_head = d_head
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: Any = None, sin: Any = None) -> torch.Tensor:
         shape = (*x.shape[:2], -1, self.d_head)
         q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
         k, v = (part.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for part in (k, v))
