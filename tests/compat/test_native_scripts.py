@@ -157,6 +157,47 @@ def test_what_ranks_cannot_do_by_themselves_is_refused_with_the_remedy(tmp_path:
     assert len(sums) == 1
 
 
+STATISTICS = """\
+import unipar.compat.horovod.torch as hvd
+import unipar.compat.torch as torch
+from unipar.compat.torch import nn
+
+hvd.init()
+model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.tensor([[0.0], [2.0]]) + step + 10 * hvd.rank()).sum().backward()
+    optimizer.step()
+model.eval()
+with torch.no_grad():
+    model(torch.ones(2, 1))
+print(f"rank {hvd.rank()} mean {model[0].running_mean.item():.4f}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("fsdp", "horovod"))]
+)
+def test_behind_horovods_face_each_rank_keeps_the_statistics_of_its_own_batches(
+    strategy: str, tmp_path: Path
+) -> None:
+    if strategy == "horovod":
+        pytest.importorskip("horovod")
+    (tmp_path / "train.py").write_text(STATISTICS)
+    done = subprocess.run(
+        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
+        check=False, env={**os.environ, "UNIPAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Means of 1, 2 and 3, and on the other rank of 11, 12 and 13, with a momentum of 0.1.
+    by_hand = [0.081 * a + 0.09 * (a + 1) + 0.1 * (a + 2) for a in (1, 11)]
+    found = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert found == [f"rank {rank} mean {mean:.4f}" for rank, mean in enumerate(by_hand)]
+
+
 READ_AHEAD = """\
 import os
 import unipar.compat.torch as torch

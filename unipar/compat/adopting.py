@@ -51,6 +51,7 @@ class Adoption:
         asked: settings of the run that the script's own calls ask for.
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
+        own_buffers: optimizers whose models have each rank's own batch statistics.
         parts: of batches, which a rank has where the script knows nothing of ranks.
         inside: whether what is called now is called by an engine.
         through: whether a model is called through the wrapper that the script has put around it.
@@ -68,6 +69,7 @@ class Adoption:
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.own_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.parts = Parts()
         self._pending: list[weakref.ref[Optimizer]] = []
         self._trained: list[weakref.ref[AdoptedOptimizer]] = []
@@ -163,6 +165,7 @@ class Adoption:
             )
             compiled = self.compiled.get(module, False)
             adopted.summed = optimizer in self.sums
+            adopted.own_buffers = optimizer in self.own_buffers
             adopted.alike = alone or not self.aware
             adopted.same_parameters = self.by_ddp
             adopted.take_over(model, name=name, compile=compiled)

@@ -42,12 +42,14 @@ class PreparedOptimizer(Optimizer):
         strayed: whether a loss that trains another model has left gradients in this one's.
         same_parameters: whether the script's framework is DDP, which asks that a backward pass
             gives gradients to the same parameters on every rank.
+        own_buffers: whether it leaves each rank the statistics of its own batches.
     """
 
     calls: ClassVar[Calls] = Calls()
     keeps_model: ClassVar[bool] = False
     """Whether it holds its model, which else goes when the script lets go of it."""
     same_parameters: bool = False
+    own_buffers: bool = False
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
     def __init__(
@@ -129,9 +131,12 @@ class PreparedOptimizer(Optimizer):
             elif world.size > 1:
                 # What is there before the step is one rank's, where a script expects the mean.
                 engine.reducer.hides_gradients = True
-        if session.capabilities.sharded and isinstance(engine, StepEngine):
-            # Other strategies evaluate as DDP would.
-            engine.reducer.shares_buffers = current.asks_for_replicas()
+        if isinstance(engine, StepEngine):
+            if self.own_buffers:
+                engine.reducer.shares_buffers = False
+            elif session.capabilities.sharded:
+                # Other strategies evaluate as DDP would.
+                engine.reducer.shares_buffers = current.asks_for_replicas()
         # A scheduler that a script has left over has this optimizer, and is to hold no model.
         self._model = (lambda: model) if self.keeps_model else weakref.ref(model)
         self.training = model.trained_by(engine, self.drop)

@@ -65,6 +65,7 @@ class HorovodReducer(Reducer):
         super().__init__(module, world)
         self._hvd = import_horovod()
         self._name, self._options = name, options
+        self.shares_buffers = options.broadcast_buffers
         self._all_parameters = list(module.parameters())
         self.optimizer = self._make_optimizer()
         self._reducing = False
@@ -118,7 +119,7 @@ class HorovodReducer(Reducer):
         return groups
 
     def begin(self, *, whole_step: bool) -> None:
-        if self._options.broadcast_buffers:
+        if self.shares_buffers:
             self.share_buffers()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:

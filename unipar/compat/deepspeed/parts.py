@@ -10,7 +10,6 @@ import torch
 from unipar.compat.deepspeed_names import refuse
 from unipar.compat.models import Calls, PreparedModel, led_to
 from unipar.compat.optimizers import PreparedOptimizer
-from unipar.engine import StepEngine
 from unipar.errors import ConfigError
 
 _INITIALIZE = "engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, …)"
@@ -35,15 +34,12 @@ class EngineOptimizer(PreparedOptimizer):
     """An optimizer that an engine steps, and nobody else."""
 
     calls: ClassVar[Calls] = _CALLS
+    own_buffers: bool = True
     _all: ClassVar[WeakSet[EngineOptimizer]] = WeakSet()
 
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:
         super().takes_up(model, **asked)
         self._all.add(self)
-        assert self.training is not None
-        if isinstance(self.training.engine, StepEngine):
-            # As in DeepSpeed, each rank has statistics of its own batches.
-            self.training.engine.reducer.shares_buffers = False
 
     def backward(self, loss: torch.Tensor, *, likely_last: bool = False) -> None:
         if len(self._all) > 1:
