@@ -157,6 +157,52 @@ def test_what_ranks_cannot_do_by_themselves_is_refused_with_the_remedy(tmp_path:
     assert len(sums) == 1
 
 
+READ_LATE = """\
+import os
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+lines = []
+for inputs, targets in DataLoader(data, batch_size=4):
+    output = model(inputs)
+    fit, size = nn.functional.mse_loss(output, targets), 0.1 * output.abs().mean()
+    loss, largest = fit + size, output.max()
+    optimizer.zero_grad()
+    (loss / 2).backward()
+    optimizer.step()
+    lines += [f"{fit.item():.5f} {size.item():.5f} {loss.item():.5f} {loss.item() < 2.4}"]
+    lines += [f"largest {largest.item():.5f}"]
+rank = os.environ.get("RANK", "0")
+print("".join(f"{rank}: {line}\\n" for line in lines), end="", flush=True)
+"""
+
+
+def test_what_a_loss_is_made_of_is_read_as_that_of_whole_batches_after_its_backward_pass(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "plain.py").write_text(READ_LATE)
+    (tmp_path / "train.py").write_text(migrate_files({"train.py": READ_LATE})["train.py"].code)
+    alone, both = (
+        subprocess.run(
+            [*start, name], cwd=tmp_path, timeout=240, capture_output=True, text=True, check=False,
+            env={**os.environ, "UNIPAR_STRATEGY": "ddp", "OMP_NUM_THREADS": "1"},
+        )
+        for start, name in ((PYTHON, "plain.py"), (TORCHRUN, "train.py"))
+    )  # fmt: skip
+    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
+    told = {line.partition(" reads a figure of a training")[0] for line in both.stderr.splitlines()}
+    assert told == {"train.py:19"}
+    wanted = [line for line in alone.stdout.splitlines() if "largest" not in line]
+    assert {line.split()[-1] for line in wanted} == {"True", "False"}
+    found = [line for line in both.stdout.splitlines() if "largest" not in line]
+    assert sorted(found) == sorted(wanted + [f"1{line[1:]}" for line in wanted])
+
+
 STATISTICS = """\
 import unipar.compat.horovod.torch as hvd
 import unipar.compat.torch as torch

@@ -335,10 +335,17 @@ class Adoption:
                     found = self.parts.whole(value, session.world)
                 except (ConfigError, RuntimeError):
                     # What cannot be told is refused where it is trained on.
-                    found = value
-                else:
-                    self._reads_losses = True
-                    return found if leaves or value.requires_grad else value
+                    if leaves and (line := reading.line()):
+                        self.parts.tell(
+                            "%s reads a figure of a training batch on the host, and what it is of "
+                            "the whole batch cannot be told: it is of this rank's part, and ranks "
+                            "may decide differently by it. Read it before backward(), which frees "
+                            "the graph that tells; or decide by the loss.",
+                            line,
+                        )
+                    return value
+                self._reads_losses = True
+                return found if leaves or value.requires_grad else value
             # A sum of losses that were detached is of whole batches already.
             figure = leaves and not (value.is_floating_point() and self._reads_losses)
             inside = self.parts.giving or torch.is_grad_enabled()

@@ -33,6 +33,17 @@ def is_number(node: Any) -> bool:
     return all(len(one.shape) == 0 for one in getattr(node, "_input_metadata", ()))
 
 
+def numbers_of(node: Any) -> Iterator[Any]:
+    """The nodes that a number is computed by from others, down to the first of something else."""
+    seen, todo = set(), [node]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen and is_number(node):
+            seen.add(node)
+            todo += nodes_after(node)
+            yield node
+
+
 def reduction(node: Any) -> str | None:
     """How a node makes one number of samples; ``None`` if it does not."""
     if not is_number(node):

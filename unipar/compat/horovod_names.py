@@ -7,6 +7,15 @@ from unipar.compat.tables import Row, Table
 _SETS = "Sets of ranks are for other divisions than data parallelism's. Leave them out."
 _OWN = "It is a part of Horovod's own machinery. Leave it out."
 
+STARTED = (
+    "Horovod starts the processes, of a function.",
+    "Call the function itself, and start the script with torchrun or horovodrun.",
+)
+PACKAGE = Table(
+    "horovod",
+    Row("torch", "kept"),
+    Row("run run_elastic", "refused", " ".join(STARTED)),
+)
 HOROVOD = Table(
     "horovod.torch",
     Row(

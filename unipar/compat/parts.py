@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unipar.compat.graph_nodes import couples_inside
+from unipar.compat.graph_nodes import couples_inside, numbers_of
 from unipar.compat.reductions import (
     Weight,
     is_of_part,
@@ -87,10 +87,11 @@ class Parts:
             )  # fmt: skip
 
     def tell(self, message: str, *args: Any) -> None:
-        """Warn of what is not as on one process, once."""
-        if message not in self._told:
-            self._told.add(message)
-            log.warning(message, *args)
+        """Warn of what is not as on one process, once of each place."""
+        said = message % args
+        if said not in self._told:
+            self._told.add(said)
+            log.warning("%s", said)
 
     def _part_of(self, inputs: Any) -> Part:
         shapes = [one.shape for one in tensors_of(inputs) if one.dim()]
@@ -109,7 +110,11 @@ class Parts:
                 world.data_size,
             )
             return loss
-        return self._weighed(loss, self._factor_of(loss, world))
+        factor = self._factor_of(loss, world)
+        # What it is made of may be read after the backward pass, which leaves no graph to tell.
+        for node in numbers_of(loss.grad_fn):
+            node.metadata.setdefault(_FACTOR, factor)
+        return self._weighed(loss, factor)
 
     def whole(self, value: torch.Tensor, world: World) -> torch.Tensor:
         """What a value with a graph, as a loss, is of the whole batch. Collective if of a part.

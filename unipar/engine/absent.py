@@ -85,6 +85,7 @@ class AbsentGradient(torch.Tensor):
         raise ConfigError(
             "parameter.grad was used between engine.backward(loss) and engine.step(), and under "
             "this strategy gradients are not there: each rank keeps a share of them elsewhere, or "
-            "the ranks have not summed them yet. Clip with prepare(…, max_grad_norm=…), or by "
-            "accelerator.clip_grad_norm_, and scale the loss instead of its gradient."
+            "the ranks have not summed them yet. Clip with prepare(…, max_grad_norm=…), or, in a "
+            "script behind a face, by the call that its framework has for that, which gives the "
+            "norm; and scale the loss instead of its gradient."
         )

@@ -78,6 +78,13 @@ class Plan:
         """Note what keeps the program from being migrated."""
         self._note("refused", node, why, todo)
 
+    def refuse_where_reached(self, node: cst.CSTNode, why: str, todo: str) -> None:
+        """Note what the face refuses, too: in a branch, no run may come to it."""
+        if _in_branch(self.flow.source(node), node):
+            self.tell(node, f"{why} A run that comes to this line ends there.", todo)
+        else:
+            self.refuse(node, why, todo)
+
     def tell(self, node: cst.CSTNode, why: str, todo: str = "") -> None:
         """Note what works otherwise than it did."""
         self._note("changed", node, why, todo)
@@ -99,3 +106,15 @@ class Plan:
         note = Note(source.name, source.line(node), kind, construct, why, todo)
         if note not in self.notes:
             self.notes.append(note)
+
+
+def _in_branch(source: Source, node: cst.CSTNode) -> bool:
+    """Whether a condition decides if a run comes to a node, other than how the file is started."""
+    below = node
+    for above in source.around(node):
+        # Of one that is the test, the test itself decides nothing.
+        test = above.test if isinstance(above, cst.If) else below
+        if test is not below and "__name__" not in source.code(test):
+            return True
+        below = above
+    return False

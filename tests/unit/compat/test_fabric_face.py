@@ -69,6 +69,28 @@ def test_a_marked_method_leaves_a_patched_forward_as_it_was() -> None:
         assert model.training_step(x).item() == wanted
 
 
+class AsLightnings(nn.Linear):
+    """What a LightningModule has of Fabric; it finds its logger there."""
+
+    _fabric: Any = None
+    _fabric_optimizers: Any = None
+
+    def on_train_epoch_end(self) -> None:
+        self._fabric.logger.log_metrics({"a": 1.0}, 0)
+
+
+def test_a_lightning_module_finds_its_fabric_and_has_hooks_of_callbacks(tmp_path: Path) -> None:
+    fabric = Fabric(**CPU, loggers=CSVLogger(tmp_path))
+    module = AsLightnings(3, 1)
+    _, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    assert module._fabric is fabric
+    assert module._fabric_optimizers == [optimizer]
+    fabric.call("on_train_epoch_end")
+    fabric.logger.finalize("success")
+    (found,) = tmp_path.rglob("metrics.csv")
+    assert found.read_text().splitlines() == ["a,step", "1.0,0"]
+
+
 def test_a_step_is_torchs_clipped_by_norm_or_value() -> None:
     fabric = Fabric(**CPU)
     model, optimizer = parts(fabric)

@@ -354,3 +354,11 @@ def test_where_nobody_can_meet_is_named(
     monkeypatch.setattr(os, "environ", {**os.environ})
     with pytest.raises(ConfigError, match=said):
         calls.init_process_group("gloo", init_method=method)
+
+
+def test_a_scaler_has_the_state_that_scripts_read() -> None:
+    face: Any = importlib.import_module("unipar.compat.torch")
+    scaler = face.amp.GradScaler("cpu")
+    own = torch.amp.GradScaler("cpu").state_dict()
+    assert scaler.state_dict() == {**own, "scale": scaler.get_scale()}
+    assert face.amp.GradScaler("cpu", enabled=False).state_dict() == {}

@@ -92,6 +92,31 @@ def test_what_the_face_refuses_is_said_beforehand(
     assert said in refused(*changes)
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["from accelerate.test_utils import mocked", "from accelerate import init_empty_weights",
+     "accelerator.clip_grad_value_(model.parameters(), 1)"],
+)  # fmt: skip
+@pytest.mark.parametrize("branch", ["if sys.argv[1:]:", "if not sys.argv[1:]:\n    pass\nelse:"])
+def test_what_a_run_may_not_come_to_keeps_no_script_from_being_migrated(
+    line: str, branch: str
+) -> None:
+    around = f"import sys\n{branch}\n    {line}\n"
+    migration = migrated(("loader = DataLoader", f"{around}loader = DataLoader"))
+    assert not migration.refused
+    assert "accelerate import Accelerator" in migration.code
+    (note,) = (one for one in migration.notes if "comes to this line" in one.why)
+    assert note.kind == "changed"
+    assert "from accelerate" not in migration.code
+
+
+def test_how_a_file_is_started_decides_nothing() -> None:
+    line = 'if __name__ == "__main__":\n    from accelerate.hooks import ModelHook\n'
+    assert "the face has no accelerate.hooks." in refused(
+        ("from torch import nn\n", f"from torch import nn\n{line}")
+    )
+
+
 def test_a_trigger_is_the_same_on_all_ranks() -> None:
     saved = (
         "        opt.step()\n        if loss < 1:\n            accelerator.set_trigger()\n"

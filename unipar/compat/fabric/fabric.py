@@ -172,6 +172,9 @@ class Fabric(Exchange, Building, Keeping):
             refuse("Fabric.setup(scheduler=…)")
         prepared = self.setup_module(module, move_to_device)
         wrapped = tuple(self._set_up(one) for one in optimizers)
+        plain: Any = prepared.module
+        if hasattr(plain, "_fabric"):
+            plain._fabric_optimizers = list(wrapped)
         self.call("on_after_setup", fabric=self, module=prepared)
         if not wrapped:
             return prepared
@@ -192,6 +195,13 @@ class Fabric(Exchange, Building, Keeping):
         true = self._asked.true
         if true is not None:
             plain.to(true)
+        if hasattr(plain, "_fabric"):
+            # A LightningModule asks it for its logger, its optimizers and its backward pass, and
+            # has hooks of callbacks (lightning_fabric 2.6, fabric.py).
+            known: Any = plain
+            known._fabric = self
+            if plain not in self._callbacks:
+                self._callbacks.append(plain)
         prepared = FabricModule(plain, session, half=half, device=device, true=true)
         self._models[prepared] = {**self._asked.prepare, "compile": compiled}
         if not any(one.requires_grad for one in plain.parameters()):

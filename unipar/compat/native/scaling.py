@@ -54,8 +54,14 @@ class GradScaler:
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: checkpoints of the run hold the engine's scale."""
-        return {}
+        """What torch's has at first, with the scale that losses have: the engine keeps its own."""
+        if not self._enabled:
+            return {}
+        # torch 2.13, torch/amp/grad_scaler.py.
+        return {
+            "scale": self.get_scale(), "growth_factor": 2.0, "backoff_factor": 0.5,
+            "growth_interval": 2000, "_growth_tracker": 0,
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing."""

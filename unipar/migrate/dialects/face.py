@@ -76,6 +76,7 @@ class FaceDialect(Dialect):
         place = self.nearest(inside)
         if place is None:
             self._refuse_module(plan, node, inside)
+            plan.replace(node.module, f"{self.face}.{inside}")
             return
         if isinstance(node.names, cst.ImportStar):
             plan.refuse(node, f"it imports whatever {self.package} has.", "Name what is used.")
@@ -86,7 +87,7 @@ class FaceDialect(Dialect):
             row = table.find(name) if table is not None else None
             below = f"{inside}.{name}" if inside else name
             if row is not None and row.fate == "refused" and below not in self.modules:
-                plan.refuse(alias, f"the face has no {name}.", row.why)
+                plan.refuse_where_reached(alias, f"the face has no {name}.", row.why)
         plan.replace(node.module, f"{self.face}.{place}" if place else self.face)
 
     def _rewrite_import(self, plan: Plan, source: Source, node: cst.Import) -> None:
@@ -115,12 +116,13 @@ class FaceDialect(Dialect):
         if row is None or row.fate != "refused":
             return
         if f"{self.package}.{name}" in plan.flow.names(node):
-            plan.refuse(node, f"the face has no {name}.", row.why)
+            plan.refuse_where_reached(node, f"the face has no {name}.", row.why)
 
     def _refuse_module(self, plan: Plan, node: cst.CSTNode, inside: str) -> None:
         known = ", ".join(f"{self.package}.{one}".rstrip(".") for one in sorted(self.modules))
         module = f"{self.package}.{inside}".rstrip(".")
-        plan.refuse(node, f"the face has no {module}.", f"Import names from {known}.")
+        what = f"the face has no {module}."
+        plan.refuse_where_reached(node, what, f"Import names from {known}.")
 
     def _refuse_members(self, plan: Plan) -> None:
         """Refuse, where it can be seen, what the face refuses when it is called."""
@@ -132,4 +134,4 @@ class FaceDialect(Dialect):
             if plan.made_by(plan.flow.values(func.value), *self.main):
                 row = self.members.find(func.attr.value)
                 assert row is not None
-                plan.refuse(call, f"the face refuses {func.attr.value}.", row.why)
+                plan.refuse_where_reached(call, f"the face refuses {func.attr.value}.", row.why)

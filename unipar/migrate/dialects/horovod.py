@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import libcst as cst
 
-from unipar.compat.horovod_names import CALLS, HOROVOD
+from unipar.compat.horovod_names import CALLS, HOROVOD, PACKAGE, STARTED
 from unipar.compat.tables import Table
 from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
@@ -15,7 +15,7 @@ from unipar.migrate.dialects.native import rewrite_imports
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
 
-_LAUNCHERS = ("horovod.run", "horovod.run_elastic", "horovod.spark.run", "horovod.ray.RayExecutor")
+_LAUNCHERS = ("horovod.spark.run", "horovod.ray.RayExecutor")
 
 
 class Horovod(FaceDialect):
@@ -27,7 +27,7 @@ class Horovod(FaceDialect):
     package: ClassVar[str] = "horovod"
     face: ClassVar[str] = "unipar.compat.horovod"
     modules: ClassVar[Mapping[str, Table | None]] = {
-        "": None, "torch": HOROVOD, "torch.elastic": None,
+        "": PACKAGE, "torch": HOROVOD, "torch.elastic": None,
     }  # fmt: skip
     calls: ClassVar[tuple[Table, ...]] = (CALLS,)
     rows: ClassVar[tuple[Row, ...]] = (
@@ -38,10 +38,7 @@ class Horovod(FaceDialect):
     def rewrite(self, plan: Plan) -> None:
         plan.launcher = "horovodrun"
         for _, call in plan.calls(*_LAUNCHERS):
-            plan.refuse(
-                call, "Horovod starts the processes, of a function.",
-                "Call the function itself, and start the script with torchrun or horovodrun.",
-            )  # fmt: skip
+            plan.refuse(call, *STARTED)
         super().rewrite(plan)
         for source in plan.sources:
             rewrite_imports(plan, source)
