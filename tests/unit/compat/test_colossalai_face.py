@@ -190,6 +190,29 @@ def test_files_are_those_of_a_plain_model_and_optimizer(shard: bool, safe: bool)
         assert sgd.state[plain.weight]["momentum_buffer"].shape == (1, 3)
 
 
+def test_steps_are_read_as_colossalais_adams_count_them() -> None:
+    def trained() -> tuple[Booster, Any, Any]:
+        colossalai.launch_from_torch(seed=0, verbose=False)
+        booster, model = Booster(plugin=TorchDDPPlugin()), nn.Linear(3, 1)
+        model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=0.1))
+        return booster, model, optimizer
+
+    booster, model, optimizer = trained()
+    step(booster, model, optimizer)
+    booster.save_model(model, "model.pt")
+    booster.save_optimizer(optimizer, "optimizer.pt")
+    found = torch.load("optimizer.pt", weights_only=True)
+    for values in found["state"].values():
+        values["step"] = int(values["step"])
+    torch.save(found, "ints.pt")
+    ends = []
+    for file in ("optimizer.pt", "ints.pt"):
+        booster.load_model(model, "model.pt")
+        booster.load_optimizer(optimizer, file)
+        ends.append([step(booster, model, optimizer) for _ in range(2)])
+    assert ends[0] == ends[1]
+
+
 def test_a_part_of_a_model_is_not_written_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNIPAR_STRATEGY", "fsdp")
     booster, model, optimizer = boosted()

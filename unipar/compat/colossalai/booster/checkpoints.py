@@ -94,6 +94,13 @@ def save_optimizer(
     world.barrier()
 
 
+def _as_torchs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter with its steps in a tensor: Colossal-AI's Adams count in an int."""
+    steps = values.get("step")
+    counted = {"step": torch.tensor(float(steps))} if isinstance(steps, int) else {}
+    return {**values, **counted}
+
+
 def load_optimizer(optimizer: BoostedOptimizer, path: Path, world: World) -> None:
     """Take over an optimizer's state. Collective.
 
@@ -114,7 +121,7 @@ def load_optimizer(optimizer: BoostedOptimizer, path: Path, world: World) -> Non
                 f"{path} is of an optimizer of more parameters than the {len(names)} of this one."
             )
         return {
-            "state": {names[number]: values for number, values in state.items()},
+            "state": {names[number]: _as_torchs(values) for number, values in state.items()},
             "param_groups": [
                 {**one, "params": [names[number] for number in one["params"]]} for one in groups
             ],
