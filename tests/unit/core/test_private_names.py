@@ -18,7 +18,8 @@ SOURCES = [
     for path in sorted(folder.rglob("*.py"))
 ]
 STAMP = re.compile(
-    r"\b(torch|PyTorch|DeepSpeed|Horovod|Accelerate|Colossal-AI|LibCST|CPython|submitit) \d+\.\d+"
+    r"\b(torch|PyTorch|DeepSpeed|Horovod|Accelerate|Colossal-AI|Fabric|LibCST|CPython|submitit)"
+    r" \d+\.\d+"
     # A patch that refuses to be put over another text than it was written for.
     r"|source=\"[0-9a-f]{64}\""
 )

@@ -174,6 +174,7 @@ class Fabric(Exchange, Building, Keeping):
         wrapped = tuple(self._set_up(one) for one in optimizers)
         plain: Any = prepared.module
         if hasattr(plain, "_fabric"):
+            # A LightningModule gives them to who asks (Fabric 2.6.6, fabric.py).
             plain._fabric_optimizers = list(wrapped)
         self.call("on_after_setup", fabric=self, module=prepared)
         if not wrapped:
@@ -197,7 +198,7 @@ class Fabric(Exchange, Building, Keeping):
             plain.to(true)
         if hasattr(plain, "_fabric"):
             # A LightningModule asks it for its logger, its optimizers and its backward pass, and
-            # has hooks of callbacks (lightning_fabric 2.6, fabric.py).
+            # has hooks of callbacks (Fabric 2.6.6, fabric.py).
             known: Any = plain
             known._fabric = self
             if plain not in self._callbacks:
