@@ -34,14 +34,18 @@ def is_number(node: Any) -> bool:
 
 
 def numbers_of(node: Any) -> Iterator[Any]:
-    """The nodes that a number is computed by from others, down to the first of something else."""
+    """The nodes that a number is computed by from others, down to where each is mean or sum."""
     seen, todo = set(), [node]
     while todo:
         node = todo.pop()
-        if node is not None and node not in seen and is_number(node):
-            seen.add(node)
+        if node is None or node in seen or not is_number(node):
+            continue
+        seen.add(node)
+        yield node
+        # A sum that is divided so is a mean from there on, and counts otherwise below.
+        mean = node.name().startswith("Div") and (divisor(node) is not None or counts(node))
+        if reduction(node) is None and not mean:
             todo += nodes_after(node)
-            yield node
 
 
 def reduction(node: Any) -> str | None:
