@@ -179,9 +179,11 @@ def _format(links: list[Any]) -> str:
                 lines.append(f"  … {frame} more inside libraries")
                 continue
             filename, lineno, name, text = frame
-            lines.append(f'  File "{filename}", line {lineno}, in {name}')
+            # A signal may come upon an instruction that is of no line.
+            at = "" if lineno is None else f", line {lineno}"
+            lines.append(f'  File "{filename}"{at}, in {name}')
             # A notebook's cells are known to the process that runs the notebook alone.
-            text = text or linecache.getline(filename, lineno).strip()
+            text = text or linecache.getline(filename, lineno or 0).strip()
             if text:
                 lines.append(f"    {text}")
         if link["title"]:

@@ -98,7 +98,14 @@ class Signals:
             self._leave(self.stopped_by)
 
     def begin_step(self) -> None:
-        """Note that there is something to finish from now on."""
+        """Note that there is something to finish from now on.
+
+        Raises:
+            KeyboardInterrupt, Terminated: a signal came before the first step, and what it raised
+                then was caught on its way out, by whatever code it came upon.
+        """
+        if self._world is None and self.stopped_by:
+            self._leave(self.stopped_by)
         self._world = self._joined
 
     def pass_on(self) -> None:

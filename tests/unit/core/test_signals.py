@@ -126,6 +126,26 @@ def test_before_the_first_step_there_is_nothing_to_finish(number: signal.Signals
 
 
 @pytest.mark.parametrize("number", STOPPING)
+def test_code_that_catches_everything_before_the_first_step_does_not_hide_it(
+    number: signal.Signals,
+):
+    reached = []
+
+    def prepare() -> None:
+        signals = Signals()
+        with signals.handled(), signals.training(World(Placement())):
+            with contextlib.suppress(BaseException):
+                signal.raise_signal(number)
+            reached.append("prepared")
+            signals.begin_step()
+            reached.append("trained")
+
+    with pytest.raises(END):
+        prepare()
+    assert reached == ["prepared"]
+
+
+@pytest.mark.parametrize("number", STOPPING)
 def test_one_that_comes_too_late_for_a_step_counts_at_the_end(number: signal.Signals):
     reached = []
 

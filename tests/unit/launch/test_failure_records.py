@@ -148,3 +148,23 @@ def test_the_chain_of_causes_is_kept_and_a_long_message_is_cut(tmp_path):
     assert "KeyError: 'missing'" in failure.traceback
     assert len(failure.title) < 2100
     assert failure.error is None
+
+
+def test_an_error_on_an_instruction_without_a_line_is_told(tmp_path):
+    """As an interrupt is that comes between two lines."""
+
+    def fails():
+        raise KeyboardInterrupt
+
+    # CPython, Objects/locations.md: code 15 is of an entry without a location, of 8 units each.
+    units = len(fails.__code__.co_code) // 2
+    table = b"".join(bytes([0x80 | 15 << 3 | min(8, left) - 1]) for left in range(units, 0, -8))
+    fails.__code__ = fails.__code__.replace(co_linetable=table)
+    attempt = Attempt(tmp_path)
+    try:
+        fails()
+    except KeyboardInterrupt as error:
+        write_failure(error, attempt, 0)
+    failure = read_failure(attempt, 0)
+    assert failure is not None
+    assert f'File "{__file__}", in fails' in failure.traceback
