@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from unipar.errors import ConfigError, did_you_mean, first_few
@@ -130,30 +131,53 @@ def compile_modules(modules: Iterable[nn.Module], setting: bool | dict[str, Any]
 
 
 def refuse_copies(model: nn.Module, strategy: str) -> Undo:
-    """Make ``copy.deepcopy`` of a divided model say what to do instead.
+    """Make copying, pickling and converting a divided model say what to do instead.
 
     A copy would hold one rank's part at best, and be an error of the framework's at worst.
     """
+    # Looked up on the instance, so these go before what a framework has given the class.
+    refused = {
+        "__deepcopy__": partial(_refuse_copy, "copied (deepcopy)", strategy),
+        "__reduce_ex__": partial(_refuse_copy, "pickled (torch.save of a module)", strategy),
+    }
     modules = list(model.modules())
     for module in modules:
-        # Looked up on the instance, so it goes before what a framework has given the class.
-        module.__dict__["__deepcopy__"] = partial(_refuse_copy, strategy)
+        module.__dict__.update(refused, _apply=partial(_refuse_conversion, module, strategy))
 
     def undo() -> None:
         for module in modules:
-            module.__dict__.pop("__deepcopy__", None)
+            for name in (*refused, "_apply"):
+                module.__dict__.pop(name, None)
 
     return undo
 
 
-def _refuse_copy(strategy: str, memo: Any) -> NoReturn:
+def _refuse_copy(what: str, strategy: str, argument: Any) -> NoReturn:
     raise ConfigError(
-        f"a module cannot be copied (deepcopy) under strategy '{strategy}': each rank holds only "
-        "its part of the weights. For all of them save a checkpoint (fit: "
-        "checkpoint={'every_steps': …}; a session: session.save(…) on every rank), and read it "
-        "into a model of your own by unipar.load_model(path, model). A callback has the path in "
-        "on_checkpoint."
+        f"a module cannot be {what} under strategy '{strategy}': each rank holds only its part of "
+        "the weights. For all of them save a checkpoint (fit: checkpoint={'every_steps': …}; a "
+        "session: session.save(…) on every rank), and read it into a model of your own by "
+        "unipar.load_model(path, model). A callback has the path in on_checkpoint. A script that "
+        "runs behind a face of unipar.compat has whole weights in its state dicts: torch.save("
+        "model.state_dict(), …)."
     )
+
+
+def _refuse_conversion(module: Any, strategy: str, fn: Any, recurse: bool = True) -> Any:
+    """Stand in for ``nn.Module._apply``, by which ``to()``, ``cpu()`` and ``half()`` convert."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        with torch.no_grad():
+            made = fn(tensor)
+        if made is not tensor:
+            raise ConfigError(
+                f"the model is prepared, and '{name}' would be converted by this call of to(), "
+                f"cpu(), half() or the like: from {tensor.dtype} on {tensor.device} to "
+                f"{made.dtype} on {made.device}. Under strategy '{strategy}' each rank holds its "
+                "part of it, for the framework to train. Convert the model before it is prepared "
+                "(in a script behind a face: before it is first called); to move whole weights, "
+                "convert those of its state dict."
+            )
+    return module
 
 
 def refuse_parameter_hooks(module: nn.Module, strategy: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -341,30 +343,48 @@ def test_ranks_agree_on_running_the_model_once_in_an_evaluation(
     assert world_pool(2).run(task) == [runs, runs]
 
 
-class CopiesAtTheEnd(Callback):
-    """Copies the model, or a part of it, after the last step."""
+class ActsAtTheEnd(Callback):
+    """Does something with the model, or a part of it, after the last step."""
 
     every_rank = True
 
-    def __init__(self, part: str) -> None:
-        self.part = part
+    def __init__(self, part: str, act: Callable[[nn.Module], Any]) -> None:
+        self.part, self.act = part, act
 
     def on_step_end(self, run: RunInfo, record: StepRecord) -> None:
         assert run.engine is not None
         if record.step == run.total_steps:
-            copy.deepcopy(run.engine.module.get_submodule(self.part))
+            self.act(run.engine.module.get_submodule(self.part))
 
 
 @pytest.mark.parametrize("part", ["", "blocks.0"], ids=["model", "block"])
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (copy.deepcopy, r"deepcopy.*'fsdp'.*save a.*unipar.load_model\(path, mod"),
+        (pickle.dumps, r"pickled.*'fsdp'.*save a.*unipar.load_model\(path, mod"),
+        (nn.Module.half, "weight' would be converted.*from torch.float32 on cpu to torch.float16"),
+    ],
+)
 def test_a_divided_model_says_how_to_have_it_whole(
-    world_pool: WorldPools, tmp_path: Path, part: str
+    world_pool: WorldPools, tmp_path: Path, part: str, act: Callable[[nn.Module], Any], said: str
 ):
-    task = partial(fit_in_world, directory=tmp_path, callbacks=[CopiesAtTheEnd(part)], steps=1)
-    with pytest.raises(
-        ConfigError, match=r"deepcopy.*'fsdp'.*save a.*unipar.load_model\(path, mod"
-    ):
+    acts = ActsAtTheEnd(part, act)
+    task = partial(fit_in_world, directory=tmp_path, callbacks=[acts], steps=1)
+    with pytest.raises(ConfigError, match=said):
         world_pool(2).run(partial(task, strategy="fsdp"))
     world_pool(2).run(partial(task, strategy="ddp"))
+
+
+def is_where_it_is(module: nn.Module) -> None:
+    assert module.cpu() is module.to("cpu") is module.float() is module
+
+
+def test_a_divided_model_may_be_moved_to_where_it_is(world_pool: WorldPools, tmp_path: Path):
+    acts = ActsAtTheEnd("", is_where_it_is)
+    for strategy in ("ddp", "fsdp"):
+        given = {"directory": tmp_path, "callbacks": [acts], "steps": 1, "strategy": strategy}
+        world_pool(2).run(partial(fit_in_world, **given))
 
 
 class ReadsCheckpoints(Callback):
