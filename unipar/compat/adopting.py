@@ -128,12 +128,16 @@ class Adoption:
 
     def _may_take(self, module: nn.Module, optimizer: Optimizer) -> bool:
         alone = current.placement().size == 1
-        odd = isinstance(optimizer, torch.optim.LBFGS) or isinstance(module, torch.jit.ScriptModule)
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        odd = scripted or isinstance(optimizer, torch.optim.LBFGS)
         if odd and not alone:
             raise ConfigError(
-                f"{type(module).__name__} is trained by {type(optimizer).__name__}: engines train "
-                "no scripted modules, and run a model once in a step. Leave torch.jit.script out, "
-                "or use another optimizer."
+                f"{type(module).__name__} is a scripted module, and on several ranks an engine "
+                "trains it, which takes a module of Python. Leave torch.jit.script out."
+                if scripted
+                else f"{type(module).__name__} is trained by {type(optimizer).__name__}, which "
+                "computes the loss several times in a step, and on several ranks an engine "
+                "computes it once. Use another optimizer, or one process."
             )
         return not odd
 

@@ -74,9 +74,15 @@ def refuse_inner_gradients(
 
 def _refusal(strategy: str, only_graphs: bool) -> ConfigError:
     what = "with create_graph=True, before" if only_graphs else "before or without"
+    remedy = (
+        "Use strategy='ddp' or 'horovod', which bear it."
+        if only_graphs
+        else "Where it is the step's own, call backward(loss) of the engine, the accelerator or "
+        "fabric in place of loss.backward(). Where it is another, use strategy='ddp' or 'horovod', "
+        "which bear it."
+    )
     return ConfigError(
         f"{strategy}: a gradient was taken through the model (torch.autograd.grad, or "
         f"loss.backward()) {what} the engine's own backward pass. {strategy} would take that for "
-        "the step's own, and could not compute the step's gradients any more. Use strategy='ddp' "
-        "or 'horovod', which bear it."
+        f"the step's own, and could not compute the step's gradients any more. {remedy}"
     )

@@ -392,3 +392,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
             resume=saved.checkpoint,
             **settings(tmp_path / "b", steps=6),
         )
+
+
+def backward_of_torch(placement: Placement) -> str:
+    with Session("zero2", placement=placement) as session:
+        engine = session.prepare(build(), optimizer={"name": "sgd", "lr": 0.1})
+        loss = engine(torch.ones(2, 4)).square().mean()
+        with pytest.raises(ConfigError) as refused:
+            loss.backward()
+        return str(refused.value)
+
+
+def test_a_loss_that_is_not_given_to_the_engine_is_told_where_to_go(
+    world_pool: WorldPools,
+) -> None:
+    for said in world_pool(1).run(backward_of_torch):
+        assert "call backward(loss) of the engine" in said

@@ -22,6 +22,7 @@ from unipar.compat import adopting
 from unipar.compat.horovod_names import HOROVOD
 from unipar.compat.torch_names import FACE, REPLACED, holds_face
 from unipar.errors import ConfigError
+from unipar.world import Placement
 
 
 @pytest.fixture(autouse=True)
@@ -206,6 +207,23 @@ def test_what_belongs_to_no_engine_is_torchs() -> None:
 
     closing.step(closure)  # pyright: ignore[reportArgumentType]
     assert not adopting.adoption.trained
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "said"),
+    [
+        (nn.Linear, torch.optim.LBFGS, "trained by LBFGS, which computes the loss several"),
+        (lambda *size: torch.jit.script(nn.Linear(*size)), torch.optim.SGD, "is a scripted module"),
+    ],
+)
+def test_what_no_engine_trains_on_several_ranks_is_said(
+    monkeypatch: pytest.MonkeyPatch, model: Any, optimizer: Any, said: str
+) -> None:
+    made = model(1, 1)
+    _built = optimizer(made.parameters(), lr=0.1)
+    monkeypatch.setattr(adopting.current, "placement", lambda *args: Placement(size=2))
+    with pytest.raises(ConfigError, match=said):
+        made(torch.ones(1, 1))
 
 
 @pytest.mark.parametrize(
