@@ -85,6 +85,22 @@ def test_losses_are_noted_without_the_factor_of_a_scaler(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_what_an_interpreter_starts_with_is_not_hidden_by_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, work = tmp_path / "own", tmp_path / "work"
+    for directory in (own, work):
+        directory.mkdir()
+    (own / "sitecustomize.py").write_text("import os\nos.environ['OF_THE_SITE'] = '3'\n")
+    steps = "range(int(os.environ['OF_THE_SITE']))"
+    (work / "train.py").write_text(f"import os\n{SCRIPT.replace('range(12)', steps)}")
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    (losses,) = losses_of(work, "train.py", {}, [sys.executable], timeout=120).values()
+    assert len(losses) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_words_of_a_script_that_fails_come_without_its_launchers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import torch.distributed as dist\n"

@@ -11,6 +11,7 @@ import atexit
 import fcntl
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import json
 import os
 import signal
@@ -237,3 +238,9 @@ if "UNIPAR_CAPTURE_DIR" in os.environ:
     # What an interpreter has that did not start with this.
     for _name in [name for name in _ACTS if name in sys.modules]:
         _ACTS.pop(_name)(sys.modules[_name])
+    # This one stands before another of its name, which the script would have run with.
+    _here = os.path.dirname(os.path.abspath(__file__))
+    _others = [entry for entry in sys.path if os.path.abspath(entry) != _here]
+    _hidden = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
+    if _hidden is not None and _hidden.loader is not None:
+        _hidden.loader.exec_module(importlib.util.module_from_spec(_hidden))
