@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +56,24 @@ class Run:
         """
         self._given, self._file = place, file
 
-    def placement(self, device: str = "auto") -> Placement:
+    def placement(self, device: str = "auto", timeout: timedelta | None = None) -> Placement:
         """Where this process stands; known before it joins the others.
 
         Args:
             device: what the script asks for.
+            timeout: how long a collective waits for a rank, as the script asks; what the processes
+                are joined with stays.
         """
         if self._placement is None:
             config = self._settled({"device": device})
-            kind, timeout = resolve_device_type(config.device), config.timeout
+            kind, seconds = resolve_device_type(config.device), config.timeout
             if self._given is None:
-                self._placement = find_placement(kind, timeout)
+                self._placement = find_placement(kind, seconds)
             else:
-                self._placement = replace(self._given, device_type=kind, timeout=timeout)
+                self._placement = replace(self._given, device_type=kind, timeout=seconds)
+        if timeout is not None and self._world is None:
+            seconds = self._settled({"timeout": timeout.total_seconds()}).timeout
+            self._placement = replace(self._placement, timeout=seconds)
         return self._placement
 
     def device(self) -> torch.device:
@@ -155,7 +161,7 @@ class Run:
                 "CPUs unless something is on a GPU already, and 'nccl' GPUs. Or set device in "
                 "unipar.yaml."
             )
-        place = self.placement(config.device)
+        place = self.placement(config.device, timedelta(seconds=config.timeout))
         if config.strategy == "auto":
             config = config.model_copy(update={"strategy": "ddp" if place.size > 1 else "single"})
         session = Session(

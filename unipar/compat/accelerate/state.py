@@ -17,11 +17,11 @@ class PartialState(Processes):
 
     Args:
         cpu: whether it is to use the CPU, also where there is a GPU.
-        kwargs: of ``init_process_group``, of which the run's ``timeout`` and its device decide.
+        kwargs: of ``init_process_group``, of which the ``timeout`` is kept.
     """
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
-        current.placement("cpu" if cpu else "auto")
+        current.placement("cpu" if cpu else "auto", kwargs.get("timeout"))
 
     @property
     def initialized(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ def init_distributed(
     auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,
     verbose: bool = True,
-    timeout: Any = None,
+    timeout: timedelta | None = None,
     init_method: str | None = None,
     dist_init_required: bool | None = None,
     config: Any = None,
@@ -24,9 +25,13 @@ def init_distributed(
 ) -> None:
     """Join the other processes. Collective.
 
-    Where this one stands is found in its environment, and the run's ``device`` and ``timeout``
-    decide how they meet, whatever the arguments say.
+    Where this one stands is found in its environment, and the run's ``device`` decides how they
+    meet, whatever the arguments say.
+
+    Args:
+        timeout: how long a collective waits for a rank.
     """
+    current.placement(timeout=timeout)
     current.world()
 
 

@@ -37,10 +37,8 @@ def init_process_group(
     adoption.aware = True
     if detect() is None:
         _describe(init_method or "env://", world_size, rank, store)
-    if timeout is not None:
-        adoption.ask(timeout=timeout.total_seconds())
     # What gloo joins may be CPUs on a machine with GPUs.
-    current.placement("cpu" if backend == "gloo" and not _on_gpus() else "auto")
+    current.placement("cpu" if backend == "gloo" and not _on_gpus() else "auto", timeout)
     current.world()
 
 
