@@ -97,6 +97,36 @@ def test_ranks_of_the_scripts_own_train_as_before(program: str, strategy: str) -
     assert all(len(set(losses)) >= 8 for losses in proof.original.values())
 
 
+SAVES_ALONE = """\
+from datetime import timedelta
+
+import unipar.compat.torch as torch
+import unipar.compat.torch.distributed as dist
+from unipar.compat.torch import nn, save_state
+from unipar.compat.torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+model = DDP(nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).square().sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        save_state("kept")
+"""
+
+
+def test_a_rank_that_waits_in_vain_says_what_that_comes_of(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SAVES_ALONE)
+    done = subprocess.run(
+        [*TORCHRUN, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "UNIPAR_STRATEGY": "ddp"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "waited for another one, which has ended, is stuck, or calls something" in done.stderr
+
+
 ON_RANKS = """\
 import unipar.compat.torch as torch
 import unipar.compat.torch.distributed as dist

@@ -20,6 +20,7 @@ import torch
 
 from unipar.compat.runconfig import ScriptConfig, file_beside_script, read_config
 from unipar.errors import ConfigError
+from unipar.launch.blame import classify
 from unipar.layout import Layout
 from unipar.session import Session, find_placement
 from unipar.strategy.registry import is_auto, resolve
@@ -219,8 +220,19 @@ class Run:
 current = Run()
 
 
+_WAITED = (
+    "unipar: rank {rank} waited for another one, which has ended, is stuck, or calls something "
+    "else. If that one shows an error of its own, it is the cause. If not: backward passes, steps, "
+    "saves, gathers and barriers are for all ranks, as often and in the same order on each; none "
+    "of them stands under an `if` that only some ranks take."
+)
+
+
 def explain_uncaught(session: Session) -> Callable[[], None]:
     """Show an error that ends the script in words of the strategy's, where it has some.
+
+    Nothing else watches ranks that the script's own launcher has started, so one that has waited
+    in vain says itself what that comes of.
 
     Returns:
         What takes that back.
@@ -231,6 +243,8 @@ def explain_uncaught(session: Session) -> Callable[[], None]:
         explained = session.explained(error)
         if explained is None:
             shown(kind, error, trace)
+            if classify(error).is_echo:
+                print(_WAITED.format(rank=session.world.rank), file=sys.stderr)
         else:
             shown(type(explained), explained, None)
 

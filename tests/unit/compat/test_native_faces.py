@@ -347,9 +347,12 @@ def test_gloo_joins_cpus_unless_something_is_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
     monkeypatch.setattr(calls, "detect", lambda: object())
     monkeypatch.setattr(calls, "adoption", types.SimpleNamespace(aware=False))
-    monkeypatch.setattr(
-        calls, "current", types.SimpleNamespace(placement=asked.append, world=lambda: None)
-    )
+
+    def placement(device: str, timeout: object) -> None:
+        asked.append(device)
+
+    current = types.SimpleNamespace(placement=placement, world=lambda: None)
+    monkeypatch.setattr(calls, "current", current)
     calls.init_process_group("gloo")
     assert asked == [device]
 

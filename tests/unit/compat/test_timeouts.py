@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -45,8 +46,7 @@ def by_fabric() -> None:
 
 
 def by_torch() -> None:
-    import unipar.compat.torch.distributed as dist
-
+    dist = importlib.import_module("unipar.compat.torch.distributed")
     dist.init_process_group("gloo", timeout=ASKED)
 
 
