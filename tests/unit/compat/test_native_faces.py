@@ -347,11 +347,9 @@ def test_gloo_joins_cpus_unless_something_is_on_a_gpu(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
     monkeypatch.setattr(calls, "detect", lambda: object())
     monkeypatch.setattr(calls, "adoption", types.SimpleNamespace(aware=False))
-
-    def placement(device: str, timeout: object) -> None:
-        asked.append(device)
-
-    current = types.SimpleNamespace(placement=placement, world=lambda: None)
+    current = types.SimpleNamespace(
+        placement=lambda device, timeout: asked.append(device), world=lambda: None
+    )
     monkeypatch.setattr(calls, "current", current)
     calls.init_process_group("gloo")
     assert asked == [device]
