@@ -4,7 +4,8 @@ python measure/scale/simulate.py            8 to 4,096 ranks, and a table for th
 python measure/scale/simulate.py --ranks 8 64
 
 Each number of ranks is measured in a process of its own, for its peak of memory. Ranks that are
-simulated are threads with a connection of their own (the meeting), or what they would send.
+simulated are threads of other processes with a connection of their own (the meeting), or what they
+would send.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 import resource
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,9 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 RANKS = (8, 64, 512, 4096)
+THREADS = 128
+"""Ranks of a process. In one of thousands of threads they would wait for the interpreter's lock."""
+
 LAYERS, WIDTH = 32, 4096
 """Of a decoder of 7 billion parameters: nine tensors a layer, and AdamW's two moments of each."""
 
@@ -82,47 +87,91 @@ def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
 
 def meeting(ranks: int) -> dict[str, float]:
     """All ranks come to a store at once, each by a connection of its own."""
-    to_connect, to_meet = meet(ranks, ranks, 600.0)
-    return {"time to connect": to_connect, "time to meet": to_meet}
+    return meet(range(ranks), ranks, 600.0)
 
 
 def absence(ranks: int) -> dict[str, float]:
     """The last rank never comes, and all the others have waited for it equally long."""
     timeout = 20.0
-    _, until_all_know = meet(ranks, ranks - 1, timeout)
-    return {"time beyond the timeout": until_all_know - timeout}
+    found = meet(range(ranks - 1), ranks, timeout)
+    return {
+        "time beyond the timeout": found["time to meet"] - timeout,
+        "processor time of rank 0": found["processor time of rank 0"],
+    }
 
 
-def meet(ranks: int, coming: int, timeout: float) -> tuple[float, float]:
-    """Seconds until ranks have connected, and from there until their meeting has ended."""
+def meet(coming: range, ranks: int, timeout: float) -> dict[str, float]:
+    """Rank 0 is this process, which keeps the store; the others are threads of a few processes.
+
+    Returns:
+        Seconds from when all are connected until the meeting has ended for all, and the seconds of
+        processor time that this process took in them, the store's thread included.
+    """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from unipar.world.network import allow_connections
+
+    # torch asks for the name of each address that it connects to; nobody may answer here.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    others = coming[1:]
+    allow_connections(ranks)
+    # Those that are forked have not imported torch again, and this process has no thread yet.
+    context = multiprocessing.get_context("fork")
+    pipes = []
+    for start in range(0, len(others), THREADS):
+        pipe, its = context.Pipe()
+        arguments = (its, others[start : start + THREADS], ranks, timeout)
+        context.Process(target=come_together, args=arguments, daemon=True).start()
+        pipes.append(pipe)
+
+    def told(word: Any) -> None:
+        for pipe in pipes:
+            pipe.send(word)
+
+    def done() -> None:
+        for pipe in pipes:
+            pipe.recv()
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told(store.port)
+    done()
+    began, worked = time.perf_counter(), time.process_time()
+    told("come")
+    come(store, 0, ranks, timeout)
+    done()
+    return {
+        "time to meet": time.perf_counter() - began,
+        "processor time of rank 0": time.process_time() - worked,
+    }
+
+
+def come_together(pipe: Any, own: range, ranks: int, timeout: float) -> None:
+    """Be these ranks, each in a thread of its own."""
     from datetime import timedelta
 
-    import torch.distributed as dist
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    def connect(rank: int) -> TCPStore:
+        return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=600))
+
+    with ThreadPoolExecutor(len(own)) as threads:
+        port = pipe.recv()
+        stores = list(threads.map(connect, own))
+        pipe.send("connected")
+        pipe.recv()
+        list(threads.map(lambda store, rank: come(store, rank, ranks, timeout), stores, own))
+        pipe.send("came")
+
+
+def come(store: Any, rank: int, ranks: int, timeout: float) -> None:
+    """Come to the meeting as a rank does, and see it fail where one of them is missing."""
+    import torch.distributed as dist
 
     from unipar.world import meeting
     from unipar.world.placement import Placement
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * ranks)), hard))
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    patience = timedelta(seconds=600)
-    threading.stack_size(256 << 10)
-    ready = threading.Barrier(coming + 1)
-
-    def come(rank: int) -> None:
-        placement = Placement(rank=rank, size=ranks, timeout=timeout)
-        ready.wait()
-        store = TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience)
-        ready.wait()
-        with contextlib.suppress(dist.DistStoreError):
-            meeting.come(store, placement, 1)
-        ready.wait()
-
-    for rank in range(coming):
-        threading.Thread(target=come, args=(rank,), daemon=True).start()
-    ready.wait()
-    return timed(ready.wait)[0], timed(ready.wait)[0]
+    with contextlib.suppress(dist.DistStoreError):
+        meeting.come(store, Placement(rank=rank, size=ranks, timeout=timeout), 1)
 
 
 def stragglers(ranks: int) -> dict[str, float]:

@@ -16,7 +16,14 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from torch.distributed.rendezvous import rendezvous
 
 from unipar.errors import ConfigError
-from unipar.world.network import Arrival, arrive, choose_interface, meeting_of, some_of_each
+from unipar.world.network import (
+    Arrival,
+    allow_connections,
+    arrive,
+    choose_interface,
+    meeting_of,
+    some_of_each,
+)
 from unipar.world.placement import Placement
 
 _NAMED = 16
@@ -57,9 +64,11 @@ def meet(placement: Placement) -> Store:
         placement: where this process stands; its world has more than one process.
 
     Raises:
-        ConfigError: the ranks have different versions of Python, torch or unipar.
+        ConfigError: the ranks have different versions of Python, torch or unipar, or are more
+            than a process of this host may have connections.
         torch.distributed.DistStoreError: a rank has not come within ``placement.timeout``.
     """
+    allow_connections(placement.size)
     place = _find(placement)
     place.number += 1
     come(place.store, placement, place.number)

@@ -24,6 +24,7 @@ from torch.distributed import (
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+from unipar.errors import ConfigError
 from unipar.utils.version import own_versions
 
 log = logging.getLogger("unipar")
@@ -36,6 +37,12 @@ VARIABLES = {
     "NCCL_SOCKET_IFNAME": "={}",
 }
 """What names an interface to a library, and how; of those that are set none is changed."""
+
+_GROUPS = 4
+"""Groups of all ranks that a run has at once, the connections to the store among them."""
+
+_OTHER_FILES = 512
+"""What else a process has open: data, checkpoints, devices, pipes to workers."""
 
 _chosen: dict[str, str] = {}
 """What this process has set itself, for an earlier run."""
@@ -94,6 +101,37 @@ def address_towards(meeting: tuple[str, int]) -> str:
             last = error
     assert last is not None
     raise last
+
+
+def allow_connections(ranks: int) -> None:
+    """Let this process open as many files as its connections to so many ranks need.
+
+    The store that rank 0 keeps and each group of gloo hold a connection to every rank, and many
+    systems let a process open 1,024 files as long as it asks for no more.
+
+    Raises:
+        ConfigError: it may not ask for one to each rank.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit.
+        return
+    soft, hard = (
+        sys.maxsize if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    if hard < ranks:
+        raise ConfigError(
+            f"{ranks} ranks need as many connections of one process, which may open {hard} files "
+            f"on {socket.gethostname()}. Raise the hard limit there: `ulimit -Hn`, LimitNOFILE of "
+            "systemd (of Slurm's slurmd too), or --ulimit nofile of a container."
+        )
+    wanted = min(hard, _GROUPS * ranks + _OTHER_FILES)
+    if soft < wanted:
+        # macOS has a limit of its own below an endless one.
+        with contextlib.suppress(OSError, ValueError):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limit))
 
 
 def interface_with(address: str) -> str | None:
