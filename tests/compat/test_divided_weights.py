@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -207,23 +206,3 @@ def test_gathered_parameters_are_whole(world_pool: Any, strategy: str, enabled: 
     for found, output in world_pool(2).run(under, strategy, gathered, enabled):
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(output, plain(DATA[0]).tolist())
-
-
-def warned() -> list[str]:
-    kept: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: kept.append(record.getMessage())
-    logging.getLogger("unipar").addHandler(handler)
-    try:
-        by_deepspeed(None)
-    finally:
-        logging.getLogger("unipar").removeHandler(handler)
-    return [one for one in kept if "keeps parameters away" in one]
-
-
-@pytest.mark.thorough
-def test_parameters_that_are_away_between_steps_are_told_of(world_pool: Any) -> None:
-    for strategy, count in (("zero3:persistence_threshold=0", 1), ("zero2", 0)):
-        for said in world_pool(2).run(under, strategy, warned):
-            assert len(said) == count
-            assert all("engine.module_state_dict()" in one for one in said)

@@ -132,7 +132,9 @@ class PreparedOptimizer(Optimizer):
                 # What is there before the step is one rank's, where a script expects the mean.
                 engine.reducer.hides_gradients = True
         if isinstance(engine, StepEngine):
-            if self.own_buffers:
+            # A script's own functions in the backward pass are to find what they find natively.
+            engine.average.keeps_scale = True
+            if self.own_buffers or current.asks_for_own_buffers():
                 engine.reducer.shares_buffers = False
             elif session.capabilities.sharded:
                 # Other strategies evaluate as DDP would.
@@ -141,13 +143,6 @@ class PreparedOptimizer(Optimizer):
         self._model = (lambda: model) if self.keeps_model else weakref.ref(model)
         self.training = model.trained_by(engine, self.drop)
         _MODELS[engine] = weakref.ref(model)
-        away = any(not one.numel() for one in model.module.parameters())
-        if away and "parameters" not in (current.asks_to_divide() or ()):
-            log.warning(
-                "strategy '%s' keeps parameters away between forward passes: what reads or averages"
-                " model.parameters() there finds them empty, without an error. Read weights by %s.",
-                session.strategy.name, self.calls.whole,
-            )  # fmt: skip
 
     def _over(self, model: PreparedModel) -> Any:
         """Give the user's optimizer the parameters that take the place of those that it has."""

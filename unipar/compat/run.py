@@ -101,11 +101,13 @@ class Run:
         """Whether ``unipar.yaml`` or the environment says a setting, whatever the script asks."""
         return name in self._read().model_fields_set
 
-    def asks_for_replicas(self) -> bool:
-        """Whether the script trains whole replicas that share buffers, whatever strategy runs."""
+    def asks_for_own_buffers(self) -> bool:
+        """Whether the script lets ranks keep buffers of their own (``broadcast_buffers=False``)."""
         asked = self._asked.get("strategy")
-        if isinstance(asked, Mapping) and not asked.get("broadcast_buffers", True):
-            return False
+        return isinstance(asked, Mapping) and not asked.get("broadcast_buffers", True)
+
+    def asks_for_replicas(self) -> bool:
+        """Whether the script trains whole replicas, whatever strategy runs."""
         divided = self.asks_to_divide()
         return divided is not None and not divided
 

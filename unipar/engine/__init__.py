@@ -5,6 +5,7 @@ plain loop: a :class:`Reducer`, a :class:`PrecisionPolicy`, a :class:`Stepper`, 
 :class:`ModelState`, a :class:`Schedule`. Or it implements :class:`unipar.strategy.Engine` itself.
 """
 
+from unipar.engine.absent import asked_for
 from unipar.engine.absent_tensor import AbsentTensor
 from unipar.engine.average import LossAverage
 from unipar.engine.broadcast import broadcast_tensors, share_buffers
@@ -54,6 +55,7 @@ from unipar.engine.transforms import (
     parallelize,
     refuse_copies,
     refuse_parameter_hooks,
+    refuse_shared_memory,
     repeated_blocks,
 )
 from unipar.engine.weights import refuse_changed_weights
@@ -85,6 +87,7 @@ __all__ = [
     "Undo",
     "Update",
     "WholeLosses",
+    "asked_for",
     "backward_pass",
     "broadcast_tensors",
     "bubble_of",
@@ -113,6 +116,7 @@ __all__ = [
     "refuse_hidden_outputs",
     "refuse_inner_gradients",
     "refuse_parameter_hooks",
+    "refuse_shared_memory",
     "repeated_blocks",
     "replace_forward",
     "restore_groups",

@@ -20,6 +20,8 @@ class LossAverage:
     Attributes:
         world: the ranks.
         begun: whether a loss was added in this step.
+        keeps_scale: whether :attr:`normalizer` is 1: backward passes are then those of the losses
+            as they are given, which counts where these passes are not linear.
         alike: whether every rank has given :meth:`start` the same; known after :meth:`finish`.
         normalizer: what the losses of this step are divided by for their backward passes.
         items_per_sample: the most that were seen; kept in checkpoints, for in fp16 it decides what
@@ -28,6 +30,7 @@ class LossAverage:
 
     def __init__(self, world: World) -> None:
         self.world, self.alike = world, True
+        self.keeps_scale = False
         self.items_per_sample = 1.0
         self.clear()
 
@@ -63,6 +66,8 @@ class LossAverage:
         is much too low, as in a run's first step if a sample has many items, fp16 may overflow,
         which skips the step. A batch with fewer items than others does not lower it.
         """
+        if self.keeps_scale:
+            return 1.0
         expected = self.items_per_sample * self._num_samples
         return 2.0 ** round(math.log2(expected))
 

@@ -72,13 +72,38 @@ class SeenAsModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             value = getattr(super().__getattr__("module"), name)
+        return self._passing(f".{name}", value)
+
+    def _passing(self, what: str, value: Any) -> Any:
         if self.passed_by and callable(value):
             raise ConfigError(
-                f"the loss function uses model.{name}, which goes around {self.passed_by}: its "
+                f"the loss function uses model{what}, which goes around {self.passed_by}: its "
                 "gradients would not be summed over ranks. Call model(...) and let the module's "
-                f"forward use self.{name}."
+                f"forward use self{what}."
             )
         return value
+
+    # Of containers, such as nn.Sequential; Python looks for these on the class alone.
+
+    def __getitem__(self, key: Any) -> Any:
+        part: Any = self.module
+        return self._passing(f"[{key!r}]", part[key])
+
+    def __iter__(self) -> Iterator[Any]:
+        parts: Any = self.module
+        return (self._passing(f"[{at}]", part) for at, part in enumerate(parts))
+
+    def __contains__(self, key: Any) -> bool:
+        parts: Any = self.module
+        return key in parts
+
+    def __len__(self) -> int:
+        parts: Any = self.module
+        return len(parts)
+
+    def __bool__(self) -> bool:
+        """Modules without a length are true, as any object is."""
+        return bool(self.module)
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = name in vars(self) or hasattr(SeenAsModule, name)

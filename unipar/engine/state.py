@@ -190,7 +190,7 @@ def import_scaler(scaler: GradScaler, source: StateSource) -> None:
     scaler.load_state_dict(dict(stored))
 
 
-def _local(optimizer: Optimizer) -> list[Optimizer]:
+def local_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizers that hold this rank's state (``ZeroRedundancyOptimizer`` wraps one)."""
     return [getattr(one, "optim", one) for one in optimizers_in(optimizer).values()]
 
@@ -205,7 +205,7 @@ def _local_parameters(
 ) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
     """Name, parameter, group and the mapping that has the state, of what this rank updates."""
     names = {id(p): name for name, p in module.named_parameters()}
-    for local in _local(optimizer):
+    for local in local_optimizers(optimizer):
         for group in local.param_groups:
             for parameter in group["params"]:
                 yield names[id(parameter)], parameter, group, local.state
@@ -269,6 +269,9 @@ def _allocate(
         return torch.zeros((), dtype=info.dtype, device=parameter.device if on_device else "cpu")
     if info.shape == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False)
+    if info.shape == ():
+        # The same on every rank, such as a product that NAdam keeps.
+        return torch.zeros((), dtype=info.dtype, device=parameter.device)
     if is_dtensor(parameter):
         raise CheckpointError(
             f"optimizer state '{name}' has shape {info.shape} and its parameter has "

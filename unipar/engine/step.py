@@ -19,6 +19,7 @@ from unipar.data.batch import Batch, MicroBatch
 from unipar.engine.alike import fingerprint, refuse_unlike
 from unipar.engine.average import LossAverage
 from unipar.engine.divider import Divider, PartOf
+from unipar.engine.first_step import watch_first_step
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
 from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
@@ -35,7 +36,7 @@ from unipar.engine.stepper import OptimizerStepper, Stepper
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.optimizers.named import takes_metric
-from unipar.state import EngineState, StateSource
+from unipar.state import EngineState, StateSource, named_weights
 from unipar.strategy import Engine, EngineSpec, StepResult
 from unipar.utils.host_copy import HostCopy
 from unipar.utils.progress_marks import mark
@@ -140,6 +141,11 @@ class StepEngine(Engine):
         self._compares, self._not_looked_at = optimizer is not None and world.size > 1, 0
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
+        self._untried = True
+        if optimizer is not None:
+            # What cannot be saved is refused now, and not by the first save.
+            named_weights(module)
+            export_scheduler(self.lr_scheduler, EngineState([]))
         self._clear()
 
     @property
@@ -316,7 +322,11 @@ class StepEngine(Engine):
         assert self.stepper is not None
         careful = self.spec.on_nan != "ignore"
         limit = self.spec.max_grad_norm if max_grad_norm is None else max_grad_norm
-        norm, stepped, finite = self.stepper.step(divisor, limit, careful=careful)
+        step = functools.partial(self.stepper.step, divisor, limit, careful=careful)
+        if self._untried and self.optimizer is not None:
+            step = functools.partial(watch_first_step, self.optimizer, self.world, step)
+        norm, stepped, finite = step()
+        self._untried = self._untried and not stepped
         if not self._guard.lends:
             self.reducer.clear()
         if finite is None and self.spec.on_nan == "skip":

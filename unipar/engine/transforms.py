@@ -11,6 +11,7 @@ from torch import nn
 
 from unipar.errors import ConfigError, did_you_mean, first_few
 from unipar.strategy import Parallelize
+from unipar.utils.shared_memory import sharing_memory
 from unipar.world import World
 
 Undo = Callable[[], None]
@@ -180,12 +181,28 @@ def _refuse_conversion(module: Any, strategy: str, fn: Any, recurse: bool = True
     return module
 
 
-def refuse_parameter_hooks(module: nn.Module, strategy: str) -> None:
-    """Refuse hooks on parameters that would be left behind when these are divided.
+def refuse_shared_memory(module: nn.Module, strategy: str) -> None:
+    """Refuse different tensors in the same memory, which would be apart when they are divided.
 
     Raises:
-        ConfigError: a parameter has one.
+        ConfigError: there are some.
     """
+    if (pair := sharing_memory(module)) is not None:
+        raise ConfigError(
+            f"{strategy}: '{pair[0]}' and '{pair[1]}' of the model are different tensors in the "
+            "same memory, and would be apart when the strategy divides them. Where they are to be "
+            "one parameter, assign that itself and not its data (b.weight = a.weight). Else use "
+            "strategy='ddp'."
+        )
+
+
+def refuse_parameter_hooks(module: nn.Module, strategy: str) -> None:
+    """Refuse what would be left behind when parameters are divided: hooks, and memory in common.
+
+    Raises:
+        ConfigError: a parameter has one, or is in the memory of another.
+    """
+    refuse_shared_memory(module, strategy)
     for name, parameter in module.named_parameters():
         # torch 2.13, _tensor.py, register_hook and register_post_accumulate_grad_hook.
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

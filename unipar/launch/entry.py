@@ -29,6 +29,7 @@ from unipar.utils.progress_marks import open_marks
 from unipar.utils.scratch import temporary_files
 from unipar.utils.signals import passed_on
 from unipar.utils.subprocesses import end_with
+from unipar.utils.torch_settings import set_torch
 from unipar.world import Placement
 
 # Longer than the launching process takes to tell who is missing and end this process.
@@ -142,13 +143,15 @@ def _refuses(error: BaseException) -> bool:
 def _load(payload: Path) -> Callable[[Placement], Any]:
     try:
         with payload.open("rb") as file:
-            return pickle.load(file)
+            settings, fn = pickle.load(file)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"A worker process cannot load the function that it was sent: {error}. Functions and "
             "classes of modules are sent by name, so their module must be importable: put its "
             "directory on PYTHONPATH, or define them in the main script or the notebook."
         ) from error
+    set_torch(settings)
+    return fn
 
 
 def _save(value: Any, path: Path) -> None:

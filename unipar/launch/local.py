@@ -24,6 +24,7 @@ from unipar.launch.worker import WORKER
 from unipar.utils.own_path import own_path
 from unipar.utils.scratch import scratch, temporary_files, tmpdir_remedy
 from unipar.utils.signals import GRACE_PERIOD, TERMINATIONS, takes_over
+from unipar.utils.torch_settings import torch_settings
 from unipar.utils.version import own_versions
 from unipar.world import Placement
 
@@ -144,7 +145,7 @@ def check(devices: int, num_nodes: int, device_type: str) -> None:
 
 
 def write_payload(fn: Callable[..., Any], directory: RunDir) -> None:
-    """Write down what workers run.
+    """Write down what workers run, and how torch is set here.
 
     Raises:
         ConfigError: it holds what cannot be copied.
@@ -152,7 +153,7 @@ def write_payload(fn: Callable[..., Any], directory: RunDir) -> None:
     from unipar.launch import travel
 
     try:
-        payload = travel.dumps(fn)
+        payload = travel.dumps((torch_settings(), fn))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"The worker processes cannot be sent what they need: {error}. Everything that the "

@@ -11,6 +11,7 @@ from unipar.engine import (
     checkpoint_activations,
     compile_modules,
     offload_activations,
+    refuse_shared_memory,
 )
 from unipar.errors import ConfigError
 from unipar.layout import Layout
@@ -119,6 +120,7 @@ class AccelerateStrategy(Strategy):
         accelerator = make_accelerator(self._framework, self.options, spec, module, world)
         if self.options.plugin == "ddp":
             return prepare_replica(spec, world, module, accelerator, self.options, undo)
+        refuse_shared_memory(module, self.name)
         # As DDP does, and FSDP2 does not.
         broadcast_tensors([*module.parameters(), *module.buffers()], world)
         return prepare_shards(spec, world, module, accelerator, self.options, undo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unipar.engine import with_divisible_optimizer
+from unipar.engine import refuse_shared_memory, with_divisible_optimizer
 from unipar.errors import ConfigError
 from unipar.layout import Layout
 from unipar.strategy import Availability, Capabilities, EngineSpec, Strategy, seeded_model
@@ -64,6 +64,8 @@ class ColossalAIStrategy(Strategy):
         from unipar_colossalai.engine import Start
 
         module = seeded_model(spec).to(world.device)
+        if self.capabilities().sharded:
+            refuse_shared_memory(module, self.name)
         undo = self._plugin.change(module, spec)
         booster = self._booster(self._plugin.arguments(module, spec, world))
         spec = with_divisible_optimizer(spec, self.name, world, *self._plugin.divisions(world))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from unipar import Session
+from unipar import Session, load_model
 from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
 from unipar.testing.pool import WorldPools
@@ -120,7 +122,7 @@ def refusal_of(placement: Placement, loss: Callable[..., Any], penalize_all: boo
         (of_parameters, False, "the loss function uses 'first.weight' of the model"),
         (of_named, False, "the loss function uses 'first.weight' of the model"),
         (of_values, False, "the loss function uses 'first.weight' of the model"),
-        (of_one_layer, False, "the loss depends on 'first.weight' by another way than"),
+        (of_one_layer, False, "'first.weight' of the model was used where stage 3 of ZeRO has not"),
         (of_output, True, "in the forward of another module than the one that holds it"),
     ],
 )
@@ -137,6 +139,8 @@ def own_loop(placement: Placement) -> str:
     with Session("zero3", placement=placement) as session:
         model = Net()
         engine = session.prepare(model, optimizer=sgd)
+        # DeepSpeed keeps small parameters whole from the first step on.
+        engine.train_step(Batch((MicroBatch(data(0, placement.rank), 4),), 8), of_output)
         penalty = torch.stack([p.square().sum() for p in model.parameters()]).sum()
         loss = engine(data(0, placement.rank))[0].square().mean() + penalty
         with pytest.raises(ConfigError) as refused:
@@ -147,3 +151,98 @@ def own_loop(placement: Placement) -> str:
 def test_so_is_one_in_a_loop_of_ones_own(world_pool: WorldPools) -> None:
     for message in world_pool(2).run(own_loop):
         assert "by another way than the model's output" in message
+
+
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def clamped_by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The plain loop; nothing of unipar in it."""
+    model, losses = Net(), []
+    optimizer = sgd(model.named_parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.stack([of_output(model, data(step, rank)) for rank in range(2)]).mean()
+        loss.backward()
+        optimizer.step()
+        clamp(model)
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def train_clamped(placement: Placement, directory: str) -> list[float]:
+    with Session("zero3", placement=placement) as session:
+        model, losses = Net(), []
+        engine = session.prepare(model, optimizer=sgd)
+        for step in range(STEPS):
+            batch = Batch((MicroBatch(data(step, placement.rank), 4),), 8)
+            losses.append(float(engine.train_step(batch, of_output).loss))
+            clamp(model)
+        session.save(directory)
+        return losses
+
+
+def test_what_stays_whole_may_be_changed_by_hand(world_pool: WorldPools, tmp_path: Path) -> None:
+    expected, weights = clamped_by_hand()
+    for losses in world_pool(2).run(train_clamped, str(tmp_path)):
+        assert losses == pytest.approx(expected, rel=1e-5)
+    model = Net()
+    load_model(tmp_path, model)
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, weights[name])
+
+
+def norm(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).norm()
+
+
+def save(model: nn.Module) -> None:
+    torch.save(model.state_dict(), io.BytesIO())
+
+
+def average(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        torch.zeros(parameter.shape).lerp_(parameter.detach(), 0.1)
+
+
+def fill(model: nn.Module) -> None:
+    for parameter, value in zip(model.parameters(), Net().parameters(), strict=True):
+        parameter.data.copy_(value)
+
+
+def assign(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.zeros(parameter.shape)
+
+
+DIVIDED = {"name": "zero3", "persistence_threshold": 0}
+
+
+def refusals(placement: Placement, uses: list[Callable[[nn.Module], None]]) -> list[str]:
+    with Session(DIVIDED, placement=placement) as session:
+        model, said = Net(), []
+        engine = session.prepare(model, optimizer=sgd)
+        batch = Batch((MicroBatch(data(0, placement.rank), 4),), 8)
+        for use in uses:
+            engine.train_step(batch, of_output)
+            try:
+                use(model)
+                # What was put there is found when DeepSpeed would gather over it.
+                engine.train_step(batch, of_output)
+            except ConfigError as error:
+                said.append(str(error))
+        # They are what they are, whatever is there at the moment.
+        assert [p.shape for p in model.parameters()] == [p.shape for p in Net().parameters()]
+        assert "Parameter" in repr(next(model.parameters()))
+        return said
+
+
+def test_what_is_divided_is_not_taken_for_what_is_there(world_pool: WorldPools) -> None:
+    uses = [norm, clamp, save, average, fill, assign]
+    for said in world_pool(2).run(refusals, uses):
+        for use, message in zip(uses, said, strict=True):
+            assert "'first.weight' of the model was used where stage 3" in message, use
+            assert "unipar.load_model" in message

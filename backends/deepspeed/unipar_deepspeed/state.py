@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class ZeROState:
             puts its flat partitions.
         world: the joined processes.
         parts: how ranks divide layers; ``None`` where they have whole ones.
+        take_over: has DeepSpeed take over what was done to weights by hand.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class ZeROState:
         swapping: Swapping,
         groups: Sequence[tuple[str, ...]],
         world: World,
-        parts: LayerParts | None = None,
+        parts: LayerParts | None,
+        take_over: Callable[[], None],
     ) -> None:
         self._module, self._deepspeed, self._swapping = module, deepspeed, swapping
         self._groups, self._rank = groups, world.layout.coordinate("batch", world.rank)
-        self._parts = parts
+        self._parts, self._take_over = parts, take_over
 
     @property
     def num_parameters(self) -> int:
@@ -54,6 +56,7 @@ class ZeROState:
 
     def export_state(self) -> EngineState:
         zero, swapping = self._deepspeed.zero, self._swapping
+        self._take_over()
         weights, aliases = named_weights(self._module)
         state = EngineState(
             [self._placed(name, _weight(name, t, self._rank)) for name, t in weights.items()],

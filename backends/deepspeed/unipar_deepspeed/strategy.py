@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -24,6 +25,7 @@ from unipar.engine import (
     offload_activations,
     refuse_changed_weights,
     refuse_inner_gradients,
+    refuse_shared_memory,
     with_divisible_optimizer,
 )
 from unipar.errors import ConfigError
@@ -40,7 +42,7 @@ from unipar.utils.logs import quiet_framework
 from unipar.world import Placement, World, join
 from unipar_deepspeed import framework, ops, swapped, tensor_parallel
 from unipar_deepspeed.config import check_native, deepspeed_config
-from unipar_deepspeed.divided import SeenDivided, losses_of_output
+from unipar_deepspeed.divided import KeptWhole, SeenDivided, empty_outside, losses_of_output
 from unipar_deepspeed.engine import (
     Initialize,
     Initialized,
@@ -56,7 +58,7 @@ from unipar_deepspeed.options import (
     ZeRO3Options,
 )
 from unipar_deepspeed.state import ZeROState
-from unipar_deepspeed.zero import ZeROReducer, ZeROStepper, step_own_optimizer
+from unipar_deepspeed.zero import ZeROReducer, ZeROStepper, step_own_optimizer, take_over_weights
 
 if TYPE_CHECKING:
     from unipar.install import Recipe
@@ -147,6 +149,8 @@ class DeepSpeedStrategy(Strategy):
         options = self.options
         module = seeded_model(spec).to(world.device)
         _check_parameters(module, self.name)
+        if options.stage > 0:
+            refuse_shared_memory(module, self.name)
         parts = None
         if options.tp > 1:
             tensor_parallel.check_model(module, options.tp, self.name)
@@ -194,13 +198,16 @@ class DeepSpeedStrategy(Strategy):
             )
         step_own_optimizer(deepspeed.zero, optimizer)
         swapped.align_gradients(deepspeed.zero)
+        take_over = functools.partial(take_over_weights, deepspeed.zero)
         if options.stage == 3:
+            take_over = KeptWhole(deepspeed.zero).take_over
             seen = SeenDivided(module, deepspeed.engine, self.name, parts.shapes if parts else {})
             if check_loss is None:
                 check_loss = losses_of_output(module, self.name)
                 undo.append(check_loss.close)
             gathered = [m for m in module.modules() if [*m.parameters(recurse=False)]]
             undo.append(refuse_changed_weights(module, "zero3", gathered, between_passes=True))
+            undo.append(empty_outside(module, self.name))
         swapping = swapped.Swapping(deepspeed)
         refuse = options.unused_parameters == "refuse"
         return StepEngine(
@@ -212,8 +219,8 @@ class DeepSpeedStrategy(Strategy):
             loop_model=deepspeed.engine,
             reducer=ZeROReducer(module, world, deepspeed, swapping, refuse_unused=refuse),
             precision=precision,
-            stepper=ZeROStepper(deepspeed, precision),
-            state=ZeROState(module, deepspeed, swapping, groups, world, parts),
+            stepper=ZeROStepper(deepspeed, precision, take_over),
+            state=ZeROState(module, deepspeed, swapping, groups, world, parts, take_over),
             check_loss=check_loss,
             undo=undo,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,6 @@ from unipar.engine import PrecisionPolicy, Reducer, Undo, Update, refuse_hidden_
 from unipar.errors import ConfigError, first_few
 from unipar.utils.host_copy import HostCopy
 from unipar.world import World
-from unipar_deepspeed.divided import explain_empty
 from unipar_deepspeed.engine import Initialized
 from unipar_deepspeed.layout import is_stage_3
 from unipar_deepspeed.swapped import Swapping
@@ -75,12 +74,7 @@ class ZeROReducer(Reducer):
         self._calls = 0
         self._swapping.settle()
         self._begun = self._interrupted = True
-        try:
-            super().backward(loss, last=last)
-        except RuntimeError as error:
-            if self._stage_3 and (words := explain_empty(error)):
-                raise ConfigError(f"deepspeed: {words}") from error
-            raise
+        super().backward(loss, last=last)
         self._interrupted = False
 
     def finish(self) -> None:
@@ -182,15 +176,17 @@ class ZeROStepper:
     Args:
         deepspeed: what steps.
         precision: has the fp16 loss scale.
+        take_over: has DeepSpeed take over what was done to weights by hand.
     """
 
-    def __init__(self, deepspeed: Initialized, precision: PrecisionPolicy) -> None:
-        self._deepspeed, self._precision = deepspeed, precision
+    def __init__(
+        self, deepspeed: Initialized, precision: PrecisionPolicy, take_over: Callable[[], None]
+    ) -> None:
+        self._deepspeed, self._precision, self._take_over = deepspeed, precision, take_over
 
     def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
         zero, scaler = self._deepspeed.zero, self._precision.scaler
-        if not is_stage_3(zero):
-            _take_over_weights(zero)
+        self._take_over()
         scale = 1.0 if scaler is None else scaler.get_scale()
         zero.loss_scale = scale * divisor / self._deepspeed.averaged_over
         # DeepSpeed 0.19.8 has it from its configuration, and looks at it here in each step.
@@ -228,7 +224,7 @@ def step_own_optimizer(zero: Any, optimizer: Optimizer) -> None:
         zero._link_all_hp_params()
 
 
-def _take_over_weights(zero: Any) -> None:
+def take_over_weights(zero: Any) -> None:
     """Have what was done to weights by hand since the last step, such as clamping them.
 
     Else they would be what this rank's fp32 share says, which is equal if nothing was done.

@@ -12,6 +12,7 @@ from unipar.compat.adopting import adoption
 from unipar.compat.run import current
 from unipar.engine import broadcast_tensors
 from unipar.errors import ConfigError
+from unipar.state import is_dtensor
 
 _OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
             "broadcast_buffers")  # fmt: skip
@@ -61,7 +62,9 @@ class DistributedDataParallel(_Wrapper):
         super().__init__(module)
         if current.placement().size > 1:
             with adoption.engine_calls():
-                broadcast_tensors([*module.parameters(), *module.buffers()], current.world())
+                tensors = [*module.parameters(), *module.buffers()]
+                # A model that is wrapped again may have been divided by its strategy.
+                broadcast_tensors([t for t in tensors if not is_dtensor(t)], current.world())
         adoption.note_wrapped(module)
         adoption.sums_in_backward = adoption.by_ddp = True
         asked = {name: value for name, value in options.items() if name in _OPTIONS}

@@ -16,7 +16,6 @@ from unipar.compat.deepspeed_names import ZERO_MODULE
 from unipar.compat.gathering import gather
 from unipar.compat.run import current
 from unipar.errors import ConfigError
-from unipar.state import is_dtensor
 
 
 class Init(contextlib.nullcontext[None]):
@@ -106,20 +105,15 @@ class GatheredParameters:
 
 def _show(parameter: Any, whole: torch.Tensor) -> Callable[[], None]:
     """Have a part of a parameter look like the whole; returns what takes that back."""
-    whole = whole.to(parameter.device, parameter.dtype)
-    if is_dtensor(parameter):
-        # Its data cannot be any other tensor's; a class is chosen by who looks.
-        divided: Any = parameter
-        kind, divided._whole = type(divided), whole
-        divided.__class__ = _whole_of(kind)
+    # The data of a DTensor cannot be any other tensor's; a class is chosen by who looks.
+    kind, parameter._whole = type(parameter), whole.to(parameter.device, parameter.dtype)
+    parameter.__class__ = _whole_of(kind)
 
-        def undo() -> None:
-            divided.__class__ = kind
-            del divided._whole
+    def undo() -> None:
+        parameter.__class__ = kind
+        del parameter._whole
 
-        return undo
-    part, parameter.data = parameter.data, whole
-    return lambda: setattr(parameter, "data", part)
+    return undo
 
 
 @functools.cache

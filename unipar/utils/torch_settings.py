@@ -1,0 +1,34 @@
+"""Settings of PyTorch that hold for a whole process, and have to hold in those that it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def torch_settings() -> dict[str, Any]:
+    """What they are in this process."""
+    return {
+        "default_dtype": torch.get_default_dtype(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "anomaly": torch.is_anomaly_enabled(),
+        "anomaly_check_nan": torch.is_anomaly_check_nan_enabled(),
+    }
+
+
+def set_torch(settings: dict[str, Any]) -> None:
+    """Set them as :func:`torch_settings` has found them elsewhere."""
+    torch.set_default_dtype(settings["default_dtype"])
+    if settings["matmul_precision"] != torch.get_float32_matmul_precision():
+        torch.set_float32_matmul_precision(settings["matmul_precision"])
+    if settings["deterministic"]:
+        torch.use_deterministic_algorithms(True, warn_only=settings["deterministic_warn_only"])
+    torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]
+    torch.backends.cudnn.deterministic = settings["cudnn_deterministic"]
+    if settings["anomaly"]:
+        torch.autograd.set_detect_anomaly(True, settings["anomaly_check_nan"])
