@@ -5,10 +5,15 @@ from __future__ import annotations
 import pickle
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from unipar.errors import ConfigError
 from unipar.launch import travel
+from unipar.utils.torch_settings import set_torch, torch_settings
 
 
 def made() -> Callable[[], Callable[[], None]]:
@@ -29,3 +34,78 @@ def test_tracebacks_have_the_files_and_lines_of_functions() -> None:
         arrived()()
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert (last.filename, last.line) == (__file__, 'raise ValueError("the cause")')
+
+
+def with_hook(register: Callable[[Any], object]) -> nn.Module:
+    last = nn.Linear(2, 2)
+    register(last.weight)
+    return nn.Sequential(nn.Linear(2, 2), last)
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda p: p.register_hook(lambda grad: grad * 2),
+        lambda p: p.register_post_accumulate_grad_hook(lambda parameter: None),
+    ],
+)
+def test_a_hook_on_a_gradient_does_not_stay_behind(
+    register: Callable[[Any], object],
+) -> None:
+    model = with_hook(register)
+    with pytest.raises(ConfigError, match=r"'1\.weight' of Sequential has a hook") as refused:
+        travel.dumps(lambda: model)
+    assert "Give a function that builds the model" in str(refused.value)
+    # One that each process builds for itself has its hooks there.
+    travel.dumps(lambda: with_hook(register))
+
+
+def in_common(kind: str) -> nn.Module:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    if kind == "data":
+        second.weight = nn.Parameter(first.weight.data)
+    elif kind == "rows":
+        second.register_buffer("rows", first.weight.detach()[1:])
+    elif kind == "tied":
+        second.weight = first.weight
+    return nn.Sequential(first, second, nn.LSTM(3, 2, batch_first=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "pair"), [("data", "'0.weight' and '1.weight'"), ("rows", "'0.weight' and '1.rows'")]
+)
+def test_tensors_in_the_same_memory_do_not_part(kind: str, pair: str) -> None:
+    with pytest.raises(ConfigError, match=f"{pair} of Sequential are different tensors in the"):
+        travel.dumps({"model": in_common(kind)})
+
+
+@pytest.mark.parametrize("kind", ["tied", ""])
+def test_one_tensor_under_two_names_travels(kind: str) -> None:
+    model = pickle.loads(travel.dumps(in_common(kind)))
+    assert (model[0].weight is model[1].weight) == (kind == "tied")
+
+
+def test_torch_is_set_as_where_the_function_is_from() -> None:
+    before = torch_settings()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = True
+        torch.autograd.set_detect_anomaly(True)
+        asked = torch_settings()
+        assert [key for key in asked if asked[key] != before[key]] == [
+            *("default_dtype", "matmul_precision", "deterministic", "deterministic_warn_only"),
+            *("cudnn_benchmark", "anomaly"),
+        ]
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = False
+        torch.autograd.set_detect_anomaly(False)
+        set_torch(pickle.loads(pickle.dumps(asked)))
+        assert torch_settings() == asked
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.autograd.set_detect_anomaly(False)
+        set_torch(before)
