@@ -305,7 +305,7 @@ class Loader:
         assert self.num_samples is not None
         assert self.num_batches is not None
         order = epoch_order(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-        wanted = Wanted(order, self._slicing, range(start, self.num_batches))
+        wanted = Wanted(order, self._slicing, range(start, self.num_batches), epoch)
         with items_of(self._loader_of(wanted)) as samples:
             for index in range(start, self.num_batches):
                 num_samples, cuts = wanted.cuts(index)
@@ -314,7 +314,8 @@ class Loader:
 
     def _loader_of(self, wanted: Wanted) -> DataLoader:
         if self._dataset_loader is None:
-            dataset, collate = Samples(self._source.dataset, self._slicing.data_rank), self._collate
+            collate = self._collate
+            dataset = Samples(self._source.dataset, self._slicing.data_rank, self._seed)
             if (columns := self._columns()) is not None:
                 dataset, collate = columns, as_it_is
             self._dataset_loader = DataLoader(
@@ -370,7 +371,7 @@ class Loader:
                 yield Batch(batch, num_samples, index, epoch), state
 
     def _seed_workers(self, loader: DataLoader) -> None:
-        """Random augmentations differ between epochs, ranks and workers.
+        """What a collate function or a stream draws differs between epochs, ranks and workers.
 
         The loader has a generator of its own, or it would draw from the one that dropout uses, and
         a resumed run would go on differently.

@@ -113,6 +113,16 @@ class Slicing:
         return list(itertools.pairwise(cuts))
 
 
+class Indices(list[int]):
+    """Of the samples of a micro-batch, on their way to a worker.
+
+    Attributes:
+        epoch: in which they are asked for.
+    """
+
+    epoch: int = 0
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The samples of this rank's micro-batches, worked out as they are asked for."""
@@ -120,6 +130,7 @@ class Wanted:
     order: torch.Tensor
     slicing: Slicing
     batches: range
+    epoch: int = 0
 
     def cuts(self, index: int) -> tuple[int, list[tuple[int, int]]]:
         """Samples of a global batch, and where this rank's micro-batches lie in it."""
@@ -133,13 +144,15 @@ class Wanted:
         # Of all batches but the last, and asked for twice of each.
         return self.slicing.microbatches(self.slicing.global_batch_size)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Indices]:
         for index in self.batches:
             first = index * self.slicing.global_batch_size
             for a, b in self.cuts(index)[1]:
                 # An empty micro-batch is run all the same, on a sample that counts nothing.
                 start, end = (first + a, first + b) if a < b else (first, first + 1)
-                yield self.order[start:end].tolist()
+                indices = Indices(self.order[start:end].tolist())
+                indices.epoch = self.epoch
+                yield indices
 
 
 class WantedSampler:
@@ -148,5 +161,5 @@ class WantedSampler:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Indices]:
         return iter(self.wanted)

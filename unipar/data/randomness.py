@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from types import TracebackType
 from typing import Any
@@ -39,6 +40,7 @@ class OwnRandomness:
     """
 
     def __init__(self, seed: int) -> None:
+        self._seed = seed
         self._own = (
             random.Random(seed).getstate(),
             # The kind that numpy.random has by default, and numpy.random.seed() can seed.
@@ -57,6 +59,16 @@ class OwnRandomness:
         traceback: TracebackType | None,
     ) -> None:
         self._own = _exchange(self._outer)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether any was drawn."""
+        (python, numpy, torchs), (first, second, third) = self._own, OwnRandomness(self._seed)._own
+        return (
+            python != first
+            or pickle.dumps(numpy.state) != pickle.dumps(second.state)
+            or not torch.equal(torchs, third)
+        )
 
 
 def _exchange(given: tuple[Any, Any, torch.Tensor]) -> tuple[Any, Any, torch.Tensor]:

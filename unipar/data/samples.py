@@ -10,23 +10,51 @@ from torch.utils.data import Dataset
 
 from unipar.data.batch import Batch
 from unipar.data.move import pinned
+from unipar.data.order import Indices, mixed_seed
+from unipar.data.randomness import OwnRandomness
 from unipar.errors import DataError
 
 
 class Samples(Dataset):
-    """A map-style dataset that names the rank and the index when a sample raises."""
+    """A map-style dataset that names the rank and the index when a sample raises.
 
-    def __init__(self, dataset: Any, rank: int) -> None:
-        self._dataset, self._rank = dataset, rank
+    Where it draws random numbers, as augmentations do, each sample has its own in each epoch: the
+    same on any number of ranks and workers, and in a run that goes on. Numbers of generators that
+    the dataset has itself are not these.
+
+    Args:
+        dataset: the user's.
+        rank: for the message.
+        seed: of all that is drawn.
+    """
+
+    def __init__(self, dataset: Any, rank: int, seed: int = 0) -> None:
+        self._dataset, self._rank, self._seed = dataset, rank, seed
         self._fetch = getattr(dataset, "__getitems__", None)
+        self._calls, self._draws = 0, False
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._one_by_one([index])[0]
+        return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
+        epoch = indices.epoch if isinstance(indices, Indices) else 0
+        self._calls += 1
+        # Whether it draws is looked at in the first calls, and ever more rarely.
+        if not self._draws and not self._calls & (self._calls - 1):
+            randomness = OwnRandomness(self._seed)
+            with randomness:
+                samples = self._together(indices)
+            if not randomness.drawn:
+                return samples
+            self._draws = True
+        if self._draws:
+            return self._one_by_one(indices, epoch)
+        return self._together(indices)
+
+    def _together(self, indices: list[int]) -> list[Any]:
         if self._fetch is None:
             return self._one_by_one(indices)
         try:
@@ -40,11 +68,16 @@ class Samples(Dataset):
                 "which can be had alone. Mend __getitems__, or remove it."
             ) from error
 
-    def _one_by_one(self, indices: list[int]) -> list[Any]:
+    def _one_by_one(self, indices: list[int], epoch: int | None = None) -> list[Any]:
+        """Samples, each with the random numbers that it has in an epoch, if one is given."""
         dataset, samples, index = self._dataset, [], None
         try:
             for index in indices:
-                samples.append(dataset[index])
+                if epoch is None:
+                    samples.append(dataset[index])
+                else:
+                    with OwnRandomness(mixed_seed("sample", self._seed, epoch, index)):
+                        samples.append(dataset[index])
         except Exception as error:
             raise DataError(
                 f"rank {self._rank}: sample {index} of {type(dataset).__name__} raised "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -233,18 +235,60 @@ def test_a_stream_cannot_be_shuffled():
         Loader(Stream(), global_batch_size=2, shuffle=True)
 
 
-def test_random_augmentations_differ_between_ranks_workers_and_epochs():
-    class Noise(Dataset):
-        def __len__(self) -> int:
-            return 4
+class Augmented(Dataset):
+    """Each sample is its index, and three random numbers."""
 
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.rand(())
+    def __len__(self) -> int:
+        return 12
 
-    def noise(rank: int) -> list[float]:
-        loader = Loader(Noise(), global_batch_size=4, data_rank=rank, data_size=2, num_workers=1)
-        return [float(v) for _ in range(2) for b in loader for v in b.microbatches[0].data]
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return torch.tensor([float(index), *drawn], dtype=torch.float64)
 
-    drawn = noise(0) + noise(1)
-    assert len(set(drawn)) == len(drawn) == 8
-    assert noise(0) == noise(0)
+
+class AugmentedTogether(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [self[index] for index in indices]
+
+
+def augmented(
+    size: int, workers: int, *, kind: type[Dataset] = Augmented, stops: bool = False
+) -> list[list[float]]:
+    """Of two epochs all samples by epoch and index; read by two loaders, if the first stops."""
+    found: list[list[float]] = []
+    for rank in range(size):
+        make = functools.partial(
+            Loader, kind(), global_batch_size=4, shuffle=True, micro_batch_size=2, seed=3,
+            data_rank=rank, data_size=size, num_workers=workers,
+        )  # fmt: skip
+        loader, batches = make(), []
+        if stops:
+            batches.append(next(iter(loader)))
+            stored, loader = loader.state_dict(), make()
+            loader.load_state_dict(stored)
+        batches += [batch for _ in range(2) for batch in loader]
+        for batch in batches:
+            for part in batch.microbatches:
+                found += [[batch.epoch, *row] for row in part.data.tolist()]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("kind", [Augmented, AugmentedTogether])
+def test_random_augmentations_are_the_samples_own(kind: type[Dataset]) -> None:
+    """Neither ranks nor workers nor a new start change them; an epoch does."""
+    expected = augmented(1, 0)
+    drawn = [number for _, _, *numbers in expected for number in numbers]
+    assert len(set(drawn)) == len(drawn) == 2 * 12 * 3
+    for size, workers in ((2, 0), (1, 2), (2, 1)):
+        assert augmented(size, workers, kind=kind) == expected
+    assert augmented(1, 0, kind=kind, stops=True) == expected
+
+
+def test_augmentations_take_nothing_from_the_random_numbers_of_training() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    found = []
+    for _ in Loader(Augmented(), global_batch_size=6):
+        found.append(torch.rand(()))
+    torch.testing.assert_close(torch.stack(found), expected)
