@@ -377,6 +377,11 @@ def _here(job: Job, placement: Placement) -> RunResult:
 
 
 def _check_metrics(job: Job) -> None:
+    if job.metrics and job.eval_data is None:
+        raise ConfigError(
+            f"metrics ({', '.join(job.metrics)}) are computed on eval_data, and there is none. "
+            "Give eval_data, or leave metrics out."
+        )
     settings = job.config.checkpoint
     if isinstance(settings, CheckpointConfig) and settings.keep_best is not None:
         job.check_evaluates(settings.keep_best.metric, "checkpoint.keep_best")

@@ -203,6 +203,11 @@ def test_metrics_need_to_know_what_to_compare(run: Run):
         )
 
 
+def test_metrics_without_data_to_compute_them_on_are_refused(run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"metrics \(accuracy\) are computed on eval_data"):
+        run(None, data(), metrics={"accuracy": lambda p, t: torch.zeros(())})
+
+
 class Confused:
     """A metric that accumulates, and ends as several numbers."""
 

@@ -8,9 +8,11 @@ import inspect
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import types
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -381,3 +383,22 @@ def test_a_scaler_has_the_state_that_scripts_read() -> None:
     own = torch.amp.GradScaler("cpu").state_dict()
     assert scaler.state_dict() == {**own, "scale": scaler.get_scale()}
     assert face.amp.GradScaler("cpu", enabled=False).state_dict() == {}
+
+
+def test_a_module_that_a_framework_has_hooked_is_not_pickled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from unipar.compat.native import calls
+
+    model = nn.Linear(2, 2)
+    calls.save(model, tmp_path / "whole.pt")
+    assert (tmp_path / "whole.pt").stat().st_size
+    model.register_forward_hook(lambda *_: None)
+    # Without a strategy it is the script's own doing, and torch's error.
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        calls.save(model, tmp_path / "model.pt")
+    named = types.SimpleNamespace(strategy=types.SimpleNamespace(name="zero2"))
+    monkeypatch.setattr(calls, "current", types.SimpleNamespace(session=named, placement=Placement))
+    with pytest.raises(ConfigError, match="strategy 'zero2' has hung functions on it") as refused:
+        calls.save(model, tmp_path / "model.pt")
+    assert "torch.save(model.state_dict(), …)" in str(refused.value)

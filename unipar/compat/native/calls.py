@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import urllib.parse
 from datetime import timedelta
 from pathlib import Path
@@ -145,12 +146,25 @@ def compile(model: Any = None, **options: Any) -> Any:
 def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     """torch's; in a script that knows nothing of ranks the first one writes. Collective then."""
     if adoption.aware or current.placement().size == 1:
-        torch.save(obj, f, *args, **kwargs)
+        _save(obj, f, *args, **kwargs)
         return
     world = current.world()
     if world.is_main:
-        torch.save(obj, f, *args, **kwargs)
+        _save(obj, f, *args, **kwargs)
     world.barrier()
+
+
+def _save(obj: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        torch.save(obj, *args, **kwargs)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if not isinstance(obj, nn.Module) or current.session is None:
+            raise
+        raise ConfigError(
+            f"torch.save of a module: strategy '{current.session.strategy.name}' has hung "
+            f"functions on it that cannot be pickled ({error}). Save its values: "
+            "torch.save(model.state_dict(), …)."
+        ) from error
 
 
 # -- state of the whole run ----------------------------------------------------------------------
