@@ -153,6 +153,12 @@ def test_a_parameter_without_dimensions_is_refused(tmp_path: Path) -> None:
         fit(model, DATA, strategy="zero1", **settings(tmp_path))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_weights_that_float32_cannot_hold_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"zero2: parameter '.*' is {dtype}.*strategy='ddp'"):
+        fit(build().to(dtype), DATA, strategy="zero2", **settings(tmp_path))
+
+
 class Given:
     """An output that DeepSpeed does not look into."""
 

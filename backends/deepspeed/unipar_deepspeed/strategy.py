@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from unipar.install import Recipe
 
 _SHARDED = ("optimizer", "gradients", "parameters")
+_IN_FP32 = {torch.float32, torch.bfloat16, torch.float16}
+"""What has no more digits than the fp32 weights that ZeRO updates."""
 
 
 class DeepSpeedStrategy(Strategy):
@@ -130,7 +132,7 @@ class DeepSpeedStrategy(Strategy):
             ops.check("async_io", f"{self.name}: nvme_path", "nvme")
             swapped.check_directory(self.options.nvme_path, self.name)
         if isinstance(spec.model, nn.Module):
-            _check_parameters(spec.model, self.name)
+            self._check_parameters(spec.model)
             # A session asks before there is a model, with one that does nothing in its place.
             if self.options.tp > 1 and not isinstance(spec.model, nn.Identity):
                 tensor_parallel.check_model(spec.model, self.options.tp, self.name)
@@ -148,7 +150,7 @@ class DeepSpeedStrategy(Strategy):
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         options = self.options
         module = seeded_model(spec).to(world.device)
-        _check_parameters(module, self.name)
+        self._check_parameters(module)
         if options.stage > 0:
             refuse_shared_memory(module, self.name)
         parts = None
@@ -254,6 +256,19 @@ class DeepSpeedStrategy(Strategy):
         undo.insert(0, deepspeed.close)
         return deepspeed
 
+    def _check_parameters(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if parameter.ndim == 0:
+                raise ConfigError(
+                    f"{self.name}: parameter '{name}' has no dimension, and DeepSpeed cannot "
+                    "flatten such. Give it the shape (1,): nn.Parameter(torch.ones(1))."
+                )
+            if self.options.stage > 0 and parameter.dtype not in _IN_FP32:
+                raise ConfigError(
+                    f"{self.name}: parameter '{name}' is {parameter.dtype}, and ZeRO updates "
+                    "weights in float32. Use strategy='ddp', or a model in float32."
+                )
+
     def teardown(self) -> None:
         if self.options.tp > 1:
             tensor_parallel.stop()
@@ -279,12 +294,3 @@ class ZeRO3Strategy(DeepSpeedStrategy):
 
     name = "zero3"
     options_type = ZeRO3Options
-
-
-def _check_parameters(module: nn.Module, strategy: str) -> None:
-    scalars = [name for name, p in module.named_parameters() if p.ndim == 0]
-    if scalars:
-        raise ConfigError(
-            f"{strategy}: parameter '{scalars[0]}' has no dimension, and DeepSpeed cannot flatten "
-            "such. Give it the shape (1,): nn.Parameter(torch.ones(1))."
-        )
