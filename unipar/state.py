@@ -237,13 +237,30 @@ def named_weights(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
     names: dict[int, str] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"'{name}' in the model's state dict is a {type(value).__name__}, not a tensor, "
-                "and cannot be saved without pickle. Register it as a buffer."
-            )
+            raise _no_tensor(name, value)
         if id(value) in names:
             aliases[name] = names[id(value)]
         else:
             names[id(value)] = name
             weights[name] = value
     return weights, aliases
+
+
+def check_extra_state(module: nn.Module) -> None:
+    """Find extra state of modules that :func:`named_weights` would refuse, and gather nothing.
+
+    Raises:
+        CheckpointError: it is no tensor.
+    """
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            value = part.get_extra_state()
+            if not isinstance(value, torch.Tensor):
+                raise _no_tensor(f"{name}._extra_state".removeprefix("."), value)
+
+
+def _no_tensor(name: str, value: Any) -> CheckpointError:
+    return CheckpointError(
+        f"'{name}' in the model's state dict is a {type(value).__name__}, not a tensor, and cannot "
+        "be saved without pickle. Register it as a buffer."
+    )

@@ -36,7 +36,7 @@ from unipar.engine.stepper import OptimizerStepper, Stepper
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.optimizers.named import takes_metric
-from unipar.state import EngineState, StateSource, named_weights
+from unipar.state import EngineState, StateSource, check_extra_state
 from unipar.strategy import Engine, EngineSpec, StepResult
 from unipar.utils.host_copy import HostCopy
 from unipar.utils.progress_marks import mark
@@ -144,7 +144,7 @@ class StepEngine(Engine):
         self._untried = True
         if optimizer is not None:
             # What cannot be saved is refused now, and not by the first save.
-            named_weights(module)
+            check_extra_state(module)
             export_scheduler(self.lr_scheduler, EngineState([]))
         self._clear()
 
