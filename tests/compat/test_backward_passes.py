@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faces import by_accelerate, by_deepspeed, by_fabric, under
 from torch import nn
 
-from unipar.compat import deepspeed
-from unipar.compat.accelerate import Accelerator
-from unipar.compat.fabric import Fabric
 from unipar.compat.run import current
-from unipar.world import Placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -61,65 +57,20 @@ def by_hand() -> list[list[float]]:
     return losses
 
 
-def by_accelerate(strategy: str) -> Any:
-    accelerator, model = Accelerator(strategy=strategy), Net()
-    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-
-    def step(loss: torch.Tensor) -> None:
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return prepared, step
-
-
-def by_fabric(strategy: str) -> Any:
-    fabric, model = Fabric(strategy=strategy), Net()
-    prepared, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
-
-    def step(loss: torch.Tensor) -> None:
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return prepared, step
-
-
-def by_deepspeed(strategy: str) -> Any:
-    model = Net()
-    config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-
-    def step(loss: torch.Tensor) -> None:
-        engine.backward(loss)
-        engine.step()
-
-    return engine, step
-
-
-def train(placement: Placement, face: Callable[[str], Any], strategy: str) -> list[float]:
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("UNIPAR_STRATEGY", strategy)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    current.stand(placement, Path("unipar.yaml"))
-    try:
-        model, step = face(strategy)
-        losses = []
-        for shares in DATA:
-            loss = model(shares[placement.rank]).square().mean()
-            losses.append(loss.item())
-            step(loss)
-        return losses
-    finally:
-        current.close()
-        monkeypatch.undo()
+def train(face: Callable[..., Any], strategy: str) -> list[float]:
+    model, step = face(Net(), strategy)
+    losses = []
+    for shares in DATA:
+        loss = model(shares[current.placement().rank]).square().mean()
+        losses.append(loss.item())
+        step(loss)
+    return losses
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("face", [by_accelerate, by_fabric, by_deepspeed])
 def test_a_backward_pass_that_is_not_linear_is_the_scripts_own(
-    world_pool: Any, face: Callable[[str], Any], strategy: str
+    world_pool: Any, face: Callable[..., Any], strategy: str
 ) -> None:
-    found = world_pool(2).run(train, face, strategy)
+    found = world_pool(2).run(under, strategy, train, face, strategy)
     torch.testing.assert_close(torch.tensor(found).T, torch.tensor(by_hand()))

@@ -7,26 +7,20 @@ import copy
 import io
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faces import by_accelerate, by_deepspeed, by_fabric, under
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from unipar.compat import deepspeed
-from unipar.compat.accelerate import Accelerator
-from unipar.compat.fabric import Fabric
-from unipar.compat.run import current
 from unipar.errors import ConfigError
-from unipar.world import Placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 DATA = torch.randn(6, 2, 4, generator=torch.Generator().manual_seed(0))
-CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0,
-          "zero_optimization": {"stage": 2}}  # fmt: skip
 
 
 def net() -> nn.Module:
@@ -34,62 +28,16 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def by_accelerate(strategy: Any) -> Any:
-    accelerator, model = Accelerator(strategy=strategy), net()
-    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-
-    def step(x: torch.Tensor) -> None:
-        accelerator.backward(prepared(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return prepared, step
+def squared(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
 
 
-def by_fabric(strategy: Any) -> Any:
-    fabric, model = Fabric(strategy=strategy), net()
-    prepared, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
-
-    def step(x: torch.Tensor) -> None:
-        fabric.backward(prepared(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return prepared, step
-
-
-def by_deepspeed(strategy: Any) -> Any:
-    model = net()
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), config=CONFIG
-    )
-
-    def step(x: torch.Tensor) -> None:
-        engine.backward(engine(x).square().mean())
-        engine.step()
-
-    return engine, step
-
-
-def under(placement: Placement, strategy: str, act: Callable[..., Any], *args: Any) -> Any:
-    """Act in a run of two ranks that unipar.yaml says the strategy of."""
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("UNIPAR_STRATEGY", strategy)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    current.stand(placement, Path("unipar.yaml"))
-    try:
-        return act(*args)
-    finally:
-        current.close()
-        monkeypatch.undo()
-
-
-def averaged(face: Callable[[Any], Any], strategy: str) -> Any:
+def averaged(face: Callable[..., Any], strategy: str) -> Any:
     """An average of the weights that is made of the prepared model's, and evaluated with."""
-    model, step = face(strategy)
+    model, step = face(net(), strategy)
     average = [p.detach().clone() for p in model.parameters()]
     for x in DATA:
-        step(x)
+        step(squared(model, x))
         with torch.no_grad():
             for own, p in zip(average, model.parameters(), strict=True):
                 own.mul_(0.5).add_(p.data, alpha=0.5)
@@ -100,7 +48,7 @@ def averaged(face: Callable[[Any], Any], strategy: str) -> Any:
         found = model(DATA[0])
     for own, p in zip(kept, model.parameters(), strict=True):
         p.data.copy_(own)
-    step(DATA[0])
+    step(squared(model, DATA[0]))
     with torch.no_grad():
         return found.tolist(), model(DATA[0]).tolist()
 
@@ -113,10 +61,10 @@ def test_an_average_of_prepared_weights_is_that_of_replicas(world_pool: Any, fac
         torch.testing.assert_close(one, other)
 
 
-def mixed(face: Callable[[Any], Any]) -> str:
-    model, step = face("fsdp")
+def mixed(face: Callable[..., Any]) -> str:
+    model, step = face(net(), "fsdp")
     average = net()
-    step(DATA[0])
+    step(squared(model, DATA[0]))
     said = io.StringIO()
     try:
         for own, p in zip(average.parameters(), model.parameters(), strict=True):
@@ -137,17 +85,17 @@ def test_an_average_that_is_not_divided_says_what_to_do(world_pool: Any, face: A
         assert "[p.detach().clone() for p in model.parameters()]" in last
 
 
-def copied(face: Callable[[Any], Any], strategy: str) -> Any:
-    model, step = face(strategy)
+def copied(face: Callable[..., Any], strategy: str) -> Any:
+    model, step = face(net(), strategy)
     try:
         average = AveragedModel(model, avg_fn=lambda own, new, n: own + (new - own) / 2)
     except ConfigError as error:
         return str(error)
     for x in DATA:
-        step(x)
+        step(squared(model, x))
         average.update_parameters(model)
     first = copy.deepcopy(model)
-    step(DATA[0])
+    step(squared(model, DATA[0]))
     with torch.no_grad():
         return [one(DATA[1]).tolist() for one in (average, first, model)]
 
@@ -174,14 +122,14 @@ def test_a_copy_of_a_prepared_model_computes_by_itself(world_pool: Any, face: An
 
 
 def gathered(enabled: bool) -> Any:
-    engine, step = by_deepspeed(None)
-    step(DATA[0])
+    engine, step = by_deepspeed(net())
+    step(squared(engine, DATA[0]))
     found = {}
     for name, p in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(p, enabled=enabled):
             found[name] = p.data.cpu().tolist(), p.norm().item(), tuple(p.shape)
             p.data.zero_()
-    step(DATA[1])
+    step(squared(engine, DATA[1]))
     with torch.no_grad():
         return found, engine(DATA[0]).tolist()
 

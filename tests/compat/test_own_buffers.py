@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from faces import under
 from torch import nn
 
 from unipar.compat.accelerate import Accelerator
 from unipar.compat.accelerate.utils import DistributedDataParallelKwargs
-from unipar.compat.run import current
-from unipar.world import Placement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -20,27 +18,18 @@ DATA = torch.randn(3, 2, 6, 4, generator=torch.Generator().manual_seed(0)) + 2
 """Of each step and rank six samples."""
 
 
-def train(placement: Placement, strategy: str, broadcast: bool) -> list[float]:
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("UNIPAR_STRATEGY", strategy)
-    current.stand(placement, Path("unipar.yaml"))
-    try:
-        accelerator = Accelerator(
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=broadcast)]
-        )
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
-        prepared, optimizer = accelerator.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.1)
-        )
-        for shares in DATA:
-            accelerator.backward(prepared(shares[placement.rank]).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-        return dict(prepared.named_buffers())["0.running_mean"].tolist()
-    finally:
-        current.close()
-        monkeypatch.undo()
+def train(broadcast: bool) -> list[float]:
+    accelerator = Accelerator(
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=broadcast)]
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for shares in DATA:
+        accelerator.backward(prepared(shares[accelerator.process_index]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(prepared.named_buffers())["0.running_mean"].tolist()
 
 
 def by_hand(shares: torch.Tensor) -> list[float]:
@@ -53,14 +42,14 @@ def by_hand(shares: torch.Tensor) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "horovod"])
 def test_buffers_that_are_not_broadcast_are_each_ranks_own(world_pool: Any, strategy: str) -> None:
-    found = world_pool(2).run(train, strategy, False)
+    found = world_pool(2).run(under, strategy, train, False)
     for rank in range(2):
         torch.testing.assert_close(found[rank], by_hand(DATA[:, rank]))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "horovod"])
 def test_by_default_they_begin_each_step_as_those_of_rank_0(world_pool: Any, strategy: str) -> None:
-    first, second = world_pool(2).run(train, strategy, True)
+    first, second = world_pool(2).run(under, strategy, train, True)
     torch.testing.assert_close(first, by_hand(DATA[:, 0]))
     # Of the other rank's own batches the last alone is in them.
     mixed = torch.stack([*DATA[:2, 0], DATA[2, 1]])

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from unipar.engine.state import local_optimizers
 from unipar.engine.stepper import Update
+from unipar.engine.trials import torch_generators
 from unipar.errors import ConfigError
 from unipar.world import World
 
@@ -24,10 +25,10 @@ def watch_first_step(optimizer: Optimizer, world: World, step: Callable[[], Upda
     Raises:
         ConfigError: it does either.
     """
-    before = _generators(world.device)
+    before = torch_generators(world.device)
     update = step()
     name = type(optimizer).__name__
-    after = _generators(world.device)
+    after = torch_generators(world.device)
     if world.size > 1 and not all(map(torch.equal, before, after)):
         raise ConfigError(
             f"the optimizer {name} draws random numbers in its step. Ranks draw different ones, so "
@@ -45,10 +46,3 @@ def watch_first_step(optimizer: Optimizer, world: World, step: Callable[[], Upda
                 "the optimizer's param_groups, which are saved, or in the state of a parameter."
             )
     return update
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from unipar.engine.trials import torch_generators
 from unipar.errors import ConfigError
 
 
@@ -99,19 +100,11 @@ def drawing_nothing(inputs: Callable[[], Any], device: torch.device) -> Any:
     Raises:
         ConfigError: it is drawn at random.
     """
-    before = _generators(device)
+    before = torch_generators(device)
     given = inputs()
-    if not all(map(torch.equal, before, _generators(device))):
+    if not all(map(torch.equal, before, torch_generators(device))):
         raise ConfigError(
             "the objective's inputs(batch) draws random numbers, and the stages of a pipeline "
             "would draw different ones. Draw them in the dataset, or train without a pipeline."
         )
     return given
-
-
-def _generators(device: torch.device) -> list[torch.Tensor]:
-    """The states of the host's generator and the device's own, which are on the host too."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states

@@ -11,6 +11,7 @@ from torch import nn
 
 from unipar.errors import ConfigError, did_you_mean, first_few
 from unipar.strategy import Parallelize
+from unipar.utils.gradient_hooks import gradient_hooks
 from unipar.utils.shared_memory import sharing_memory
 from unipar.world import World
 
@@ -197,15 +198,13 @@ def refuse_shared_memory(module: nn.Module, strategy: str) -> None:
 
 
 def refuse_parameter_hooks(module: nn.Module, strategy: str) -> None:
-    """Refuse what would be left behind when parameters are divided: hooks, and memory in common.
+    """Refuse hooks on parameters that would be left behind when these are divided.
 
     Raises:
-        ConfigError: a parameter has one, or is in the memory of another.
+        ConfigError: a parameter has one.
     """
-    refuse_shared_memory(module, strategy)
     for name, parameter in module.named_parameters():
-        # torch 2.13, _tensor.py, register_hook and register_post_accumulate_grad_hook.
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if gradient_hooks(parameter):
             raise ConfigError(
                 f"{strategy}: parameter '{name}' has a hook on its gradient, which would not be "
                 "called: the strategy puts parts of parameters in their place. Take the hook away, "

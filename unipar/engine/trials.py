@@ -70,9 +70,8 @@ def trial(model: nn.Module, device: torch.device, *, dropout: bool = False) -> I
         What the run draws, filled in at its end.
     """
     draws, before = Draws(), host_generators()
-    cuda = device.type == "cuda"
     with (
-        torch.random.fork_rng([device] if cuda else []),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
         _own_buffers(model),
         own_attributes(model),
         contextlib.nullcontext() if dropout else _NoDropout(),
@@ -81,9 +80,16 @@ def trial(model: nn.Module, device: torch.device, *, dropout: bool = False) -> I
             yield draws
         finally:
             draws.on_host = digest(host_generators()) != digest(before)
-            states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if cuda else [])]
-            draws.torch = digest([state.numpy() for state in states])
+            draws.torch = digest([state.numpy() for state in torch_generators(device)])
             set_host_generators(before)
+
+
+def torch_generators(device: torch.device) -> list[torch.Tensor]:
+    """The states of torch's generators of the host and of a device, which are on the host too."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
 def host_generators() -> tuple[Any, Any]:

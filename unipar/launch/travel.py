@@ -12,6 +12,7 @@ import cloudpickle
 from torch import nn
 
 from unipar.errors import ConfigError
+from unipar.utils.gradient_hooks import gradient_hooks
 from unipar.utils.shared_memory import sharing_memory
 
 
@@ -60,8 +61,7 @@ def _check_module(module: nn.Module) -> None:
     """Refuse what pickling a module leaves out without a word (torch 2.13, nn/parameter.py)."""
     remedy = "Give a function that builds the model: each process calls it."
     for name, parameter in module.named_parameters():
-        hooks = [*(parameter._backward_hooks or {}).values()]
-        hooks += (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        hooks = gradient_hooks(parameter)
         if any(not getattr(hook, "__torch_unserializable__", False) for hook in hooks):
             raise ConfigError(
                 f"parameter '{name}' of {type(module).__name__} has a hook on its gradient, which "

@@ -34,6 +34,7 @@ from unipar.engine import (
     broadcast_tensors,
     checkpoint_activations,
     refuse_parameter_hooks,
+    refuse_shared_memory,
     sparse_parameters,
     with_divisible_optimizer,
     with_same_choice,
@@ -80,6 +81,7 @@ def prepare(
     """
     module, weights = host_model(spec, world, "mesh")
     refuse_parameter_hooks(module, "mesh")
+    refuse_shared_memory(module, "mesh")
     spec = with_same_choice(spec, module, "mesh")
     take_values(module, "mesh")
     whole, notes = Whole.of(module), notes_on(module)

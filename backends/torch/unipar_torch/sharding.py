@@ -38,6 +38,7 @@ from unipar.engine import (
     refuse_changed_weights,
     refuse_inner_gradients,
     refuse_parameter_hooks,
+    refuse_shared_memory,
     repeated_blocks,
     see_calls,
     sum_shards,
@@ -102,6 +103,7 @@ def prepare(
     name = options.strategy
     module, weights = host_model(spec, world, name)
     refuse_parameter_hooks(module, options.strategy)
+    refuse_shared_memory(module, name)
     if sharded:
         refuse_scalars(module, name)
     spec = with_same_choice(spec, module, name)
