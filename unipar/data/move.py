@@ -22,8 +22,11 @@ def move_to(data: Any, device: torch.device, non_blocking: bool = True) -> Any:
     Args:
         data: a batch.
         device: with its index, as a tensor on it would say (``cuda:0``, not ``cuda``).
-        non_blocking: whether copies from page-locked memory may overlap with other work.
+        non_blocking: whether copies to a device may overlap with other work. Copies to the host
+            are always waited for: torch gives page-locked memory back before it is filled, and
+            whoever reads it knows of no event to wait for.
     """
+    non_blocking = non_blocking and device.type != "cpu"
 
     def move(part: Any) -> Any:
         if isinstance(part, torch.Tensor):

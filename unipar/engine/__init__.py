@@ -28,7 +28,7 @@ from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
 from unipar.engine.outputs import refuse_hidden_outputs
 from unipar.engine.parts import WholeLosses, layers_of, mark_part, mark_whole
-from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy
+from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy, keep_scale_on_host
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
@@ -105,6 +105,7 @@ __all__ = [
     "group_states",
     "has_forward",
     "has_hooks",
+    "keep_scale_on_host",
     "layers_of",
     "mark_part",
     "mark_whole",

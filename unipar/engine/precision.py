@@ -23,6 +23,19 @@ COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
 }
 
 
+def keep_scale_on_host(scaler: GradScaler) -> None:
+    """Keep a loss scaler's scale where gradients are that have been offloaded.
+
+    Torch copies a scale that is on a GPU to gradients on the host in each step, and does not wait
+    for the copy, so that they are divided by whatever the memory held before (torch 2.8 to 2.13,
+    amp/grad_scaler.py, ``_MultiDeviceReplicator``).
+
+    Args:
+        scaler: not used yet, for it keeps its scale on the device of what it scales first.
+    """
+    scaler.scale(torch.ones(()))
+
+
 class PrecisionPolicy:
     """Autocast around forward passes, and in fp16 a scale of the loss.
 

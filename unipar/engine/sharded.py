@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from unipar.engine.precision import keep_scale_on_host
 from unipar.errors import ConfigError, first_few
 from unipar.utils.torch_versions import reset_passes, sharded_groups
 
@@ -237,13 +238,22 @@ class MeshScaler(GradScaler):
                 dist.all_reduce(found, dist.ReduceOp.MAX, group)
 
 
-def scaler_of(parameters: Iterable[torch.Tensor]) -> GradScaler | None:
-    """Return the loss scaler for fp16 where parameters are not all divided alike, else ``None``."""
+def scaler_of(parameters: Iterable[torch.Tensor], device: torch.device) -> GradScaler:
+    """Return the loss scaler for fp16.
+
+    Args:
+        parameters: those of the model, which may be divided, not all alike, and offloaded.
+        device: where the model computes.
+    """
     sharded = [p for p in parameters if isinstance(p, DTensor)]
     kinds = {(p.device_mesh, tuple(one.is_replicate() for one in p.placements)) for p in sharded}
     if len(kinds) < 2:
-        return None
-    return MeshScaler(max((p.device_mesh for p in sharded), key=lambda mesh: mesh.ndim))
+        scaler = GradScaler(device.type)
+    else:
+        scaler = MeshScaler(max((p.device_mesh for p in sharded), key=lambda mesh: mesh.ndim))
+    if any(p.device.type != device.type for p in sharded):
+        keep_scale_on_host(scaler)
+    return scaler
 
 
 def _refuse(name: str, strategy: str, gradient: Any) -> NoReturn:

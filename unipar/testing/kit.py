@@ -205,12 +205,18 @@ class Kit:
         return found
 
     def rounding(self, scenario: Scenario, *, whole: bool = False) -> Difference:
-        """How far rounding takes the reference from fp32, whose weights are as the strategy's."""
+        """How far rounding takes the reference from fp32.
+
+        It computes on the device that the strategy computes on, with weights as the strategy's.
+        """
         exact = reference_trace(replace(scenario, precision="fp32"))
         rounding = Difference()
         for parts in (1,) if whole else ROUNDINGS:
             rounded = reference_trace(
-                scenario, parts=parts, half_weights=self.capabilities.half_weights
+                scenario,
+                parts=parts,
+                half_weights=self.capabilities.half_weights,
+                device=self.placement.device_type,
             )
             rounding |= difference(rounded, exact)
         return rounding

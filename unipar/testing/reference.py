@@ -62,6 +62,8 @@ def train(
     autocast: torch.dtype | None = None,
     half_weights: torch.dtype | None = None,
     leave_out: Collection[int] = (),
+    device: str = "cpu",
+    loss_scale: float = 1.0,
 ) -> Trace:
     """Train on each global batch once, in order.
 
@@ -78,7 +80,11 @@ def train(
         half_weights: the dtype of a copy of the model that computes in place of it; the optimizer
             updates the fp32 model by the copy's gradients, and the copy is rounded from it again.
         leave_out: batches (from 0) that must change nothing.
+        device: the type of the device that computes. Kernels round differently on each.
+        loss_scale: what the loss is multiplied by for the backward pass, and gradients are divided
+            by after it: a power of two, so that it decides only what underflows.
     """
+    model.to(device)
     if make_several is None:
         optimizer = make_optimizer(model.named_parameters())
         pairs = [(optimizer, make_scheduler(optimizer) if make_scheduler else None)]
@@ -92,8 +98,8 @@ def train(
         trace.lrs.append(tuple(float(group["lr"]) for group in groups))
         for optimizer, _ in pairs:
             optimizer.zero_grad()
-        with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
-            sums = [terms(compute, part) for part in parts]
+        with torch.autocast(device, autocast) if autocast else contextlib.nullcontext():
+            sums = [terms(compute, _moved(part, device)) for part in parts]
         count = sum(part_count for _, part_count in sums)
         loss = torch.stack([total for total, _ in sums]).sum() / count
         trace.losses.append(loss.item())
@@ -102,9 +108,12 @@ def train(
         if index in leave_out:
             trace.grad_norms.append(None)
             continue
-        loss.backward()
+        (loss * loss_scale).backward()
         if copied is not None:
             _take_gradients(model, copied)
+        for parameter in model.parameters():
+            if parameter.grad is not None and loss_scale != 1:
+                parameter.grad /= loss_scale
         trace.grad_norms.append(_clip(model, max_grad_norm))
         for optimizer, _ in pairs:
             optimizer.step()
@@ -138,6 +147,13 @@ class Rounding:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _moved(values: Any, device: str) -> Any:
+    def one(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(one, values)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
@@ -239,7 +255,7 @@ def _record(trace: Trace, loss: torch.Tensor, num_items: int) -> None:
 
 
 def copy_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {n: tensor.detach().to("cpu", copy=True) for n, tensor in model.state_dict().items()}
 
 
 def _clip(model: nn.Module, max_grad_norm: float | None) -> float:

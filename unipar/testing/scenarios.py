@@ -24,6 +24,8 @@ from unipar.testing.models import Samples
 from unipar.testing.reference import MakeSeveral, Terms, Trace
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_SCALE = 2.0**10
+"""Of the reference in fp16, where gradients underflow without; small enough not to overflow."""
 
 NUM_SAMPLES = 66
 """Four global batches of 16, and a ragged fifth of 2, which leaves ranks of four without any."""
@@ -305,7 +307,9 @@ class Scenario:
         return batches[: self.num_steps]
 
 
-def reference_trace(scenario: Scenario, *, parts: int = 1, half_weights: bool = False) -> Trace:
+def reference_trace(
+    scenario: Scenario, *, parts: int = 1, half_weights: bool = False, device: str = "cpu"
+) -> Trace:
     """The reference's run of ``scenario``; computed once for all strategies and world sizes.
 
     Args:
@@ -313,6 +317,7 @@ def reference_trace(scenario: Scenario, *, parts: int = 1, half_weights: bool = 
         parts: how many parts each global batch is computed in, as ranks compute it. In exact
             arithmetic their number makes no difference.
         half_weights: compute in half precision with half-precision weights, and not by autocast.
+        device: the type of the device that computes.
     """
     return _reference_trace(
         replace(
@@ -330,11 +335,12 @@ def reference_trace(scenario: Scenario, *, parts: int = 1, half_weights: bool = 
         ),
         parts,
         half_weights,
+        device,
     )
 
 
 @functools.cache
-def _reference_trace(scenario: Scenario, parts: int, half_weights: bool) -> Trace:
+def _reference_trace(scenario: Scenario, parts: int, half_weights: bool, device: str) -> Trace:
     data = scenario.data()
     dtype = HALF_DTYPES.get(scenario.precision)
     clip = scenario.max_grad_norm
@@ -352,4 +358,6 @@ def _reference_trace(scenario: Scenario, parts: int, half_weights: bool) -> Trac
         autocast=None if half_weights else dtype,
         half_weights=dtype if half_weights else None,
         leave_out=scenario.leave_out,
+        device=device,
+        loss_scale=LOSS_SCALE if dtype is torch.float16 else 1.0,
     )

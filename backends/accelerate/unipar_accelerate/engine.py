@@ -22,6 +22,7 @@ from unipar.engine import (
     Undo,
     build_optimizer,
     check_divisible,
+    keep_scale_on_host,
     refuse_changed_weights,
     refuse_inner_gradients,
     see_calls,
@@ -108,6 +109,8 @@ def prepare_shards(
     with quiet():
         model, prepared = accelerator.prepare(module, steps)
     check_wrapped(accelerator, options, model, world)
+    if options.cpu_offload and accelerator.scaler is not None:
+        keep_scale_on_host(accelerator.scaler)
     sum_shards(module)
     check_divisible(steps, "accelerate", world, AsDTensors(comes_first=False))
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]

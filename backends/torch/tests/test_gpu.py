@@ -16,6 +16,7 @@ from torch import nn
 
 from unipar import Session, checkpoint
 from unipar.benchmark.bubble import PassTimes
+from unipar.data import move_to
 from unipar.data.batch import Batch, MicroBatch
 from unipar.optimizers.named import NamedOptimizer
 from unipar.strategy import EngineSpec, Precision, registry
@@ -91,6 +92,34 @@ def test_half_precision_stays_as_near_as_autocast(strategy: str, precision: Prec
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
     allowed = 4 * ((torch.tensor(reference(dtype)) - exact) / exact).abs().max()
     assert ((losses - exact) / exact).abs().max() <= allowed
+
+
+def test_offloaded_gradients_are_divided_by_the_scale_however_busy_the_device_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unscale = torch.amp.GradScaler.unscale_
+
+    def late(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        torch.cuda._sleep(100_000_000)
+        unscale(scaler, optimizer)
+
+    losses: list[list[float]] = []
+    for busy in (False, True):
+        if busy:
+            monkeypatch.setattr(torch.amp.GradScaler, "unscale_", late)
+        engine, world = prepared("fsdp:cpu_offload=true", "fp16", max_grad_norm=0.1)
+        losses.append(train(engine))
+        world.leave()
+    assert losses[0] == losses[1]
+
+
+def test_what_is_moved_to_the_host_is_there_at_once() -> None:
+    for size in (1, 1000, 1_000_000):
+        values = torch.zeros(size, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda._sleep(100_000_000)
+        values.add_(1)
+        assert move_to({"a": [values]}, torch.device("cpu"))["a"][0].eq(1).all()
 
 
 @pytest.mark.skipif(

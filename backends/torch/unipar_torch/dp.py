@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from unipar.engine import StepEngine, build_optimizer, checkpoint_activations
+from unipar.engine import SeenAsModule, StepEngine, build_optimizer, checkpoint_activations
 from unipar.errors import ConfigError
 from unipar.strategy import Capabilities, EngineSpec, Strategy, StrategyOptions, seeded_model
 from unipar.world import Placement, World, join
@@ -51,6 +51,7 @@ class DPStrategy(Strategy):
     def prepare(self, spec: EngineSpec, world: World) -> StepEngine:
         module = seeded_model(spec).to(world.device)
         undo = [checkpoint_activations(module, spec.activation_checkpointing)]
-        model = nn.DataParallel(module, device_ids=list(range(torch.cuda.device_count())))
+        copies = nn.DataParallel(module, device_ids=list(range(torch.cuda.device_count())))
+        model = SeenAsModule(module, copies)
         optimizer = build_optimizer(spec, module, may_fuse=True)
         return StepEngine(spec, world, module, optimizer, model=model, undo=undo)

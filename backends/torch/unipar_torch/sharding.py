@@ -155,7 +155,7 @@ def prepare(
     optimizer = build_optimizer(spec, module, may_fuse=True)
     # FSDP casts what goes into its units itself, unless asked to leave parameters as they are.
     autocast = not sharded or options.param_dtype == "fp32"
-    scaler = scaler_of(module.parameters()) if spec.precision == "fp16" else None
+    scaler = scaler_of(module.parameters(), world.device) if spec.precision == "fp16" else None
     precision = PrecisionPolicy(spec.precision, world.device, autocast=autocast, scaler=scaler)
     if sequences is not None and spec.precision == "fp8":
         # Its layers stay what they are.

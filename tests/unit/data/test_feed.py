@@ -373,5 +373,9 @@ def test_what_moves_itself_may_say_that_nothing_waits_for_it():
 
     from unipar.data import move_to
 
-    move_to([Chooses()], CPU)
+    move_to([Chooses()], torch.device("meta"))
     assert asked == [True]
+
+    # Whoever reads it on the host would not know when it is there.
+    move_to([Chooses()], CPU)
+    assert asked == [True, False]
