@@ -35,6 +35,7 @@ MARKED = {
         "tests/integration/fit/test_feed_on_gpus.py",
     ],
     "tests marked `gpu`, of Accelerate": ["-m", "gpu", "backends/accelerate/tests"],
+    "scripts before and after": ["-m", "gpu", "tests/migrate/test_scripts_on_gpus.py"],
 }
 FRAMEWORKS = {"zero3": "DeepSpeed", "zero2": "DeepSpeed", "zero1": "DeepSpeed"} | {
     **dict.fromkeys(("mesh:tp=2", "mesh:pp=2", "mesh:cp=2"), "PyTorch"),

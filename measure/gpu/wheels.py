@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = ("accelerate", "deepspeed")
-WANTED = ("unipar[fp8]", *BACKENDS, "pytest", "pytest-timeout")
+WANTED = ("unipar[fp8,migrate]", *BACKENDS, "pytest", "pytest-timeout")
 # Published as sources alone.
 SOURCES = {"deepspeed"}
 # Beside torch already; another of these could break it.

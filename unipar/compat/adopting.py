@@ -26,7 +26,7 @@ from unipar.compat.models import led_to
 from unipar.compat.optimizers import trained_by
 from unipar.compat.parts import Parts, warn_of_parts
 from unipar.compat.routed import model_class, optimizer_class
-from unipar.compat.run import current, own_randomness
+from unipar.compat.run import current
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError
@@ -215,13 +215,13 @@ class Adoption:
         first = next(module.parameters())
         if first.device.type == "cpu":
             asked["device"] = "cpu"
-        kind = current.placement(asked.get("device", "auto")).device_type
+        kind = current.device_type(asked)
         if torch.is_autocast_enabled(kind):
             asked["precision"] = PRECISIONS[torch.get_autocast_dtype(kind)]
         if isinstance(asked.get("strategy"), dict) and current.placement().size == 1:
             # Options of a wrapper that one process has no use for.
             del asked["strategy"]
-        with self.engine_calls(), own_randomness(current.device()):
+        with self.engine_calls():
             session = current.open(asked)
         world = session.world
         if self.aware and world.data_size != world.size:

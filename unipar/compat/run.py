@@ -46,6 +46,7 @@ class Run:
         self._placement: Placement | None = None
         self._given: Placement | None = None
         self._file: Path | None = None
+        self._may_move = False
         self._undo: Callable[[], None] = lambda: None
 
     def stand(self, place: Placement, file: Path) -> None:
@@ -84,16 +85,31 @@ class Run:
             torch.cuda.set_device(place.device)
         return place.device
 
-    def world(self) -> World:
+    def device_type(self, asked: Mapping[str, Any]) -> str:
+        """What kind of device models compute on, or will when a session is opened so.
+
+        Args:
+            asked: as for :meth:`open`.
+        """
+        if self._world is not None and not self._may_move:
+            return self.placement().device_type
+        return resolve_device_type(self._settled(asked).device)
+
+    def world(self, *, may_move: bool = False) -> World:
         """The joined processes, in a default group of ``torch.distributed``. Collective at first.
 
         Before a session is open they are replicas, one each.
+
+        Args:
+            may_move: whether a session may compute on GPUs where they are joined on CPUs, as what
+                gloo joins may; it shows where the script puts its model.
         """
         if self.session is not None:
             return self.session.world
         if self._world is None:
+            self._may_move = may_move and torch.cuda.is_available()
             with own_randomness(self.device()):
-                self._world = join(self.placement())
+                self._world = join(self.placement(), may_move=self._may_move)
             atexit.register(self.close)
         return self._world
 
@@ -156,14 +172,16 @@ class Run:
         config = self._settled(asked)
         if self._world is None:
             self._placement = None
-        elif self.placement().device_type != resolve_device_type(config.device):
-            raise ConfigError(
-                f"the processes are joined on {self.placement().device_type} already, and the run "
-                f"is asked for device={config.device!r}. Say so before the first collective, as in "
-                "PartialState(cpu=True), or by what joins them: init_process_group('gloo') takes "
-                "CPUs unless something is on a GPU already, and 'nccl' GPUs. Or set device in "
-                "unipar.yaml."
-            )
+        elif (kind := resolve_device_type(config.device)) != self.placement().device_type:
+            if not self._may_move:
+                raise ConfigError(
+                    f"the processes are joined on {self.placement().device_type} already, and the "
+                    f"run is asked for device={config.device!r}. Say so before the first "
+                    "collective, as in PartialState(cpu=True). Or set device in unipar.yaml."
+                )
+            self._placement = replace(self.placement(), device_type=kind)
+            with own_randomness(self.device()):
+                self._world = self._world.on(self._placement)
         place = self.placement(config.device, timedelta(seconds=config.timeout))
         if config.strategy == "auto":
             config = config.model_copy(update={"strategy": "ddp" if place.size > 1 else "single"})

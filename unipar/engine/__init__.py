@@ -58,7 +58,7 @@ from unipar.engine.transforms import (
     refuse_shared_memory,
     repeated_blocks,
 )
-from unipar.engine.weights import refuse_changed_weights
+from unipar.engine.weights import keep_weights_in_place, refuse_changed_weights
 
 __all__ = [
     "COMPUTE_DTYPES",
@@ -106,6 +106,7 @@ __all__ = [
     "has_forward",
     "has_hooks",
     "keep_scale_on_host",
+    "keep_weights_in_place",
     "layers_of",
     "mark_part",
     "mark_whole",

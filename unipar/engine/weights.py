@@ -7,6 +7,7 @@ them, and nothing tells.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,39 @@ from torch import nn
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError, first_few
 from unipar.state import is_dtensor
+
+
+def keep_weights_in_place(module: nn.Module) -> Callable[[], None]:
+    """Let recurrent layers compute with the weights that a framework puts where it wants them.
+
+    On a GPU they would move their weights into one piece of memory, in their first forward pass
+    after these were exchanged or whenever ``flatten_parameters`` is called, and compute with what
+    is there ever after (torch 2.8 to 2.13, nn/modules/rnn.py, ``_init_flat_weights``). What the
+    framework gathers or updates in its own memory would not reach them. cuDNN puts weights
+    together itself in each pass where they are apart.
+
+    Args:
+        module: whose layers they are.
+
+    Returns:
+        What takes that back.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
+    if layers:
+        # Its advice is to call flatten_parameters.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous")
+    for layer in layers:
+        layer.__dict__["flatten_parameters"] = _leave_alone
+
+    def undo() -> None:
+        for layer in layers:
+            layer.__dict__.pop("flatten_parameters", None)
+
+    return undo
+
+
+def _leave_alone() -> None:
+    pass
 
 
 def refuse_changed_weights(
@@ -29,7 +63,8 @@ def refuse_changed_weights(
     """Refuse a forward pass after which a gathered weight is another.
 
     What PyTorch counts as a change is seen in every pass, at no cost to the device. What goes past
-    its count, by ``parameter.data``, is seen by sums over weights, in some passes.
+    its count, by ``parameter.data``, is seen in some passes: by sums over weights, and by where
+    they lie.
 
     Args:
         model: the whole model, when it has been divided.
@@ -120,30 +155,37 @@ class _EveryPass(_Watch):
 
 
 class _SomePasses(_Watch):
-    """By sums, in the passes whose number is a power of two: the first few, and ever more rarely.
+    """By place and sum, in the passes whose number is a power of two, so ever more rarely.
 
     A momentum encoder begins as a copy, which its first change leaves as it is.
     """
 
     _number = 0
-    _sums: dict[nn.Parameter, tuple[int, torch.Tensor]]
+    _seen: dict[nn.Parameter, tuple[int, int, torch.Tensor]]
 
     def enter(self, module: nn.Module, args: Any) -> None:
         # What is computed again in a backward pass has to be the same operations.
         again = in_backward_pass()
         self._number += not again
         looks = not again and self._number & (self._number - 1) == 0
-        self._sums = {p: (p.numel(), _sum(p)) for p in self._copies()} if looks else {}
+        copies = self._copies() if looks else ()
+        self._seen = {p: (p.numel(), _place(p), _sum(p)) for p in copies}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # What has grown is gathered for a module within this one.
-        before = {p: total for p, (size, total) in self._sums.items() if size == p.numel()}
-        self._sums = {}
+        before = {p: seen for p, (size, *seen) in self._seen.items() if size == p.numel()}
+        self._seen = {}
         if before:
-            old, new = torch.stack(list(before.values())), torch.stack([_sum(p) for p in before])
+            places, sums = zip(*before.values(), strict=True)
             # One look at the device for all of them.
-            same = (old == new).tolist()
-            self._refuse([p for p, equal in zip(before, same, strict=True) if not equal])
+            same = (torch.stack(sums) == torch.stack([_sum(p) for p in before])).tolist()
+            self._refuse(
+                [
+                    p
+                    for p, place, equal in zip(before, places, same, strict=True)
+                    if not equal or place != _place(p)
+                ]
+            )
 
 
 def _changes(parameter: nn.Parameter) -> int:
@@ -156,6 +198,10 @@ def _held(parameter: nn.Parameter) -> torch.Tensor:
         return parameter
     with torch.no_grad():
         return parameter.to_local()
+
+
+def _place(parameter: nn.Parameter) -> int:
+    return _held(parameter).data_ptr()
 
 
 def _sum(parameter: nn.Parameter) -> torch.Tensor:

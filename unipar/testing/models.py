@@ -124,6 +124,23 @@ class Network(nn.Module):
         return self.outward(x)
 
 
+class Recurrent(Network):
+    """Reads a point's coordinates one after the other, by layers that want their weights together.
+
+    One of them asks for it before each pass, as many models do; PyTorch does for the other.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(inputs=8)
+        self.first = nn.GRU(1, 5, batch_first=True)
+        self.second = nn.LSTM(5, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.first.flatten_parameters()
+        states, _ = self.second(self.first(x[..., None])[0])
+        return super().forward(states[:, -1])
+
+
 class DroppingBlock(Block):
     """Drops hidden units, and some of what it adds."""
 

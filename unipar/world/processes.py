@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -313,6 +314,22 @@ class World:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
+    def on(self, placement: Placement) -> World:
+        """The same processes, which compute on another device from now on. Collective.
+
+        Args:
+            placement: where this one stands, with the other type of device.
+
+        Raises:
+            ConfigError: two ranks have the same GPU.
+        """
+        torch.cuda.set_device(placement.device)
+        with _refusing_shared_gpus(placement):
+            dist.all_reduce(torch.zeros((), device=placement.device))
+        world = World(placement, self.layout, owns_group=self._owns_group)
+        self._owns_group = False
+        return world
+
     def leave(self) -> None:
         """Give up the process group, if :func:`join` made it."""
         forget_meshes(self._meshes.values())
@@ -395,7 +412,11 @@ class LossReduction:
 
 
 def join(
-    placement: Placement, layout: Layout | None = None, *, process_group: bool = True
+    placement: Placement,
+    layout: Layout | None = None,
+    *,
+    process_group: bool = True,
+    may_move: bool = False,
 ) -> World:
     """Join the run's processes, making the ``torch.distributed`` group unless one exists.
 
@@ -403,6 +424,7 @@ def join(
         placement: where this process stands.
         layout: how the processes are arranged; left out: as replicas, one each.
         process_group: also make a group when the run has one process (what DDP and FSDP need).
+        may_move: on CPUs, whether the processes may compute on GPUs later; see :meth:`World.on`.
 
     Raises:
         ConfigError: two ranks have the same GPU, or different versions of Python, torch or unipar.
@@ -414,10 +436,10 @@ def join(
     owns = False
     if (placement.size > 1 or process_group) and not dist.is_initialized():
         store = HashStore() if placement.size == 1 else meet(placement)
-        try:
+        with _refusing_shared_gpus(placement):
             dist.init_process_group(
                 # Both backends in one group: gloo carries the core's own values from the host.
-                backend="gloo" if device is None else "cpu:gloo,cuda:nccl",
+                backend="cpu:gloo,cuda:nccl" if device is not None or may_move else "gloo",
                 store=store,
                 rank=placement.rank,
                 world_size=placement.size,
@@ -426,16 +448,23 @@ def join(
                 # said, not guessed from its number; and smaller groups are split from this one.
                 device_id=device,
             )
-        except dist.DistBackendError as error:
-            if "Duplicate GPU" not in str(error):
-                raise
-            raise ConfigError(
-                f"{placement.local_size} ranks of this machine were started, and more than one of "
-                "them has the same GPU. Start as many as there are GPUs; if a scheduler gives each "
-                "rank its own, look at CUDA_VISIBLE_DEVICES in each of them."
-            ) from error
         owns = True
     return World(placement, layout, owns_group=owns)
+
+
+@contextlib.contextmanager
+def _refusing_shared_gpus(placement: Placement) -> Iterator[None]:
+    """Around the first connection of NCCL."""
+    try:
+        yield
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise ConfigError(
+            f"{placement.local_size} ranks of this machine were started, and more than one of "
+            "them has the same GPU. Start as many as there are GPUs; if a scheduler gives each "
+            "rank its own, look at CUDA_VISIBLE_DEVICES in each of them."
+        ) from error
 
 
 @contextlib.contextmanager

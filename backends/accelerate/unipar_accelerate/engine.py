@@ -23,6 +23,7 @@ from unipar.engine import (
     build_optimizer,
     check_divisible,
     keep_scale_on_host,
+    keep_weights_in_place,
     refuse_changed_weights,
     refuse_inner_gradients,
     see_calls,
@@ -114,6 +115,7 @@ def prepare_shards(
     sum_shards(module)
     check_divisible(steps, "accelerate", world, AsDTensors(comes_first=False))
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    undo.append(keep_weights_in_place(module))
     # Of a shard what is changed stays changed; what a pass gathers is let go.
     undo.append(
         refuse_changed_weights(module, "accelerate", units, lambda weight: not is_dtensor(weight))

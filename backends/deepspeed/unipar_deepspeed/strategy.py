@@ -22,6 +22,7 @@ from unipar.engine import (
     checkpoint_activations,
     compile_modules,
     group_names,
+    keep_weights_in_place,
     offload_activations,
     refuse_changed_weights,
     refuse_inner_gradients,
@@ -198,6 +199,8 @@ class DeepSpeedStrategy(Strategy):
                 precision=precision,
                 undo=undo,
             )
+        # They are parts of ZeRO's flat partitions now.
+        undo.append(keep_weights_in_place(module))
         step_own_optimizer(deepspeed.zero, optimizer)
         swapped.align_gradients(deepspeed.zero)
         take_over = functools.partial(take_over_weights, deepspeed.zero)

@@ -32,6 +32,7 @@ from unipar.engine import (
     compile_modules,
     compute_in_float8,
     has_forward,
+    keep_weights_in_place,
     modules_of_classes,
     offload_activations,
     parallelize,
@@ -144,6 +145,7 @@ def prepare(
     give_values(module, weights, world, offloaded=options.cpu_offload)
     give_notes(module.named_parameters(), notes)
     if sharded:
+        undo.append(keep_weights_in_place(module))
         parts = [*holders, *units, module]
         undo.append(refuse_changed_weights(module, name, parts, is_copy))
         undo += refuse_uses_outside(module, options.strategy)

@@ -15,7 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from unipar.engine import Undo, refuse_changed_weights, refuse_inner_gradients, see_calls
+from unipar.engine import (
+    Undo,
+    keep_weights_in_place,
+    refuse_changed_weights,
+    refuse_inner_gradients,
+    see_calls,
+)
 from unipar.engine.sharded import discard_gradients, refuse_uses_outside
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
@@ -63,6 +69,8 @@ def shard_stage(stage: Stage, spec: EngineSpec, world: World, options: MeshOptio
 def watch_weights(stage: Stage) -> list[Undo]:
     """Refuse what FSDP would lose of a stage: changes of gathered weights, gradients of shards.
 
+    Recurrent layers leave weights where FSDP gathers them.
+
     What blocks write into their inputs it keeps.
 
     Args:
@@ -75,7 +83,8 @@ def watch_weights(stage: Stage) -> list[Undo]:
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     changed = refuse_changed_weights(module, _STRATEGY, parts, is_copy)
     outside = refuse_uses_outside(module, _STRATEGY)
-    return [changed, *outside, *see_calls(module, _STRATEGY)]
+    in_place = keep_weights_in_place(module)
+    return [in_place, changed, *outside, *see_calls(module, _STRATEGY)]
 
 
 def reduce_in(every: bool, stage: Stage, last: bool) -> None:

@@ -336,25 +336,31 @@ def test_a_gradient_from_before_a_parameter_was_the_optimizers_is_refused() -> N
 # -- losses --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("held", "device"), [(0, "cpu"), (512, "auto")])
-def test_gloo_joins_cpus_unless_something_is_on_a_gpu(
-    held: int, device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("gpu", "moves"), [(True, True), (False, False)])
+def test_what_gloo_joins_may_compute_on_gpus_where_there_are_any(
+    gpu: bool, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from unipar.compat import run
     from unipar.compat.native import calls
 
-    asked: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    # What a GPU can do was asked for, and CUDA has begun for it.
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: held)
+    asked: list[Any] = []
+
+    def join(placement: Placement, *, may_move: bool) -> Any:
+        asked.append((placement.device_type, may_move))
+        return types.SimpleNamespace(leave=lambda: None)
+
+    own = run.Run()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(run, "join", join)
     monkeypatch.setattr(calls, "detect", lambda: object())
     monkeypatch.setattr(calls, "adoption", types.SimpleNamespace(aware=False))
-    current = types.SimpleNamespace(
-        placement=lambda device, timeout: asked.append(device), world=lambda: None
-    )
-    monkeypatch.setattr(calls, "current", current)
+    monkeypatch.setattr(calls, "current", own)
     calls.init_process_group("gloo")
-    assert asked == [device]
+    assert asked == [("cpu", moves)]
+    # It is the model that decides.
+    assert own.device_type({}) == ("cuda" if gpu else "cpu")
+    assert own.device_type({"device": "cpu"}) == "cpu"
+    own.close()
 
 
 @pytest.mark.parametrize(

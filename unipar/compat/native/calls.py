@@ -38,14 +38,10 @@ def init_process_group(
     adoption.aware = True
     if detect() is None:
         _describe(init_method or "env://", world_size, rank, store)
-    # What gloo joins may be CPUs on a machine with GPUs.
-    current.placement("cpu" if backend == "gloo" and not _on_gpus() else "auto", timeout)
-    current.world()
-
-
-def _on_gpus() -> bool:
-    # Not whether CUDA has begun: to ask what a GPU can do begins it.
-    return torch.cuda.is_available() and torch.cuda.memory_allocated() > 0
+    # What gloo joins may be CPUs on a machine with GPUs, or GPUs.
+    gloo = backend == "gloo"
+    current.placement("cpu" if gloo else "auto", timeout)
+    current.world(may_move=gloo)
 
 
 def _describe(init_method: str, world_size: int, rank: int, store: Any) -> None:

@@ -83,6 +83,18 @@ def accumulates(kit: Kit) -> None:
     kit.check(run, scenario)
 
 
+@case_also_at(in_brief=False)
+def trains_recurrent_layers(kit: Kit) -> None:
+    """Layers that move their weights on a GPU compute with those that the last step has left."""
+    able = kit.capabilities
+    if able.pipeline or kit.layout.cp > 1:
+        # Their models are made of blocks alone, or compute on parts of a sequence.
+        return
+    scenario = replace(PLAIN, model=models.Recurrent, num_steps=AN_EPOCH_AND_MORE)
+    (run,) = kit.train(scenario)
+    kit.check(run, scenario)
+
+
 @case
 def drops_by_sample(kit: Kit) -> None:
     """Dropout that draws for each sample draws what the hand-written loop draws for all of them."""

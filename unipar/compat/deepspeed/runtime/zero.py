@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from unipar.compat.deepspeed_names import ZERO_MODULE
@@ -18,10 +19,12 @@ from unipar.compat.run import current
 from unipar.errors import ConfigError
 
 
-class Init(contextlib.nullcontext[None]):
+class Init(contextlib.AbstractContextManager[None]):
     """A block in which models are built, each rank the whole of it: the strategy divides it later.
 
-    Arguments are DeepSpeed's, and mean nothing.
+    They are built on the host, and are not to fit on a GPU. Random numbers are the GPU's where
+    the run computes on one, as DeepSpeed's are, which builds there. Arguments are DeepSpeed's, and
+    but for ``enabled`` mean nothing.
     """
 
     def __init__(
@@ -43,7 +46,66 @@ class Init(contextlib.nullcontext[None]):
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
+        self._enabled = enabled
+        self._drawing = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._drawing.enter_context(_drawing())
+
+    def __exit__(self, *error: Any) -> None:
+        self._drawing.close()
+
+
+def _drawing() -> contextlib.AbstractContextManager[Any]:
+    """Random numbers are those of the device that the run computes on."""
+    if current.placement().device_type == "cuda":
+        return _Drawing(current.device())
+    return contextlib.nullcontext()
+
+
+class _Drawing(TorchFunctionMode):
+    """Fills tensors on the host with random numbers of a device's generator.
+
+    Args:
+        device: whose.
+    """
+
+    FILLS: ClassVar = frozenset(
+        {
+            torch.Tensor.bernoulli_,
+            torch.Tensor.cauchy_,
+            torch.Tensor.exponential_,
+            torch.Tensor.geometric_,
+            torch.Tensor.log_normal_,
+            torch.Tensor.normal_,
+            torch.Tensor.random_,
+            torch.Tensor.uniform_,
+            # These ask for modes as a whole, and what they call is not seen.
+            nn.init.kaiming_uniform_,
+            nn.init.normal_,
+            nn.init.uniform_,
+        }
+    )
+    CREATES: ClassVar = frozenset({torch.rand, torch.randn, torch.randint, torch.randperm})
+
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if func in self.CREATES and kwargs.get("device") is None:
+            return func(*args, **kwargs, device=self.device).cpu()
+        if func not in self.FILLS:
+            return func(*args, **kwargs)
+        filled, *more = args or (kwargs.pop("tensor"),)
+        if not filled.is_cpu:
+            return func(filled, *more, **kwargs)
+        with torch.no_grad():
+            return filled.copy_(func(torch.empty_like(filled, device=self.device), *more, **kwargs))
 
 
 class GatheredParameters:
@@ -74,6 +136,9 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         session = current.session
+        if session is None:
+            # What Init has built is on the host.
+            self._undo.enter_context(_drawing())
         if session is None or not session.capabilities.sharded:
             return
         divided = "parameters" in session.capabilities.sharded
