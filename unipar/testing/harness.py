@@ -17,6 +17,7 @@ from unipar.strategy import Engine, StepResult, Strategy
 from unipar.testing.reference import Trace
 from unipar.testing.scenarios import Scenario
 from unipar.utils.garbage_collection import no_collection
+from unipar.utils.torch_versions import exact_products
 from unipar.world import Placement, World
 
 
@@ -81,7 +82,9 @@ def on_strategy(
     with no_collection():
         world = strategy.setup(placement)
     try:
-        return fn(strategy, world, *args)
+        # What is compared with a CPU's is computed in fp32.
+        with exact_products():
+            return fn(strategy, world, *args)
     finally:
         strategy.teardown()
         world.leave()

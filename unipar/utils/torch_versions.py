@@ -103,17 +103,21 @@ def precisions_kept(module: Any) -> list[tuple[Any, str]]:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Leave TF32 out on GPUs, whatever the run allows."""
+    """Leave TF32 out on GPUs, whatever the run allows, also where PyTorch has it by default."""
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     # torch 2.9 has the first of these names, and does not mix it with the second.
-    products = torch.backends.cuda.matmul
-    newer = hasattr(products, "fp32_precision")
-    name, exact = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
-    before = getattr(products, name)
-    setattr(products, name, exact)
+    if hasattr(products, "fp32_precision"):
+        name, exact, places = "fp32_precision", "ieee", (products, cudnn.conv, cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        name, exact, places = "allow_tf32", False, (products, cudnn)
+    before = [getattr(place, name) for place in places]
+    for place in places:
+        setattr(place, name, exact)
     try:
         yield
     finally:
-        setattr(products, name, before)
+        for place, value in zip(places, before, strict=True):
+            setattr(place, name, value)
 
 
 def actions_within(action: Any) -> tuple[Any, ...]:
