@@ -80,8 +80,12 @@ def test_a_script_for_one_device_trains_the_same_on_two(program: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_one_field_changes_what_runs_a_migrated_script() -> None:
-    program = "ddp/functions"
+@pytest.mark.parametrize(
+    ("program", "strategy"),
+    # Of the second PyTorch's scaler multiplies the loss, and ZeRO's does so again, by 1.
+    [("ddp/functions", "fsdp"), ("torch/amp", "zero1")],
+)
+def test_one_field_changes_what_runs_a_migrated_script(program: str, strategy: str) -> None:
     migrations = migrate_files(files_of(program), settings=settings_of(program))
     main = migrations[main_of(program)]
     proof = verify(
@@ -91,7 +95,7 @@ def test_one_field_changes_what_runs_a_migrated_script() -> None:
         yaml.safe_dump(dict(main.config)),
         launcher=main.launcher,
         timeout=180,
-        environ={"UNIPAR_STRATEGY": "fsdp"},
+        environ={"UNIPAR_STRATEGY": strategy},
     )
     assert proof.difference <= 1e-5
 

@@ -121,10 +121,12 @@ def _note_scale(owner, name, factor):
     scale = getattr(owner, name)
 
     def noting(self, given):
+        # One framework may hand another a loss that it has scaled.
+        before = _scale_of(getattr(given, "grad_fn", None))
         found = scale(self, given)
         for one in found if isinstance(found, (list, tuple)) else (found,):
             if getattr(one, "grad_fn", None) is not None and one is not given:
-                one.grad_fn.metadata[_SCALE] = factor(self)
+                one.grad_fn.metadata[_SCALE] = factor(self) * before
         return found
 
     setattr(owner, name, noting)
