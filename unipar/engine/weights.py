@@ -72,13 +72,15 @@ def refuse_changed_weights(
         units: the modules whose parameters are gathered for their forward passes.
         is_copy: whether a parameter, as it is during such a pass, is a copy that is let go.
         between_passes: whether to refuse changes outside of forward passes, too: for a framework
-            that never changes, in PyTorch's count, what it leaves in a module.
+            that never changes, in PyTorch's count, what it leaves in a module. It may let go of
+            weights and gather them again, elsewhere, during a pass.
 
     Returns:
         What takes the refusal back.
     """
     watches = [_EveryPass(model, strategy, is_copy, between_passes)]
-    watches += [_SomePasses(unit, model, strategy, is_copy) for unit in units]
+    stays = not between_passes
+    watches += [_SomePasses(unit, model, strategy, is_copy, stays) for unit in units]
 
     def stop() -> None:
         for watch in watches:
@@ -160,8 +162,18 @@ class _SomePasses(_Watch):
     A momentum encoder begins as a copy, which its first change leaves as it is.
     """
 
-    _number = 0
-    _seen: dict[nn.Parameter, tuple[int, int, torch.Tensor]]
+    def __init__(
+        self,
+        module: nn.Module,
+        model: nn.Module,
+        strategy: str,
+        is_copy: Callable[[nn.Parameter], bool],
+        stays: bool,
+    ) -> None:
+        self._place = _place if stays else _anywhere
+        self._number = 0
+        self._seen: dict[nn.Parameter, tuple[int, int, torch.Tensor]] = {}
+        super().__init__(module, model, strategy, is_copy)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         # What is computed again in a backward pass has to be the same operations.
@@ -169,7 +181,7 @@ class _SomePasses(_Watch):
         self._number += not again
         looks = not again and self._number & (self._number - 1) == 0
         copies = self._copies() if looks else ()
-        self._seen = {p: (p.numel(), _place(p), _sum(p)) for p in copies}
+        self._seen = {p: (p.numel(), self._place(p), _sum(p)) for p in copies}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # What has grown is gathered for a module within this one.
@@ -183,7 +195,7 @@ class _SomePasses(_Watch):
                 [
                     p
                     for p, place, equal in zip(before, places, same, strict=True)
-                    if not equal or place != _place(p)
+                    if not equal or place != self._place(p)
                 ]
             )
 
@@ -202,6 +214,10 @@ def _held(parameter: nn.Parameter) -> torch.Tensor:
 
 def _place(parameter: nn.Parameter) -> int:
     return _held(parameter).data_ptr()
+
+
+def _anywhere(parameter: nn.Parameter) -> int:
+    return 0
 
 
 def _sum(parameter: nn.Parameter) -> torch.Tensor:
