@@ -94,7 +94,7 @@ def test_fp32_equals_the_plain_loop(strategy: str) -> None:
     assert sharded is ("fsdp" in strategy)
 
 
-@pytest.mark.parametrize("strategy", ["accelerate", FSDP])
+@pytest.mark.parametrize("strategy", ["accelerate", FSDP, f"{FSDP},cpu_offload=true"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_stays_as_near_as_autocast(strategy: str, precision: Precision) -> None:
     found, world, engine = prepared(strategy, precision)
