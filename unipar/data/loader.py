@@ -98,9 +98,12 @@ class Loader:
         if source.num_samples is not None:
             check_size(source.num_samples, global_batch_size, source)
         if isinstance(data, DataLoader) and data_rank == 0:
-            log.info(
+            # One with a generator was meant to be shuffled by that.
+            log.log(
+                logging.WARNING if data.generator is not None and self._shuffle else logging.INFO,
                 "a DataLoader was given: its dataset, collate function and workers are kept; "
-                "unipar decides the order and the batches, which must not depend on the devices"
+                "unipar decides the order, by seed, and the batches, neither of which may depend "
+                "on the devices",
             )
 
     # -- what it is ------------------------------------------------------------------------------

@@ -115,6 +115,15 @@ def test_a_data_loader_keeps_its_parts_and_not_its_order(caplog: pytest.LogCaptu
     assert num_samples_of(data) == 8
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_generator_that_does_not_shuffle_is_a_warning(
+    shuffle: bool, caplog: pytest.LogCaptureFixture
+):
+    data = DataLoader(Numbers(8), batch_size=4, shuffle=shuffle, generator=torch.Generator())
+    Loader(data, global_batch_size=4)
+    assert ("the order, by seed" in caplog.text) is shuffle
+
+
 def test_a_data_loader_without_shuffling_keeps_the_order():
     data = DataLoader(Numbers(6), batch_size=2)
     seen = [batch.microbatches[0].data.tolist() for batch in Loader(data, global_batch_size=3)]
