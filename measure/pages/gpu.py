@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def bench(record: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def failures(record: dict[str, Any]) -> str:
     """What failed, by name."""
     failed = [test for found in record["suites"].values() for test in found["failed"]]
+    # The kit's by strategy, ranks and case.
+    failed = [re.sub(r".*::test_conformance\[(.*)\]", r"\1", test) for test in failed]
     return f"Failed: {', '.join(f'`{test}`' for test in failed)}." if failed else ""
 
 

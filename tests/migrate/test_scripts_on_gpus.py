@@ -39,7 +39,7 @@ PROGRAMS = [
     "migrate/corpus/torch/chars",
     "compat/corpus/torch/nanogpt.py",
 ]
-HALF = ("ddp/accumulation", "fsdp/accumulation", "torch/amp", "nanogpt.py")
+HALF = ("ddp/accumulation", "fsdp/accumulation", "nanogpt.py")
 """They compute in half precision, where sums in another order are rounded otherwise."""
 ORTHOGONAL = "compat/corpus/deepspeed/divided.py"
 """Its weights are made orthogonal, by another library on a GPU than on the host."""

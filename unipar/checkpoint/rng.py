@@ -100,7 +100,8 @@ def restore(state: State) -> None:
     random.setstate(state.for_python())
     np.random.set_state(state.for_numpy())
     torch.set_rng_state(_tensor(state.torch))
-    if state.cuda and torch.cuda.is_available():
+    # A run on CPUs has no use for it, and would begin to use a GPU.
+    if state.cuda and torch.cuda.is_initialized():
         try:
             torch.cuda.set_rng_state(_tensor(state.cuda))
         except (RuntimeError, TypeError) as error:

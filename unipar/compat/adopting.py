@@ -213,9 +213,17 @@ class Adoption:
             return current.session
         asked = dict(self.asked)
         first = next(module.parameters())
-        if first.device.type == "cpu":
+        # FSDP moves a model to GPUs itself.
+        if first.device.type == "cpu" and not self.gathers:
             asked["device"] = "cpu"
         kind = current.device_type(asked)
+        own = replace(current.placement(), device_type=kind).device
+        if first.is_cuda and own.type == "cuda" and first.device != own:
+            raise ConfigError(
+                f"the model is on {first.device}, and rank {current.placement().rank} computes on "
+                f"{own}, by its local rank. Put the model there, or let CUDA_VISIBLE_DEVICES name "
+                "the GPUs that are to be used, in order of local ranks."
+            )
         if torch.is_autocast_enabled(kind):
             asked["precision"] = PRECISIONS[torch.get_autocast_dtype(kind)]
         if isinstance(asked.get("strategy"), dict) and current.placement().size == 1:
@@ -425,8 +433,10 @@ def start() -> None:
     """See optimizers, modules and losses from now on, until :func:`stop`."""
     place = detect()
     if place is not None and place.size > 1 and torch.cuda.is_available():
-        # A script that knows nothing of ranks says "cuda".
-        torch.cuda.set_device(replace(place, device_type="cuda").device)
+        # A script that knows nothing of ranks says "cuda". There may be fewer, for a run on CPUs.
+        own = replace(place, device_type="cuda").device
+        if own.index < torch.cuda.device_count():
+            torch.cuda.set_device(own)
     hooks.put(adoption)
 
 

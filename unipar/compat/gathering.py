@@ -177,7 +177,7 @@ def gather(states: Iterable[TensorState], world: World, *, kept: bool) -> dict[s
     found: dict[str, torch.Tensor] = {}
     for index, state in enumerate(listed):
         own = dict(zip(state.boxes, state.read(), strict=True))
-        whole = torch.empty(state.shape, dtype=state.dtype) if kept else None
+        whole = torch.empty(state.shape, dtype=state.dtype, device="cpu") if kept else None
         owners: dict[Any, int] = {}
         for rank, boxes in enumerate(held):
             for box in boxes[index]:

@@ -102,12 +102,13 @@ class Run:
 
         Args:
             may_move: whether a session may compute on GPUs where they are joined on CPUs, as what
-                gloo joins may; it shows where the script puts its model.
+                gloo joins may. Where the script's model is decides.
         """
         if self.session is not None:
             return self.session.world
         if self._world is None:
-            self._may_move = may_move and torch.cuda.is_available()
+            on_cpu = self.placement().device_type == "cpu"
+            self._may_move = may_move and on_cpu and torch.cuda.is_available()
             with own_randomness(self.device()):
                 self._world = join(self.placement(), may_move=self._may_move)
             atexit.register(self.close)
@@ -170,18 +171,19 @@ class Run:
                 )
             return self.session
         config = self._settled(asked)
+        kind = resolve_device_type(config.device)
         if self._world is None:
             self._placement = None
-        elif (kind := resolve_device_type(config.device)) != self.placement().device_type:
-            if not self._may_move:
-                raise ConfigError(
-                    f"the processes are joined on {self.placement().device_type} already, and the "
-                    f"run is asked for device={config.device!r}. Say so before the first "
-                    "collective, as in PartialState(cpu=True). Or set device in unipar.yaml."
-                )
-            self._placement = replace(self.placement(), device_type=kind)
-            with own_randomness(self.device()):
-                self._world = self._world.on(self._placement)
+        elif self._may_move:
+            self._move(self._world, kind)
+        elif kind != self.placement().device_type:
+            raise ConfigError(
+                f"the processes are joined on {self.placement().device_type} already, and the run "
+                f"is asked for device={config.device!r}. Say so before the first collective, as in "
+                "PartialState(cpu=True) or init_process_group('gloo'). Or set device in "
+                "unipar.yaml."
+            )
+        self._may_move = False
         place = self.placement(config.device, timedelta(seconds=config.timeout))
         if config.strategy == "auto":
             config = config.model_copy(update={"strategy": "ddp" if place.size > 1 else "single"})
@@ -202,6 +204,26 @@ class Run:
         self.session, self.config, self._asked = session, config, dict(asked)
         self._undo = explain_uncaught(session)
         return session
+
+    def _move(self, world: World, kind: str) -> None:
+        """Compute on GPUs, if that is where models are, after all have joined on CPUs. Collective.
+
+        Args:
+            world: the joined processes.
+            kind: where this rank's model is.
+        """
+        kinds = world.gather(kind)
+        if len({*kinds}) > 1:
+            raise ConfigError(
+                "models are not all on the same kind of device: "
+                + ", ".join(f"that of rank {rank} on {one}" for rank, one in enumerate(kinds))
+                + ". Put each rank's model on its own GPU, or set device in unipar.yaml."
+            )
+        place = replace(self.placement(), device_type=kind)
+        if place != self.placement():
+            with own_randomness(place.device):
+                self._world = world.on(place)
+            self._placement = place
 
     def close(self) -> None:
         """End the run, if there is one. Another may follow."""

@@ -15,7 +15,10 @@ REPLACED: dict[str, tuple[str, str]] = {
     "torch.nn.utils": (f"{_NATIVE}.calls", "clip_grad_norm_ clip_grad_value_"),
     "torch.nn.utils.clip_grad": (f"{_NATIVE}.calls", "clip_grad_norm_ clip_grad_value_"),
     "torch.optim.lr_scheduler": (f"{_NATIVE}.scheduling", "ReduceLROnPlateau"),
-    "torch.distributed": (f"{_NATIVE}.calls", "destroy_process_group init_process_group"),
+    "torch.distributed": (
+        f"{_NATIVE}.calls",
+        "destroy_process_group get_backend init_process_group",
+    ),
     "torch.distributed.optim": (f"{_NATIVE}.wrappers", "ZeroRedundancyOptimizer"),
     "torch.distributed.algorithms.join": (f"{_NATIVE}.wrappers", "Join"),
     "torch.distributed.checkpoint.state_dict": (

@@ -184,6 +184,9 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _try(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> Seen | str:
     """Run a trial; what it has come to, or how it failed."""
     devices = {sample.device.index for sample in samples if sample.device.type == "cuda"}
+    if torch.cuda.is_initialized():
+        # Seeding is of this one, too, where all samples are on the host.
+        devices.add(torch.cuda.current_device())
     with torch.random.fork_rng(sorted(devices)):
         torch.manual_seed(0)
         try:
@@ -228,9 +231,10 @@ def _steps(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> 
 def _values(sample: _Sample, step: int) -> torch.Tensor:
     """Numbers whose size depends on where in the tensor they are, and otherwise in each step."""
     generator = torch.Generator().manual_seed(1000 * step + sample.number)
-    values = torch.randn(sample.shape, generator=generator)
+    # Not on what a user's script has made torch's default device.
+    values = torch.randn(sample.shape, generator=generator, device="cpu")
     for dim, size in enumerate(sample.shape):
-        slope = torch.linspace(-1.5, 1.5, size).exp()
+        slope = torch.linspace(-1.5, 1.5, size, device="cpu").exp()
         others = (1,) * (len(sample.shape) - dim - 1)
         values *= (slope if step % 2 else slope.flip(0)).view(-1, *others)
     values *= 4.0 ** ((sample.number % 3 - 1) * (1 if step % 2 else -1))

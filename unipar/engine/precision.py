@@ -33,7 +33,8 @@ def keep_scale_on_host(scaler: GradScaler) -> None:
     Args:
         scaler: not used yet, for it keeps its scale on the device of what it scales first.
     """
-    scaler.scale(torch.ones(()))
+    # Not on what a script has made torch's default device.
+    scaler.scale(torch.ones((), device="cpu"))
 
 
 class PrecisionPolicy:

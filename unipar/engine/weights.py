@@ -39,17 +39,14 @@ def keep_weights_in_place(module: nn.Module) -> Callable[[], None]:
         # Its advice is to call flatten_parameters.
         warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous")
     for layer in layers:
-        layer.__dict__["flatten_parameters"] = _leave_alone
+        # To call it does nothing, and copies and files of the layer need nothing of this package.
+        layer.__dict__["flatten_parameters"] = type(None)
 
     def undo() -> None:
         for layer in layers:
             layer.__dict__.pop("flatten_parameters", None)
 
     return undo
-
-
-def _leave_alone() -> None:
-    pass
 
 
 def refuse_changed_weights(
@@ -59,6 +56,7 @@ def refuse_changed_weights(
     is_copy: Callable[[nn.Parameter], bool] = lambda parameter: True,
     *,
     between_passes: bool = False,
+    stays: bool = True,
 ) -> Callable[[], None]:
     """Refuse a forward pass after which a gathered weight is another.
 
@@ -72,14 +70,13 @@ def refuse_changed_weights(
         units: the modules whose parameters are gathered for their forward passes.
         is_copy: whether a parameter, as it is during such a pass, is a copy that is let go.
         between_passes: whether to refuse changes outside of forward passes, too: for a framework
-            that never changes, in PyTorch's count, what it leaves in a module. It may let go of
-            weights and gather them again, elsewhere, during a pass.
+            that never changes, in PyTorch's count, what it leaves in a module.
+        stays: whether a weight lies where it is for as long as it is gathered.
 
     Returns:
         What takes the refusal back.
     """
     watches = [_EveryPass(model, strategy, is_copy, between_passes)]
-    stays = not between_passes
     watches += [_SomePasses(unit, model, strategy, is_copy, stays) for unit in units]
 
     def stop() -> None:
@@ -170,8 +167,7 @@ class _SomePasses(_Watch):
         is_copy: Callable[[nn.Parameter], bool],
         stays: bool,
     ) -> None:
-        self._place = _place if stays else _anywhere
-        self._number = 0
+        self._stays, self._number = stays, 0
         self._seen: dict[nn.Parameter, tuple[int, int, torch.Tensor]] = {}
         super().__init__(module, model, strategy, is_copy)
 
@@ -181,7 +177,7 @@ class _SomePasses(_Watch):
         self._number += not again
         looks = not again and self._number & (self._number - 1) == 0
         copies = self._copies() if looks else ()
-        self._seen = {p: (p.numel(), self._place(p), _sum(p)) for p in copies}
+        self._seen = {p: (p.numel(), _place(p), _sum(p)) for p in copies}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # What has grown is gathered for a module within this one.
@@ -195,7 +191,7 @@ class _SomePasses(_Watch):
                 [
                     p
                     for p, place, equal in zip(before, places, same, strict=True)
-                    if not equal or place != self._place(p)
+                    if not equal or (self._stays and place != _place(p))
                 ]
             )
 
@@ -214,10 +210,6 @@ def _held(parameter: nn.Parameter) -> torch.Tensor:
 
 def _place(parameter: nn.Parameter) -> int:
     return _held(parameter).data_ptr()
-
-
-def _anywhere(parameter: nn.Parameter) -> int:
-    return 0
 
 
 def _sum(parameter: nn.Parameter) -> torch.Tensor:

@@ -207,7 +207,8 @@ class Kit:
     def rounding(self, scenario: Scenario, *, whole: bool = False) -> Difference:
         """How far rounding takes the reference from fp32.
 
-        It computes on the device that the strategy computes on, with weights as the strategy's.
+        What is rounded is computed where the strategy computes, with weights as the strategy's;
+        what it is compared with, in fp32, on a CPU, as a strategy's run is.
         """
         exact = reference_trace(replace(scenario, precision="fp32"))
         rounding = Difference()

@@ -6,12 +6,15 @@ from typing import Any
 
 import torch
 
+from unipar.utils.torch_versions import precision_of_fp32, set_precision_of_fp32
+
 
 def torch_settings() -> dict[str, Any]:
     """What they are in this process."""
     return {
         "default_dtype": torch.get_default_dtype(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": _matmul_precision(),
+        "fp32": precision_of_fp32(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
@@ -21,11 +24,20 @@ def torch_settings() -> dict[str, Any]:
     }
 
 
+def _matmul_precision() -> str | None:
+    """``None`` where it is set by the names that torch has for it since 2.9."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
 def set_torch(settings: dict[str, Any]) -> None:
     """Set them as :func:`torch_settings` has found them elsewhere."""
     torch.set_default_dtype(settings["default_dtype"])
-    if settings["matmul_precision"] != torch.get_float32_matmul_precision():
+    if settings["matmul_precision"] not in (None, _matmul_precision()):
         torch.set_float32_matmul_precision(settings["matmul_precision"])
+    set_precision_of_fp32(settings["fp32"])
     if settings["deterministic"]:
         torch.use_deterministic_algorithms(True, warn_only=settings["deterministic_warn_only"])
     torch.backends.cudnn.benchmark = settings["cudnn_benchmark"]

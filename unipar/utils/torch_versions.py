@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 import sys
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
@@ -103,21 +104,47 @@ def precisions_kept(module: Any) -> list[tuple[Any, str]]:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Leave TF32 out on GPUs, whatever the run allows, also where PyTorch has it by default."""
-    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    """Leave TF32 out on GPUs, whatever the run allows, also where PyTorch has it by default.
+
+    Convolutions and recurrent layers keep it where it was set for one of them alone.
+    """
     # torch 2.9 has the first of these names, and does not mix it with the second.
-    if hasattr(products, "fp32_precision"):
-        name, exact, places = "fp32_precision", "ieee", (products, cudnn.conv, cudnn.rnn)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        name, exact, places = "allow_tf32", False, (products, cudnn)
-    before = [getattr(place, name) for place in places]
-    for place in places:
-        setattr(place, name, exact)
+    products: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    newer = hasattr(products, "fp32_precision")
+    name, exact = ("fp32_precision", "ieee") if newer else ("allow_tf32", False)
+    before, allowed = getattr(products, name), False
+    # It cannot be read where its two parts differ.
+    with contextlib.suppress(RuntimeError):
+        allowed = cudnn.allow_tf32
+    setattr(products, name, exact)
+    if allowed:
+        cudnn.allow_tf32 = False
     try:
         yield
     finally:
-        for place, value in zip(places, before, strict=True):
-            setattr(place, name, value)
+        setattr(products, name, before)
+        if allowed:
+            cudnn.allow_tf32 = True
+
+
+def precision_of_fp32() -> dict[str, Any]:
+    """Return how fp32 is computed on GPUs, by the names of torch's settings below ``backends``."""
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        # torch 2.9. Convolutions and recurrent layers are told apart, and from all others.
+        names = [f"{one}.fp32_precision" for one in ("cuda.matmul", "cudnn.conv", "cudnn.rnn")]
+    else:
+        names = [f"{one}.allow_tf32" for one in ("cuda.matmul", "cudnn")]
+    return {name: operator.attrgetter(name)(torch.backends) for name in names}
+
+
+def set_precision_of_fp32(settings: dict[str, Any]) -> None:
+    """Set what :func:`precision_of_fp32` has returned in another process, where it differs."""
+    own = precision_of_fp32()
+    for name, value in settings.items():
+        if value != own[name]:
+            where, _, last = name.rpartition(".")
+            setattr(operator.attrgetter(where)(torch.backends), last, value)
 
 
 def actions_within(action: Any) -> tuple[Any, ...]:

@@ -328,6 +328,7 @@ class World:
             dist.all_reduce(torch.zeros((), device=placement.device))
         world = World(placement, self.layout, owns_group=self._owns_group)
         self._owns_group = False
+        forget_meshes(self._meshes.values())
         return world
 
     def leave(self) -> None:

@@ -211,7 +211,10 @@ class DeepSpeedStrategy(Strategy):
                 check_loss = losses_of_output(module, self.name)
                 undo.append(check_loss.close)
             gathered = [m for m in module.modules() if [*m.parameters(recurse=False)]]
-            undo.append(refuse_changed_weights(module, "zero3", gathered, between_passes=True))
+            # It lets go of weights and gathers them again during a pass.
+            undo.append(
+                refuse_changed_weights(module, "zero3", gathered, between_passes=True, stays=False)
+            )
             undo.append(empty_outside(module, self.name))
         swapping = swapped.Swapping(deepspeed)
         refuse = options.unused_parameters == "refuse"

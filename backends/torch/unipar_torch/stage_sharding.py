@@ -67,9 +67,9 @@ def shard_stage(stage: Stage, spec: EngineSpec, world: World, options: MeshOptio
 
 
 def watch_weights(stage: Stage) -> list[Undo]:
-    """Refuse what FSDP would lose of a stage: changes of gathered weights, gradients of shards.
+    """Keep weights where FSDP gathers them, and refuse what it would lose of a stage.
 
-    Recurrent layers leave weights where FSDP gathers them.
+    That is changes of gathered weights, and gradients of shards.
 
     What blocks write into their inputs it keeps.
 

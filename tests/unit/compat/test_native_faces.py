@@ -408,3 +408,82 @@ def test_a_module_that_a_framework_has_hooked_is_not_pickled(
     with pytest.raises(ConfigError, match="strategy 'zero2' has hung functions on it") as refused:
         calls.save(model, tmp_path / "model.pt")
     assert "torch.save(model.state_dict(), …)" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "joined", "told"),
+    [
+        ("gloo", "cpu:gloo,cuda:nccl", "gloo"),
+        ("nccl", "cpu:gloo,cuda:nccl", "nccl"),
+        # It runs on CPUs, whatever it was written for.
+        ("nccl", "gloo", "gloo"),
+        (None, "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_a_script_finds_the_backend_that_it_has_asked_for(
+    asked: str | None, joined: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unipar.compat.native import calls
+
+    monkeypatch.setattr(calls._Asked, "backend", asked)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: joined)
+    face = importlib.import_module("unipar.compat.torch.distributed")
+    assert face.get_backend() == told
+    assert face.get_backend(object()) == joined
+
+
+@pytest.mark.parametrize(
+    ("wraps", "device"),
+    [
+        (lambda face, model: model, "cpu"),
+        # FSDP moves a model to the GPU itself.
+        (lambda face, model: face.fully_shard(model), None),
+        (lambda face, model: face.FullyShardedDataParallel(model, device_id=0), None),
+        (
+            lambda face, model: face.FullyShardedDataParallel(model, device_id=torch.device("cpu")),
+            "cpu",
+        ),
+        (
+            lambda face, model: face.fully_shard(
+                model, mesh=types.SimpleNamespace(device_type="cpu")
+            ),
+            "cpu",
+        ),
+    ],
+    ids=["plain", "fully_shard", "FSDP", "FSDP on a CPU", "mesh of CPUs"],
+)
+def test_where_a_model_on_the_host_is_trained(
+    wraps: Any, device: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unipar.compat import adopting
+    from unipar.compat.native import fsdp
+
+    own = adopting.Adoption()
+    own.aware = True
+    asked: dict[str, Any] = {}
+
+    class Opened(Exception):
+        pass
+
+    def opened(settings: dict[str, Any]) -> None:
+        asked.update(settings)
+        raise Opened
+
+    monkeypatch.setattr(fsdp, "adoption", own)
+    monkeypatch.setattr(adopting.current, "open", opened)
+    model = wraps(fsdp, nn.Linear(2, 2))
+    with pytest.raises(Opened):
+        own._open(model)
+    assert asked.get("device") == device
+
+
+def test_ranks_whose_models_are_on_unlike_devices_are_refused() -> None:
+    from unipar.compat import run
+
+    own = run.Run()
+    world = types.SimpleNamespace(gather=lambda kind: [kind, "cpu"])
+    own._placement = Placement(size=2, local_size=2)
+    with pytest.raises(ConfigError, match="that of rank 0 on cuda, that of rank 1 on cpu"):
+        own._move(world, "cuda")  # pyright: ignore[reportArgumentType]
+    own._move(world, "cpu")  # pyright: ignore[reportArgumentType]
+    assert own._placement.device_type == "cpu"

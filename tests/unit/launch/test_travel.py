@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -95,8 +98,8 @@ def test_torch_is_set_as_where_the_function_is_from() -> None:
         torch.autograd.set_detect_anomaly(True)
         asked = torch_settings()
         assert [key for key in asked if asked[key] != before[key]] == [
-            *("default_dtype", "matmul_precision", "deterministic", "deterministic_warn_only"),
-            *("cudnn_benchmark", "anomaly"),
+            *("default_dtype", "matmul_precision", "fp32", "deterministic"),
+            *("deterministic_warn_only", "cudnn_benchmark", "anomaly"),
         ]
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
@@ -109,3 +112,44 @@ def test_torch_is_set_as_where_the_function_is_from() -> None:
         torch.use_deterministic_algorithms(False)
         torch.autograd.set_detect_anomaly(False)
         set_torch(before)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "torch.backends.cudnn.allow_tf32 = False",
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
+        "torch.set_float32_matmul_precision('high')",
+    ],
+)
+def test_how_fp32_is_computed_on_gpus_travels(setting: str) -> None:
+    if "fp32_precision" in setting and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        setting = "torch.backends.cudnn.allow_tf32 = False"
+    # Torch does not let a process that has used one kind of name ask by the other.
+    there = run_python(f"""
+        import json, torch
+        from unipar.utils.torch_settings import set_torch, torch_settings
+        {setting}
+        found = torch_settings()
+        print(json.dumps({{**found, "default_dtype": None}}))
+    """)
+    here = run_python(f"""
+        import json, torch
+        from unipar.utils.torch_settings import set_torch, torch_settings
+        before = {{**torch_settings(), "default_dtype": None}}
+        told = json.loads({there!r})
+        assert told != before
+        set_torch({{**told, "default_dtype": torch.float32}})
+        print(json.dumps({{**torch_settings(), "default_dtype": None}}))
+    """)
+    assert here == there
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

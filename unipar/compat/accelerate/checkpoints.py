@@ -89,7 +89,7 @@ def load(place: Path, session: Session, schedulers: Sequence[Any], objects: Sequ
     path = find(place)
     session.load(path)
     # A file of the script's own, which may hold whatever its objects do.
-    state = torch.load(_beside(path), weights_only=True)
+    state = torch.load(_beside(path), map_location="cpu", weights_only=True)
     for what, own in zip(_HOLDS, (schedulers, objects), strict=True):
         if len(own) != len(state[what]):
             raise CheckpointError(

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed.fsdp as real
 from torch import nn
 
@@ -56,7 +57,8 @@ def fully_shard(
     if isinstance(offload_policy, real.CPUOffloadPolicy):
         found["cpu_offload"] = True
     for one in module if isinstance(module, (list, tuple)) else [module]:
-        _taken(one, FSDPModule, found, getattr(mp_policy, "param_dtype", None), options)
+        half = getattr(mp_policy, "param_dtype", None)
+        _taken(one, FSDPModule, found, half, getattr(mesh, "device_type", None), options)
     return module
 
 
@@ -88,7 +90,10 @@ class FullyShardedDataParallel:
             found |= {"cpu_offload": True}
         refused = {"process_group": process_group, **options}
         half = getattr(mixed_precision, "param_dtype", None)
-        return _taken(module, FullyShardedDataParallel, found, half, refused)
+        where = getattr(options.get("device_mesh"), "device_type", None)
+        if isinstance(options.get("device_id"), (str, torch.device)):
+            where = torch.device(options["device_id"]).type
+        return _taken(module, FullyShardedDataParallel, found, half, where, refused)
 
     # It is called on the module, which is complete.
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -158,7 +163,11 @@ class FullyShardedDataParallel:
         )
 
 
-def _taken(module: Any, kind: type, found: dict[str, Any], half: Any, options: Any) -> Any:
+def _taken(
+    module: Any, kind: type, found: dict[str, Any], half: Any, where: str | None, options: Any
+) -> Any:
+    if where == "cpu":
+        adoption.ask(device="cpu")
     for name in _REFUSED:
         if options.get(name) is not None:
             raise ConfigError(f"FSDP's {name} has no counterpart here. Leave it out.")

@@ -115,7 +115,8 @@ def load_optimizer(optimizer: BoostedOptimizer, path: Path, world: World) -> Non
             state, groups = found["state"], found["param_groups"]
         else:
             state = {int(number): values for number, values in found.items()}
-            groups = torch.load(_directory(path) / told["param_groups"], weights_only=True)
+            file = _directory(path) / told["param_groups"]
+            groups = torch.load(file, map_location="cpu", weights_only=True)
         if max((number for one in groups for number in one["params"]), default=-1) >= len(names):
             raise CheckpointError(
                 f"{path} is of an optimizer of more parameters than the {len(names)} of this one."

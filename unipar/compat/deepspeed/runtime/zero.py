@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from unipar.compat.deepspeed_names import ZERO_MODULE
 from unipar.compat.gathering import gather
@@ -22,8 +24,8 @@ from unipar.errors import ConfigError
 class Init(contextlib.AbstractContextManager[None]):
     """A block in which models are built, each rank the whole of it: the strategy divides it later.
 
-    They are built on the host, and are not to fit on a GPU. Random numbers are the GPU's where
-    the run computes on one, as DeepSpeed's are, which builds there. Arguments are DeepSpeed's, and
+    They are built on the host, and need not fit on a GPU. Where the run computes on one, weights
+    are drawn by its generator, as by DeepSpeed, which builds there. Arguments are DeepSpeed's, and
     but for ``enabled`` mean nothing.
     """
 
@@ -50,25 +52,36 @@ class Init(contextlib.AbstractContextManager[None]):
         self._drawing = contextlib.ExitStack()
 
     def __enter__(self) -> None:
-        if self._enabled:
-            self._drawing.enter_context(_drawing())
+        if self._enabled and _on_gpu():
+            self._drawing.enter_context(_Drawing(current.device()))
+            seen = register_module_parameter_registration_hook(_note_built)
+            self._drawing.callback(seen.remove)
 
     def __exit__(self, *error: Any) -> None:
         self._drawing.close()
 
 
-def _drawing() -> contextlib.AbstractContextManager[Any]:
-    """Random numbers are those of the device that the run computes on."""
-    if current.placement().device_type == "cuda":
-        return _Drawing(current.device())
-    return contextlib.nullcontext()
+_built = WeakTensorKeyDictionary()
+"""Parameters of models that were built in a block of :class:`Init` for a GPU."""
+
+
+def _note_built(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if parameter is not None:
+        _built[parameter] = True
+
+
+def _on_gpu() -> bool:
+    return current.placement().device_type == "cuda"
 
 
 class _Drawing(TorchFunctionMode):
-    """Fills tensors on the host with random numbers of a device's generator.
+    """Draws random numbers for tensors on the host where DeepSpeed would have them on a device.
+
+    That is of what it has patched torch to create there, ``randn`` among it, and not ``rand``
+    (DeepSpeed 0.19, zero/partition_parameters.py, ``_add_tensor_creation_wrappers``).
 
     Args:
-        device: whose.
+        device: whose generator draws.
     """
 
     FILLS: ClassVar = frozenset(
@@ -87,7 +100,7 @@ class _Drawing(TorchFunctionMode):
             nn.init.uniform_,
         }
     )
-    CREATES: ClassVar = frozenset({torch.rand, torch.randn, torch.randint, torch.randperm})
+    LIKE: ClassVar = frozenset({torch.rand_like, torch.randint_like, torch.randn_like})
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -95,12 +108,19 @@ class _Drawing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if kwargs.get("generator") is not None:
+        drawn = func in self.FILLS or func in self.LIKE or func is torch.randn
+        told = any(kwargs.get(name) is not None for name in ("generator", "device", "out"))
+        if told or not drawn:
             return func(*args, **kwargs)
-        if func in self.CREATES and kwargs.get("device") is None:
-            return func(*args, **kwargs, device=self.device).cpu()
-        if func not in self.FILLS:
-            return func(*args, **kwargs)
+        if func is torch.randn:
+            if not torch.empty(0).is_cpu:
+                # The script has another default.
+                return func(*args, **kwargs)
+            learns = kwargs.pop("requires_grad", False)
+            return func(*args, **kwargs, device=self.device).cpu().requires_grad_(learns)
+        if func in self.LIKE:
+            like, *more = args
+            return func(like.to(self.device), *more, **kwargs).to(like.device)
         filled, *more = args or (kwargs.pop("tensor"),)
         if not filled.is_cpu:
             return func(filled, *more, **kwargs)
@@ -132,13 +152,14 @@ class GatheredParameters:
     ) -> None:
         self.params = [params] if isinstance(params, torch.Tensor) else list(params)
         self.modifier_rank = modifier_rank if enabled else None
+        self._enabled = enabled
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         session = current.session
-        if session is None:
-            # What Init has built is on the host.
-            self._undo.enter_context(_drawing())
+        if session is None and self._enabled and any(one in _built for one in self.params):
+            # They are on the host.
+            self._undo.enter_context(_Drawing(current.device()))
         if session is None or not session.capabilities.sharded:
             return
         divided = "parameters" in session.capabilities.sharded
