@@ -285,7 +285,11 @@ class StepEngine(Engine):
         """
         if self._check_loss is not None:
             self._check_loss(loss)
-        self.average.add(loss.detach(), weight, count)
+        kept = loss.detach()
+        if self.spec.compile and not last:
+            # A CUDA graph writes what it gives into the same memory in its next pass.
+            kept = kept.clone()
+        self.average.add(kept, weight, count)
         if last:
             self.average.start(self._fingerprint() if self._compares else 0)
         # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
