@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from unipar.compat.runconfig import ScriptConfig, file_beside_script, read_config
 from unipar.errors import ConfigError
@@ -108,7 +109,8 @@ class Run:
             return self.session.world
         if self._world is None:
             on_cpu = self.placement().device_type == "cpu"
-            self._may_move = may_move and on_cpu and torch.cuda.is_available()
+            gpus = torch.cuda.is_available() and dist.is_nccl_available()
+            self._may_move = may_move and on_cpu and gpus
             with own_randomness(self.device()):
                 self._world = join(self.placement(), may_move=self._may_move)
             atexit.register(self.close)

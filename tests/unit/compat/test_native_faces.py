@@ -351,6 +351,7 @@ def test_what_gloo_joins_may_compute_on_gpus_where_there_are_any(
 
     own = run.Run()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(run, "join", join)
     monkeypatch.setattr(calls, "detect", lambda: object())
     monkeypatch.setattr(calls, "adoption", types.SimpleNamespace(aware=False))
