@@ -27,6 +27,7 @@ from unipar.compat.optimizers import trained_by
 from unipar.compat.parts import Parts, warn_of_parts
 from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current
+from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError
@@ -261,6 +262,9 @@ class Adoption:
                 return again(*args, **kwargs)
         model.__dict__["wrapped"] = self.through
         kind = model.world.device.type
+        if self.gathers and kind != "cpu":
+            # As FSDP does, of which a script may make use.
+            args, kwargs = move_to((args, kwargs), model.world.device)
         under = torch.is_autocast_enabled(kind)
         half = current.config is not None and current.config.precision != "fp32"
         if under != half and self.scripts_precision and torch.is_grad_enabled() and model.learns:

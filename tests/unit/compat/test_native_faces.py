@@ -488,3 +488,24 @@ def test_ranks_whose_models_are_on_unlike_devices_are_refused() -> None:
         own._move(world, "cuda")  # pyright: ignore[reportArgumentType]
     own._move(world, "cpu")  # pyright: ignore[reportArgumentType]
     assert own._placement.device_type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("wrap", "moved"),
+    [
+        (lambda face, model: face.DistributedDataParallel(model, device_ids=[0]), True),
+        (lambda face, model: face.DistributedDataParallel(model), False),
+        (lambda face, model: face.DataParallel(model), True),
+    ],
+    ids=["device_ids", "DDP", "DataParallel"],
+)
+def test_inputs_go_to_the_device_where_the_wrapper_takes_them_there(wrap: Any, moved: bool) -> None:
+    from unipar.compat.native import wrappers
+
+    class Told(nn.Linear):
+        def forward(self, input: Any) -> Any:
+            return input["x"].device.type
+
+    model = wrap(wrappers, Told(2, 2, device="meta"))
+    assert model({"x": torch.ones(2)}) == ("meta" if moved else "cpu")
+    assert wrap(wrappers, Told(2, 2))({"x": torch.ones(2)}) == "cpu"

@@ -10,6 +10,7 @@ from torch import nn
 
 from unipar.compat.adopting import adoption
 from unipar.compat.run import current
+from unipar.data import move_to
 from unipar.engine import broadcast_tensors
 from unipar.errors import ConfigError
 from unipar.state import is_dtensor
@@ -25,6 +26,7 @@ class _Wrapper(nn.Module):
     """A module of which the parameters are called ``module.…``."""
 
     _unipar_passes = True
+    _moves_inputs = False
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -32,6 +34,8 @@ class _Wrapper(nn.Module):
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._moves_inputs and (device := next(self.module.parameters()).device).type != "cpu":
+            args, kwargs = move_to((args, kwargs), device)
         with adoption.wrapping():
             return self.module(*args, **kwargs)
 
@@ -70,7 +74,8 @@ class DistributedDataParallel(_Wrapper):
         asked = {name: value for name, value in options.items() if name in _OPTIONS}
         adoption.ask(strategy={**_ddp(), **asked})
         self.require_backward_grad_sync = True
-        self.device_ids = device_ids
+        # As DDP does, of which a script may make use.
+        self.device_ids, self._moves_inputs = device_ids, bool(device_ids)
 
     @property
     def device(self) -> torch.device:
@@ -92,6 +97,8 @@ class DistributedDataParallel(_Wrapper):
 
 class DataParallel(_Wrapper):
     """torch's for several GPUs in one process, which are a process each here."""
+
+    _moves_inputs = True
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module)
