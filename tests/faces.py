@@ -39,26 +39,23 @@ def by_accelerate(model: nn.Module, strategy: Any = None) -> tuple[Any, Step]:
     """The prepared model, which SGD trains, and what steps by a loss of it."""
     accelerator = Accelerator(strategy=strategy)
     prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-
-    def step(loss: torch.Tensor) -> None:
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return prepared, step
+    return prepared, _step_by(accelerator.backward, optimizer)
 
 
 def by_fabric(model: nn.Module, strategy: Any = "auto") -> tuple[Any, Step]:
     """Likewise."""
     fabric = Fabric(strategy=strategy)
     prepared, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    return prepared, _step_by(fabric.backward, optimizer)
 
+
+def _step_by(backward: Step, optimizer: Any) -> Step:
     def step(loss: torch.Tensor) -> None:
-        fabric.backward(loss)
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
-    return prepared, step
+    return step
 
 
 def by_deepspeed(model: nn.Module, strategy: Any = None) -> tuple[Any, Step]:

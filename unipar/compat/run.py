@@ -37,11 +37,13 @@ class Run:
     Attributes:
         config: its settings, once a session is open.
         session: the open one.
+        backend: what the script has asked its processes to be joined by, if it has.
     """
 
     def __init__(self) -> None:
         self.config: ScriptConfig | None = None
         self.session: Session | None = None
+        self.backend: str | None = None
         self._asked: dict[str, Any] = {}
         self._world: World | None = None
         self._placement: Placement | None = None

@@ -8,8 +8,9 @@ them, and nothing tells.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -76,8 +77,8 @@ def refuse_changed_weights(
     Returns:
         What takes the refusal back.
     """
-    watches = [_EveryPass(model, strategy, is_copy, between_passes)]
-    watches += [_SomePasses(unit, model, strategy, is_copy, stays) for unit in units]
+    rules = _Rules(model, strategy, is_copy, between_passes, stays)
+    watches = [_EveryPass(model, rules), *(_SomePasses(unit, rules) for unit in units)]
 
     def stop() -> None:
         for watch in watches:
@@ -86,18 +87,21 @@ def refuse_changed_weights(
     return stop
 
 
+class _Rules(NamedTuple):
+    """What :func:`refuse_changed_weights` was given of the whole model."""
+
+    model: nn.Module
+    strategy: str
+    is_copy: Callable[[nn.Parameter], bool]
+    between_passes: bool
+    stays: bool
+
+
 class _Watch:
     """Looks at a module's parameters before and after a forward pass."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        model: nn.Module,
-        strategy: str,
-        is_copy: Callable[[nn.Parameter], bool],
-    ) -> None:
-        self._module, self._model = module, model
-        self._strategy, self._is_copy = strategy, is_copy
+    def __init__(self, module: nn.Module, rules: _Rules) -> None:
+        self._module, self._rules = module, rules
         enter: Any = torch.compiler.disable(self.enter)
         leave: Any = torch.compiler.disable(self.leave)
         self._handles = [
@@ -117,31 +121,22 @@ class _Watch:
             self._handles.pop().remove()
 
     def _copies(self) -> Iterator[nn.Parameter]:
-        return filter(self._is_copy, self._module.parameters())
+        return filter(self._rules.is_copy, self._module.parameters())
 
     def _refuse(self, changed: Collection[nn.Parameter]) -> None:
         if changed:
             ids = {id(parameter) for parameter in changed}
-            names = [name for name, p in self._model.named_parameters() if id(p) in ids]
-            raise _refusal(self._strategy, names)
+            names = [name for name, p in self._rules.model.named_parameters() if id(p) in ids]
+            raise _refusal(self._rules.strategy, names)
 
 
 class _EveryPass(_Watch):
     """By PyTorch's count of changes in place."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        strategy: str,
-        is_copy: Callable[[nn.Parameter], bool],
-        between_passes: bool,
-    ) -> None:
-        self._between_passes = between_passes
-        self._counts: dict[nn.Parameter, int] = {}
-        super().__init__(model, model, strategy, is_copy)
+    _counts: Mapping[nn.Parameter, int] = MappingProxyType({})
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if self._between_passes:
+        if self._rules.between_passes:
             self._compare()
         self._counts = {p: _changes(p) for p in self._copies()}
 
@@ -159,17 +154,8 @@ class _SomePasses(_Watch):
     A momentum encoder begins as a copy, which its first change leaves as it is.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        model: nn.Module,
-        strategy: str,
-        is_copy: Callable[[nn.Parameter], bool],
-        stays: bool,
-    ) -> None:
-        self._stays, self._number = stays, 0
-        self._seen: dict[nn.Parameter, tuple[int, int, torch.Tensor]] = {}
-        super().__init__(module, model, strategy, is_copy)
+    _number = 0
+    _seen: dict[nn.Parameter, tuple[int, int, torch.Tensor]]
 
     def enter(self, module: nn.Module, args: Any) -> None:
         # What is computed again in a backward pass has to be the same operations.
@@ -191,7 +177,7 @@ class _SomePasses(_Watch):
                 [
                     p
                     for p, place, equal in zip(before, places, same, strict=True)
-                    if not equal or (self._stays and place != _place(p))
+                    if not equal or (self._rules.stays and place != _place(p))
                 ]
             )
 

@@ -426,7 +426,7 @@ def test_a_script_finds_the_backend_that_it_has_asked_for(
 ) -> None:
     from unipar.compat.native import calls
 
-    monkeypatch.setattr(calls._Asked, "backend", asked)
+    monkeypatch.setattr(calls.current, "backend", asked)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group=None: joined)
     face = importlib.import_module("unipar.compat.torch.distributed")
     assert face.get_backend() == told

@@ -42,21 +42,15 @@ def init_process_group(
     gloo = backend == "gloo"
     current.placement("cpu" if gloo else "auto", timeout)
     current.world(may_move=gloo)
-    _Asked.backend = backend
-
-
-class _Asked:
-    """How the script has joined its processes."""
-
-    backend: str | None = None
+    current.backend = backend
 
 
 def get_backend(group: Any = None) -> str:
     """What the script has asked for, of the two that run side by side where there are GPUs."""
     found = dist.get_backend(group)
     whole = group is None or group is dist.group.WORLD
-    asked = _Asked.backend
-    return asked if whole and asked and asked in ("gloo", "nccl") and ":" in found else found
+    asked = current.backend
+    return asked if whole and asked in ("gloo", "nccl") and ":" in found else found
 
 
 def _describe(init_method: str, world_size: int, rank: int, store: Any) -> None:
