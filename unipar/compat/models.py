@@ -212,7 +212,8 @@ class PreparedModel(nn.Module):
         if self.training_by is not None and "parameters" in self._session.capabilities.sharded:
             raise ConfigError(
                 f"strategy '{self._session.strategy.name}' divides the model among ranks, so its "
-                f"state_dict() here is only a part. Call {self.calls.whole}, on all ranks."
+                f"state_dict() here is only a part. Call {self.calls.whole}, on all "
+                "ranks, so outside of any 'if rank == 0'."
             )
         return self.module.state_dict(*args, **kwargs)
 
@@ -290,7 +291,8 @@ def _guard(module: nn.Module, session: Session, calls: Calls) -> None:
             return
         raise ConfigError(
             f"strategy '{name}' divides the model among ranks, so {calls.unwrap}.state_dict() here "
-            f"is only a part. Call {calls.whole}, on all ranks."
+            f"is only a part. Call {calls.whole}, on all ranks, so outside of any 'if rank "
+            "== 0'."
         )
 
     def refuse_weights(*args: Any) -> None:

@@ -18,9 +18,6 @@ from pydantic import (
     Discriminator,
     Field,
     FieldSerializationInfo,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
     SerializeAsAny,
     Tag,
     ValidationError,
@@ -55,6 +52,7 @@ from unipar.strategy.registry import as_mapping
 from unipar.utils.devices import device_range
 from unipar.utils.documents import Document, KeyPath, read_document
 from unipar.utils.matmul_precision import MatmulPrecision
+from unipar.utils.numbers import NonNegativeInt, PositiveFloat, PositiveInt
 from unipar.utils.signals import GRACE_PERIOD
 from unipar.utils.urls import URL
 from unipar.utils.validation import check_plain, config_error

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
-from pydantic import PositiveFloat, PositiveInt
 
 from unipar import launch
 from unipar.callbacks import Callback, RunInfo, RunResult, StepRecord
@@ -38,6 +37,7 @@ from unipar.launchers.task import Task
 from unipar.strategy import Availability
 from unipar.utils.devices import DeviceChoice, DeviceRange
 from unipar.utils.environ import environ
+from unipar.utils.numbers import PositiveFloat, PositiveInt
 
 log = logging.getLogger("unipar.launch")
 

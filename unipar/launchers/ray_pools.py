@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, PositiveInt, field_validator
+from pydantic import BaseModel, field_validator
 
 from unipar.errors import ConfigError
+from unipar.utils.numbers import PositiveInt
 
 
 class RayPool(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, field_validator
 
 from unipar.errors import ConfigError
 from unipar.launch.entry import REFUSED
@@ -23,6 +23,7 @@ from unipar.launchers.slurm_job import SlurmHandle
 from unipar.launchers.task import Task
 from unipar.strategy import Availability
 from unipar.utils.logs import logging_to_terminal
+from unipar.utils.numbers import NonNegativeInt, PositiveInt
 
 _COMMANDS = ("sbatch", "srun", "scontrol", "scancel")
 # For the processes to leave, and the batch script to queue the job again, after the grace period.

@@ -316,7 +316,7 @@ class _Launch:
 
     def _check(self, job: Job, planned: preflight.Plan) -> Loader:
         check_objects(job)
-        _check_metrics(job)
+        _check_evaluation(job)
         resolve_loggers(job.loggers)
         if isinstance(job.model, nn.Module):
             check_choice(job.optimizer, job.model)
@@ -376,12 +376,18 @@ def _here(job: Job, placement: Placement) -> RunResult:
     return result
 
 
-def _check_metrics(job: Job) -> None:
-    if job.metrics and job.eval_data is None:
-        raise ConfigError(
-            f"metrics ({', '.join(job.metrics)}) are computed on eval_data, and there is none. "
-            "Give eval_data, or leave metrics out."
-        )
+def _check_evaluation(job: Job) -> None:
+    if job.eval_data is None:
+        if job.metrics:
+            raise ConfigError(
+                f"metrics ({', '.join(job.metrics)}) are computed on eval_data, and there is none. "
+                "Give eval_data, or leave metrics out."
+            )
+        if job.config.eval_every is not None:
+            raise ConfigError(
+                f"eval_every is {job.config.eval_every}, and there is no eval_data to evaluate on. "
+                "Give eval_data, or leave eval_every out."
+            )
     settings = job.config.checkpoint
     if isinstance(settings, CheckpointConfig) and settings.keep_best is not None:
         job.check_evaluates(settings.keep_best.metric, "checkpoint.keep_best")

@@ -208,6 +208,11 @@ def test_metrics_without_data_to_compute_them_on_are_refused(run: Any) -> None:
         run(None, data(), metrics={"accuracy": lambda p, t: torch.zeros(())})
 
 
+def test_evaluations_without_data_are_refused(run: Any) -> None:
+    with pytest.raises(ConfigError, match="eval_every is 2, and there is no eval_data"):
+        run(None, data(), eval_every=2)
+
+
 class Confused:
     """A metric that accumulates, and ends as several numbers."""
 

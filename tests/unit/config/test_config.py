@@ -123,6 +123,8 @@ def test_module_classes_are_kept_by_name() -> None:
         ({"checkpoint": False, "resume": "auto"}, "nothing to resume from"),
         ({"precision": "bf61"}, r"'bf61' was given\. Allowed: 'fp32', .*Did you mean 'bf16'\?"),
         ({"devices": 0}, r"devices: 0 was given\. Allowed: a whole number above 0, 'auto'"),
+        ({"global_batch_size": True}, "global_batch_size: a number is needed, and true is none"),
+        ({"checkpoint": {"keep_last": True}}, "keep_last: a number is needed"),
         ({"micro_batch_size": 1.5}, r"1\.5 was given.*'auto' or null"),
         ({"on_nan": "explode"}, "Allowed: 'raise', 'skip' or 'ignore'"),
         ({"checkpoint": {"keep_lst": 1}}, r"'checkpoint\.keep_lst'\. Did you mean 'keep_last'\?"),

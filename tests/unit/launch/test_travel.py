@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
@@ -114,37 +115,57 @@ def test_torch_is_set_as_where_the_function_is_from() -> None:
         set_torch(before)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "torch.backends.cudnn.allow_tf32 = False",
-        "torch.backends.cuda.matmul.allow_tf32 = True",
+SETTINGS_OF_FP32 = [
+    "torch.backends.cudnn.allow_tf32 = False",
+    "torch.backends.cuda.matmul.allow_tf32 = True",
+    "torch.set_float32_matmul_precision('high')",
+]
+if hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+    SETTINGS_OF_FP32 += [
         "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
         "torch.backends.cudnn.conv.fp32_precision = 'ieee'",
-        "torch.set_float32_matmul_precision('high')",
-    ],
-)
-def test_how_fp32_is_computed_on_gpus_travels(setting: str) -> None:
-    if "fp32_precision" in setting and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        setting = "torch.backends.cudnn.allow_tf32 = False"
-    # Torch does not let a process that has used one kind of name ask by the other.
-    there = run_python(f"""
-        import json, torch
+    ]
+
+
+@pytest.fixture(scope="module")
+def travelled() -> dict[str, list[dict[str, Any]]]:
+    """What torch is set to before a setting, after it, and where that has travelled to."""
+    # Torch does not let a process that has used one kind of name ask by the other; a forked one
+    # imports nothing again.
+    return json.loads(
+        run_python(f"""
+        import json, multiprocessing, torch
         from unipar.utils.torch_settings import set_torch, torch_settings
-        {setting}
-        found = torch_settings()
-        print(json.dumps({{**found, "default_dtype": None}}))
+
+        def settings():
+            return {{**torch_settings(), "default_dtype": None}}
+
+        def after(setting, told):
+            if told is not None:
+                set_torch({{**told, "default_dtype": torch.float32}})
+            exec(setting)
+            return settings()
+
+        def forked(setting, told=None):
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                return pool.apply(after, (setting, told))
+
+        found = {{}}
+        for setting in {SETTINGS_OF_FP32!r}:
+            told = forked(setting)
+            found[setting] = [forked(""), told, forked("", told)]
+        print(json.dumps(found))
     """)
-    here = run_python(f"""
-        import json, torch
-        from unipar.utils.torch_settings import set_torch, torch_settings
-        before = {{**torch_settings(), "default_dtype": None}}
-        told = json.loads({there!r})
-        assert told != before
-        set_torch({{**told, "default_dtype": torch.float32}})
-        print(json.dumps({{**torch_settings(), "default_dtype": None}}))
-    """)
-    assert here == there
+    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS_OF_FP32)
+def test_how_fp32_is_computed_on_gpus_travels(
+    setting: str, travelled: dict[str, list[dict[str, Any]]]
+) -> None:
+    before, told, there = travelled[setting]
+    assert told != before
+    assert there == told
 
 
 def run_python(code: str) -> str:
