@@ -29,7 +29,8 @@ REFUSED = {
     (name, "zero2"): "strategy 'zero2' holds one model in a session" for name in ("gan", "kfold")
 } | {
     ("functions", "fsdp"): "strategy 'fsdp' divides the model among ranks, so its state_dict() "
-    "here is only a part. Call fabric.save(path, {'model': model}), on all ranks, so outside of any 'if rank == 0'.",
+    "here is only a part. Call fabric.save(path, {'model': model}), on all ranks, "
+    "so outside of any 'if rank == 0'.",
     ("gan", "fsdp"): "'fsdp' divides the model among ranks, so model.module.state_dict() here",
     ("trainer", "zero2"): "no rank has used 'unused.weight', 'unused.bias' in this step",
 }
