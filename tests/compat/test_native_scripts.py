@@ -228,12 +228,57 @@ def test_what_a_loss_is_made_of_is_read_as_that_of_whole_batches_after_its_backw
         for start, name in ((PYTHON, "plain.py"), (TORCHRUN, "train.py"))
     )  # fmt: skip
     assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
-    told = {line.partition(" reads a figure of a training")[0] for line in both.stderr.splitlines()}
-    assert told == {"train.py:22"}
+    first, *said = both.stderr.splitlines()
+    assert "no ranks of its own" in first
+    assert "what is counted by them, as total += loss.item() * len(x), are of a part" in first
+    assert {line.partition(" reads a figure of a training")[0] for line in said} == {"train.py:22"}
     wanted = [line for line in alone.stdout.splitlines() if "largest" not in line]
     assert {line.split()[-1] for line in wanted} == {"True", "False"}
     found = [line for line in both.stdout.splitlines() if "largest" not in line]
     assert sorted(found) == sorted(wanted + [f"1{line[1:]}" for line in wanted])
+
+
+TOGETHER = """\
+import unipar.compat.torch as torch
+from unipar.compat.torch import nn
+from unipar.compat.torch.utils.data import DataLoader, TensorDataset
+from unipar.errors import ConfigError
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(60, 3), torch.randn(60, 1))
+model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+compiled = torch.compile(model, backend="eager")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = [
+    lambda x, y: (compiled(x) - y).square().mean(),
+    lambda x, y: (compiled(0.7 * x + 0.3 * x.flip(0)) - y).square().mean(),
+    lambda x, y: (compiled(x) - y / y.abs().max()).square().mean(),
+    lambda x, y: (compiled(x) - compiled(x).detach().mean(0)).square().mean(),
+    lambda x, y: (compiled(x) - y.take(torch.arange(len(y)))[:, None]).square().mean(),
+]
+for (x, y), loss in zip(DataLoader(data, batch_size=10), losses):
+    optimizer.zero_grad()
+    try:
+        loss(x, y).backward()
+        optimizer.step()
+    except ConfigError as error:
+        print(f"refused {' '.join(str(error).split())}\\n", end="", flush=True)
+"""
+
+
+def test_what_sets_the_samples_of_a_part_in_relation_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TOGETHER)
+    done = subprocess.run(
+        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
+        check=False, env={**os.environ, "UNIPAR_STRATEGY": "ddp", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("refused") == 6
+    for how in ("(flip in train.py:13)", "(max in train.py:14)", "(sub in train.py:15)"):
+        assert done.stdout.count(f"compares the samples of a batch with each other {how}") == 2
+    assert "not known whether it compares the samples of a batch with each other (take in" in (
+        " ".join(done.stderr.split())
+    )
 
 
 STATISTICS = """\

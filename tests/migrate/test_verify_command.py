@@ -36,8 +36,9 @@ def script(tmp_path: Path) -> Path:
 def test_verify_runs_both_and_says_whether_they_agree(
     script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["migrate", str(script), "--verify", "--steps", "5"]) == 0
+    assert main(["migrate", str(script), "--verify", "--steps", "5", "--processes", "2"]) == 0
     said = capsys.readouterr().out
+    assert "The migrated script ran on 2 processes, the original on one." in said
     assert "largest relative difference 0 (up to 1e-05 is rounding): the runs agree" in said
     assert said.count("\n   0 ") == 5
 

@@ -21,7 +21,7 @@ Framework = Literal[
     "auto", "torch", "ddp", "fsdp", "horovod", "deepspeed", "accelerate", "colossalai", "fabric"
 ]
 REFUSED, REMAINS, DIFFERS = 2, 1, 1
-STEPS, PROCESSES = 20, 2
+STEPS = 20
 
 
 def migrate(
@@ -68,8 +68,9 @@ def migrate(
         args: the script's command line, for these three.
         script: which of several files is run, likewise.
         steps: backward passes to compare, 20 unless given; those of the record with --against.
-        processes: processes of a script that a launcher starts, 2 unless given; likewise. Refused
-            for a script that starts its own processes, or runs as one.
+        processes: processes of a script that a launcher starts, 2 unless given; likewise. With
+            --verify of a script that runs as one process, how many the migrated one has. Refused
+            for a script that starts its own.
     """
     given = [name for name, one in (("--in-place", in_place), ("--output", output)) if one]
     proofs = [name for name, one in (("--verify", verify), ("--record", record),
@@ -133,9 +134,17 @@ def _check_installed() -> None:
 
 def _main_file(
     program: Program, migrations: Mapping[str, Migration], script: str | None,
-    processes: int | None,
+    processes: int | None, *, recorded: bool,
 ) -> tuple[str, Migration]:  # fmt: skip
-    """The file that is run, and a migration that says how."""
+    """The file that is run, and a migration that says how.
+
+    Args:
+        program: that is migrated.
+        migrations: of its files.
+        script: the file, if it is given.
+        processes: likewise.
+        recorded: whether losses of the script as it is are read from a file, or written to one.
+    """
     if script is None and len(migrations) > 1:
         raise ConfigError(
             "several files were given: say which one is run, as in --script train.py. "
@@ -145,7 +154,7 @@ def _main_file(
     if name not in migrations:
         raise ConfigError(f"there is no {name} in {program.root}: {', '.join(migrations)}.")
     main = next(one for one in migrations.values() if one.changed)
-    if processes is not None and main.launcher == "python":
+    if recorded and processes is not None and main.launcher == "python":
         raise ConfigError(
             f"--processes has no effect on {name}: no launcher starts it, so it alone says how "
             "many processes it has. Leave --processes out, and give what the script reads: "
@@ -159,8 +168,9 @@ def _record(
     args: str | None, steps: int | None, processes: int | None,
 ) -> None:  # fmt: skip
     from unipar.migrate import records
+    from unipar.migrate.verify import PROCESSES
 
-    name, main = _main_file(program, migrations, script, processes)
+    name, main = _main_file(program, migrations, script, processes, recorded=True)
     found = records.record(
         program.root,
         name,
@@ -183,7 +193,7 @@ def _prove(
     from unipar.migrate.verify import verify
     from unipar.migrate.writing import config_text
 
-    name, main = _main_file(program, migrations, script, processes)
+    name, main = _main_file(program, migrations, script, processes, recorded=against is not None)
     arguments = None if args is None else shlex.split(args)
     migrated = {path: one.code for path, one in migrations.items()}
     config = config_text(main)
@@ -202,7 +212,7 @@ def _prove(
             launcher=main.launcher,
             arguments=arguments or (),
             steps=STEPS if steps is None else steps,
-            processes=PROCESSES if processes is None else processes,
+            processes=processes,
         )
     print(losses(proof))
     return proof

@@ -27,6 +27,7 @@ from unipar.compat.optimizers import trained_by
 from unipar.compat.parts import Parts, warn_of_parts
 from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current
+from unipar.compat.sample_flow import SampleFlow
 from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES
 from unipar.engine.inner import in_backward_pass
@@ -54,6 +55,7 @@ class Adoption:
         sums: optimizers that step by the sum over ranks, and not by the mean.
         own_buffers: optimizers whose models have each rank's own batch statistics.
         parts: of batches, which a rank has where the script knows nothing of ranks.
+        flow: of samples of such a part through what the script computes.
         inside: whether what is called now is called by an engine.
         through: whether a model is called through the wrapper that the script has put around it.
         gathers: whether the script takes state dicts on all ranks, as under FSDP.
@@ -72,6 +74,7 @@ class Adoption:
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
         self.own_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
         self.parts = Parts()
+        self.flow = SampleFlow(lambda: self.inside or in_backward_pass())
         self._pending: list[weakref.ref[Optimizer]] = []
         self._trained: list[weakref.ref[AdoptedOptimizer]] = []
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -152,8 +155,8 @@ class Adoption:
                 "Wrap it: DistributedDataParallel(model), or hvd.DistributedOptimizer(optimizer)."
             )
         session = self._open(module)
-        if not self.aware and session.world.data_size > 1:
-            warn_of_parts(module)
+        if not self.aware and session.world.data_size > 1 and session.world.is_main:
+            warn_of_parts(module, session.world.data_size)
         self._names += 1
         name = "model" if "model" not in session.engines else f"model{self._names}"
         if self.synchronized and not getattr(session.strategy.options, "sync_batchnorm", False):
@@ -261,6 +264,8 @@ class Adoption:
             if again is not None:
                 return again(*args, **kwargs)
         model.__dict__["wrapped"] = self.through
+        if torch.is_grad_enabled() and model.learns:
+            self._check_flow((args, kwargs), f"what {type(model.module).__name__} is given")
         kind = model.world.device.type
         if self.gathers and kind != "cpu":
             # As FSDP does, of which a script may make use.
@@ -282,6 +287,7 @@ class Adoption:
         if torch.is_grad_enabled() and not self.aware:
             self.parts.uses += model.learns
             self.parts.note(model.module, output, (args, kwargs))
+            self.flow.computed(output, (args, kwargs), self.parts.samples)
         return output
 
     def backward(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
@@ -315,6 +321,7 @@ class Adoption:
                 "nothing else. Add losses, and call backward once."
             )
         size = one.world.data_size
+        self._check_flow(loss, "this loss", reduced=False)
         with self.engine_calls():
             if size > 1 and not self.aware:
                 loss = self.parts.weigh(loss, one.world)
@@ -323,6 +330,28 @@ class Adoption:
                 likely_last=self.sums_in_backward and not self.accumulates,
             )
         return True
+
+    def _check_flow(self, values: Any, what: str, *, reduced: bool = True) -> None:
+        """Refuse what is computed of samples in relation to each other, of which a rank has some.
+
+        Raises:
+            ConfigError: it is known to be.
+        """
+        found = self.flow.coupled(values, reduced=reduced) if self.flow.follows else None
+        if found is None:
+            return
+        if found.known:
+            raise ConfigError(
+                f"{what} compares the samples of a batch with each other ({found.how}), and each "
+                "rank has a part of the batch: what it would be of the whole batch cannot be told. "
+                "Run on one process, or divide data yourself, with DistributedDataParallel."
+            )
+        self.parts.tell(
+            "%s is computed by an operation of which it is not known whether it compares the "
+            "samples of a batch with each other (%s), and each rank has a part of the batch: if "
+            "it does, results are not those of one process.",
+            what, found.how,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -424,9 +453,13 @@ class _While:
     def __enter__(self) -> None:
         self._before = getattr(self._of, self._name)
         setattr(self._of, self._name, True)
+        # Compilers leave alone what is followed.
+        self._paused = self._name == "inside" and self._of.flow.pause()
 
     def __exit__(self, *error: Any) -> None:
         setattr(self._of, self._name, self._before)
+        if self._paused:
+            self._of.flow.go_on()
 
 
 _NOTHING = contextlib.nullcontext()
@@ -453,6 +486,7 @@ def stop() -> None:
 def close() -> None:
     """End the run; what is built afterwards is of another."""
     current.close()
+    adoption.flow.end()
     adoption.__init__()
     hooks.watch(False)
     reading.remove()

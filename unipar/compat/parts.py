@@ -53,6 +53,12 @@ class Parts:
         """Whether the batch that was read last is a part."""
         return bool(self._read) and self._read[-1] is not None and self._read[-1][1] > 0
 
+    @property
+    def samples(self) -> int:
+        """How many of the batch that was read last this rank has; 0 where it is a whole one."""
+        part = self._read[-1] if self._read else None
+        return part[0] if part is not None and part[1] else 0
+
     def read(self, part: Part) -> None:
         """A batch was read; a whole one is noted once others were not."""
         if self._read or (part is not None and part[1]):
@@ -206,9 +212,15 @@ class Parts:
             share_buffers(module, world)
 
 
-def warn_of_parts(module: nn.Module) -> None:
-    """Say what of a module sees a part of a batch alone, and so does other than on one process."""
+def warn_of_parts(module: nn.Module, ranks: int) -> None:
+    """Say what is of a part of a batch alone, and so other than on one process."""
     name = type(module).__name__
+    log.warning(
+        "this script has no ranks of its own, so each of %d has a part of every training batch. A "
+        "loss is read as that of the whole batch; sizes (len(x), x.size(0)) and what is counted "
+        "by them, as total += loss.item() * len(x), are of a part.",
+        ranks,
+    )
     if any(isinstance(one, _BATCH_NORMS) and one.training for one in module.modules()):
         log.warning(
             "%s has batch norms: in training each rank normalizes by its part of a batch, so "

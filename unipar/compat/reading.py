@@ -49,13 +49,20 @@ def _reading(name: str, read: Callable[[torch.Tensor, bool], torch.Tensor]) -> A
     return method
 
 
-def line() -> str:
-    """The line that reads, if it is none of torch's own."""
+def line(*, through_torch: bool = False) -> str:
+    """The line that reads, if it is none of torch's own.
+
+    Args:
+        through_torch: whether what torch does there is what a line of the script has it do.
+    """
     frame: Any = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
         # Formatting a tensor reads it there.
         if not file.startswith(_UNIPAR) and file != _TENSOR:
-            return "" if file.startswith(_TORCH) else f"{Path(file).name}:{frame.f_lineno}"
+            if not file.startswith(_TORCH):
+                return f"{Path(file).name}:{frame.f_lineno}"
+            if not through_torch:
+                return ""
         frame = frame.f_back
     return ""

@@ -70,10 +70,10 @@ REFUSED = Table(
     Row("loss.backward()", "refused",
         "After optimizer.step() without optimizer.zero_grad(), under such a strategy: PyTorch "
         "would add to the gradients of the last step."),
-    Row("loss.sum()/n sqrt(loss) out.std(0) out@out.t()", "refused",
-        "In a script that knows nothing of ranks, on several, where its graph shows it: what is "
-        "neither a mean over samples nor a sum, or compares samples of a batch, cannot be told "
-        "from a part of it. Take loss.mean(), or the sum alone."),
+    Row("loss.sum()/n sqrt(loss) out.std(0) x-x.mean(0) x.flip(0) out@out.t()", "refused",
+        "In a script that knows nothing of ranks, on several: what is neither a mean over samples "
+        "nor a sum, or compares samples of a batch, cannot be told from a part of it. Take "
+        "loss.mean(), or the sum alone; or run on one process."),
     Row("DataLoader(…)", "refused",
         "In such a script: of a loader that is read to its end while no model is trained, each "
         "rank has had a part. Read it under torch.no_grad(), or after model.eval()."),

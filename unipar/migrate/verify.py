@@ -25,6 +25,8 @@ from unipar.utils.scratch import scratch
 
 TOLERANCE = 1e-5
 """Relative difference up to which losses agree: what summing in another order makes in fp32."""
+PROCESSES = 2
+"""How many a launcher starts, unless it is told."""
 _MOST_BYTES = 200 * 2**20
 
 
@@ -104,7 +106,7 @@ def verify(
     launcher: str,
     arguments: Sequence[str] = (),
     steps: int = 20,
-    processes: int = 2,
+    processes: int | None = None,
     seed: int = 0,
     timeout: float = 600.0,
     environ: Mapping[str, str] | None = None,
@@ -121,21 +123,37 @@ def verify(
         launcher: what starts the script: a name among :data:`unipar.migrate.launchers.LAUNCHERS`.
         arguments: its command line.
         steps: backward passes to compare.
-        processes: how many, where the launcher starts several.
+        processes: how many, where the launcher starts several; 2 unless given. Of a script that
+            runs as one process, how many the migrated one has, beside that: what is compared is
+            then the mean of their losses.
         seed: of the generators, in both.
         timeout: seconds for each run.
         environ: more variables for the migrated run.
 
     Raises:
         ConfigError: a run fails or computes no loss, or no loss of either is a number other than
-            zero.
+            zero; or several processes are asked for of a script that starts them itself.
     """
     where = {"arguments": arguments, "steps": steps, "seed": seed, "timeout": timeout}
-    start = command(launcher, processes)
+    start = command(launcher, processes or PROCESSES)
     original = losses_of(root, script, {}, start, name="original", **where)
     files = with_config(script, migrated, config)
-    proof = Proof(original, losses_of(root, script, files, start, environ=environ, **where))
-    return checked(proof)
+    if launcher != "python" or processes in (None, 1):
+        return checked(
+            Proof(original, losses_of(root, script, files, start, environ=environ, **where))
+        )
+    if len(original) > 1:
+        raise ConfigError(
+            f"{script} starts its own processes, so it alone says how many it has. Leave "
+            "--processes out, and give what the script reads: --args '...'."
+        )
+    start = command("torchrun", processes)
+    ranks = losses_of(root, script, files, start, environ=environ, **where)
+    about = f"The migrated script ran on {len(ranks)} processes, the original on one."
+    if len({len(losses) for losses in ranks.values()}) > 1:
+        return Proof(original, ranks, about=about)
+    means = [sum(losses) / len(ranks) for losses in zip(*ranks.values(), strict=True)]
+    return checked(Proof(original, {0: means}, about=about))
 
 
 def with_config(script: str, migrated: Mapping[str, str], config: str) -> dict[str, str]:

@@ -65,7 +65,9 @@ def _trained_on(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             with adoption.engine_calls():
                 drawn = _random_state()
+            adoption.flow.begin(batch, parts.samples)
             yield batch
+            adoption.flow.end()
             with adoption.engine_calls():
                 random = drawn != _random_state()
             if random and parts.uses > before:
@@ -76,6 +78,7 @@ def _trained_on(batches: Iterator[Any]) -> Iterator[Any]:
                 )
     finally:
         parts.giving -= 1
+        adoption.flow.end()
     if parts.uses == before:
         raise ConfigError(
             "a DataLoader was read to its end, and no model was trained meanwhile: each rank has "

@@ -1,0 +1,157 @@
+"""Which of what a script computes of a rank's part of a batch is what it would be of the whole.
+
+A script that knows nothing of ranks computes as if it had whole batches. What it computes of each
+sample by itself, and sums and means of that, can be put together from parts. What sets samples in
+relation (``x - x.mean(0)``, ``x.flip(0)``, ``distances(x, x)``) cannot, with a graph or without. So
+operations outside of models are followed from the batch to a model's inputs, and from its outputs
+to the loss: of each tensor it is known along which dimension samples lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from unipar.compat.sample_rules import Call, Coupled, Flow, NotTold, Reduced, Samples
+from unipar.engine.outputs import tensors_of
+
+
+class SampleFlow(TorchDispatchMode):
+    """Follows the samples of batches through operations, where it is not paused.
+
+    Args:
+        idle: whether what runs now is none of the script's own.
+    """
+
+    _FIRST, _EVERY = 16, 16
+    """It looks at so many batches at first, and then at one of so many: it costs some
+    microseconds an operation."""
+
+    def __init__(self, idle: Callable[[], bool]) -> None:
+        super().__init__()
+        self._idle = idle
+        self._flows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._batches = 0
+        self._depth = 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether operations are followed now."""
+        return self._depth > 0
+
+    def begin(self, batch: Any, samples: int) -> None:
+        """A part of a batch is given to the script, which trains on it.
+
+        Args:
+            batch: containers of tensors.
+            samples: of the part.
+        """
+        self._batches += 1
+        wanted = self._batches <= self._FIRST or self._batches % self._EVERY == 0
+        if wanted and not self.follows:
+            self._depth = 1
+            self.__enter__()
+        elif not wanted:
+            self.end()
+        if wanted and samples > 1:
+            for tensor in tensors_of(batch):
+                self._note(tensor, samples)
+
+    def end(self) -> None:
+        """Follow nothing until the next batch."""
+        if self.follows and _innermost() is self:
+            self.__exit__(None, None, None)
+            self._depth = 0
+
+    def pause(self) -> bool:
+        """Leave operations alone until :meth:`go_on`; whether there is something to go on with."""
+        if self.follows and _innermost() is self:
+            self.__exit__(None, None, None)
+            return True
+        return False
+
+    def go_on(self) -> None:
+        self.__enter__()
+
+    def computed(self, output: Any, inputs: Any, samples: int) -> None:
+        """A model has computed an output of a part.
+
+        Args:
+            output: containers of tensors.
+            inputs: likewise.
+            samples: of the part.
+        """
+        if not self.follows or samples < 2:
+            return
+        flows = [f for one in tensors_of(inputs) if isinstance(f := self._flows.get(one), Samples)]
+        for tensor in tensors_of(output):
+            if tensor.dim() == 0:
+                self._flows[tensor] = Reduced("mean")
+                continue
+            for flow in flows:
+                length = sum(flow.sets)
+                if flow.dim < tensor.dim() and tensor.shape[flow.dim] == length:
+                    self._flows[tensor] = flow
+                    break
+            else:
+                self._note(tensor, samples)
+
+    def coupled(self, values: Any, *, reduced: bool) -> Coupled | None:
+        """What among values sets samples in relation.
+
+        Args:
+            values: containers of tensors.
+            reduced: whether sums and means over samples do, as where a model is given them.
+        """
+        for tensor in tensors_of(values):
+            flow = self._flows.get(tensor)
+            if isinstance(flow, Coupled):
+                return flow
+            if reduced and isinstance(flow, Reduced):
+                return Coupled(f"a {flow.kind} over its samples is taken", True)
+        return None
+
+    def _note(self, tensor: torch.Tensor, samples: int) -> None:
+        for dim, size in enumerate(tensor.shape):
+            if size == samples:
+                self._flows[tensor] = Samples(dim, (samples,))
+                return
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self._idle():
+            return out
+        given = {id(one): f for one in tensors_of((args, kwargs)) if (f := self._flows.get(one))}
+        if given or torch.Tag.nondeterministic_seeded in func.tags:
+            self._follow(func, args, kwargs, out, given)
+        return out
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, given: dict[int, Flow]) -> None:
+        made = list(tensors_of(out))
+        if not made:
+            return
+        call = Call(func, args, kwargs, made, given)
+        try:
+            flows = call.flows()
+        except NotTold as problem:
+            flows = [Coupled(call.told(), problem.known)] * len(made)
+        base = made[0]._base if call.mutates else None
+        if base is not None and base not in self._flows:
+            # Some of it is written to, and the rest is what it was.
+            self._flows[base] = Coupled(call.told(), known=False)
+        for tensor, flow in zip(made, flows, strict=True):
+            if flow is not None:
+                self._flows[tensor] = flow
+            elif tensor in self._flows:
+                del self._flows[tensor]
+
+
+def _innermost() -> Any:
+    # torch 2.13, torch/utils/_python_dispatch.py.
+    length = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(length - 1) if length else None
