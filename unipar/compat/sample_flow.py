@@ -25,6 +25,10 @@ class SampleFlow(TorchDispatchMode):
 
     Args:
         idle: whether what runs now is none of the script's own.
+
+    Attributes:
+        follows: whether operations are followed, but for where that is paused.
+        has_seen: whether there was a part of several samples, without which nothing is to be seen.
     """
 
     _FIRST, _EVERY = 16, 16
@@ -36,12 +40,7 @@ class SampleFlow(TorchDispatchMode):
         self._idle = idle
         self._flows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._batches = 0
-        self._depth = 0
-
-    @property
-    def follows(self) -> bool:
-        """Whether operations are followed now."""
-        return self._depth > 0
+        self.follows = self.has_seen = False
 
     def begin(self, batch: Any, samples: int) -> None:
         """A part of a batch is given to the script, which trains on it.
@@ -53,11 +52,12 @@ class SampleFlow(TorchDispatchMode):
         self._batches += 1
         wanted = self._batches <= self._FIRST or self._batches % self._EVERY == 0
         if wanted and not self.follows:
-            self._depth = 1
+            self.follows = True
             self.__enter__()
         elif not wanted:
             self.end()
         if wanted and samples > 1:
+            self.has_seen = True
             for tensor in tensors_of(batch):
                 self._note(tensor, samples)
 
@@ -65,7 +65,7 @@ class SampleFlow(TorchDispatchMode):
         """Follow nothing until the next batch."""
         if self.follows and _innermost() is self:
             self.__exit__(None, None, None)
-            self._depth = 0
+            self.follows = False
 
     def pause(self) -> bool:
         """Leave operations alone until :meth:`go_on`; whether there is something to go on with."""

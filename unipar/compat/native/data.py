@@ -66,6 +66,13 @@ def _trained_on(batches: Iterator[Any]) -> Iterator[Any]:
             with adoption.engine_calls():
                 drawn = _random_state()
             adoption.flow.begin(batch, parts.samples)
+            if parts.samples == 1 and not adoption.flow.has_seen:
+                parts.tell(
+                    "each rank has one sample of a batch, so it is not seen whether the script "
+                    "compares the samples of a batch with each other, as by x - x.mean(0): if it "
+                    "does, results are not those of one process. In a batch of two for each rank "
+                    "it is seen."
+                )
             yield batch
             adoption.flow.end()
             with adoption.engine_calls():
