@@ -1,42 +1,139 @@
-"""Computation on one rank alone, which only some strategies allow."""
+"""What all ranks do together, in places that only some of them may come to.
+
+Nothing of this keeps a script from being migrated: on one process all of it runs, and on several
+the run that waits in vain ends with an error. So a note says beforehand where that may be.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import libcst as cst
 
+from unipar.migrate.dialects import Dialect
 from unipar.migrate.plan import Plan
-from unipar.migrate.processes import on_some_ranks
+from unipar.migrate.rank_divergence import Divergence
+from unipar.migrate.source import Source
 from unipar.migrate.tree import inside
 
-_DEPTH = 4
-"""How many functions deep a model's call is looked for."""
+# Decorators of functions that only some ranks run.
+_LONE = {"on_last_process", "on_local_main_process", "on_local_process", "on_main_process",
+         "on_process", "rank_zero_only"}  # fmt: skip
 
 
-def tell_of_lone_ranks(plan: Plan, engines: tuple[str, ...]) -> None:
-    """Note where only some ranks come to a model, which others may hold parts of.
+def tell_of_lone_ranks(plan: Plan, dialect: Dialect) -> None:
+    """Note where only some ranks may come to what all of them do together.
 
     Args:
         plan: the program; its models are known.
-        engines: what else computes as a model does, by name.
+        dialect: says what that is, beside calls of models.
     """
+    lone = _LoneRanks(plan, dialect)
     for source in plan.sources:
-        for call in source.all(cst.Call):
-            if on_some_ranks(plan, source, call) and _reaches_model(plan, call, engines, _DEPTH):
-                plan.tell(
+        for call in source.calls():
+            lone.tell(source, call)
+
+
+class _LoneRanks:
+    def __init__(self, plan: Plan, dialect: Dialect) -> None:
+        self._plan, self._dialect = plan, dialect
+        self._divergence = Divergence(plan)
+        self._jumps: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+        self._calls: dict[cst.CSTNode, list[cst.Call]] = {}
+        for source in plan.sources:
+            for kind in (cst.Return, cst.Break, cst.Continue):
+                for jump in source.all(kind):
+                    self._jumps.setdefault(source.function(jump), []).append(jump)
+            for call in source.calls():
+                self._calls.setdefault(source.function(call), []).append(call)
+
+    def tell(self, source: Source, call: cst.Call) -> None:
+        """Note a call that leads to what all ranks do, where tests decide which come to it."""
+        tests = list(dict.fromkeys(self._tests(source, call)))
+        by_rank = next(filter(self._divergence.asks_rank, tests), None)
+        if not tests or (by_rank is None and not self._dialect.together):
+            return
+        saves, computes = self._reached(call)
+        if by_rank is not None and saves:
+            self._plan.tell(
+                call,
+                f"all ranks save together, and `{self._shown(by_rank)}` decides which come to it. "
+                "On several ranks they would wait for the others in vain.",
+                "Let every rank come to it before running on several.",
+            )
+        elif by_rank is not None and computes:
+            self._plan.tell(
+                call,
+                f"`{self._shown(by_rank)}` decides which ranks come to it. Strategies that divide "
+                "the model's weights (fsdp, zero3) need all ranks for it, and would wait for the "
+                "others.",
+                "Let every rank come to it before choosing one of those.",
+            )
+        elif saves:
+            self._tell_by_data(call, tests)
+
+    def _tell_by_data(self, call: cst.Call, tests: list[cst.BaseExpression]) -> None:
+        for test in tests:
+            why = self._divergence.why(test)
+            if why is not None:
+                self._plan.tell(
                     call,
-                    "only some ranks compute this. Strategies that divide the model's weights "
-                    "(fsdp, zero3) need all ranks for it, and would wait for the others.",
-                    "Let every rank come to it before choosing one of those.",
+                    f"all ranks save together, and `{self._shown(test)}`, which decides if a rank "
+                    f"comes to it, may differ between them: {why}. On several ranks some would "
+                    "wait for the others in vain.",
+                    "Decide by what is the same on all: the number of steps, or a figure over all "
+                    "of the validation data.",
                 )
+                return
+
+    def _shown(self, test: cst.BaseExpression) -> str:
+        return " ".join(self._plan.flow.source(test).code(test).split())
+
+    def _reached(self, call: cst.Call) -> tuple[bool, bool]:
+        """Whether a call, or a function that it leads to, saves, and needs a model's weights."""
+        plan, dialect = self._plan, self._dialect
+        saves = computes = False
+        stack, seen = [call], set[cst.CSTNode]()
+        while stack:
+            one = stack.pop()
+            values = plan.flow.values(one.func)
+            computes |= bool(values & plan.models) or plan.made_by(values, *dialect.engines)
+            func = one.func
+            if isinstance(func, cst.Attribute) and (
+                func.attr.value in (*dialect.together, *dialect.gathering)
+                and plan.made_by(plan.flow.values(func.value), *dialect.main)
+            ):
+                saves |= func.attr.value in dialect.together
+                computes |= func.attr.value in dialect.gathering
+            new = [f for f in plan.flow.functions(func) if f not in seen]
+            seen.update(new)
+            stack += [each for function in new for each in self._calls.get(function, ())]
+        return saves, computes
+
+    def _tests(self, source: Source, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+        """The tests that decide, within its function, if a node is come to."""
+        function, loops = source.function(node), source.loops(node)
+        yield from _around(source, node)
+        for jump in self._jumps.get(function, ()):
+            left = source.loops(jump)
+            returns = isinstance(jump, cst.Return)
+            skips = any(one in loops for one in (left if returns else left[:1]))
+            if skips or (returns and source.span(jump)[0] < source.span(node)[0]):
+                yield from _around(source, jump)
+        if isinstance(function, cst.FunctionDef):
+            for one in function.decorators:
+                if _LONE & {part.value for part in inside(one) if isinstance(part, cst.Name)}:
+                    yield one.decorator
 
 
-def _reaches_model(plan: Plan, call: cst.Call, engines: tuple[str, ...], depth: int) -> bool:
-    values = plan.flow.values(call.func)
-    if values & plan.models or plan.made_by(values, *engines):
-        return True
-    return depth > 0 and any(
-        _reaches_model(plan, one, engines, depth - 1)
-        for function in plan.flow.functions(call.func)
-        for one in inside(function)
-        if isinstance(one, cst.Call)
-    )
+def _around(source: Source, node: cst.CSTNode) -> Iterator[cst.BaseExpression]:
+    """The tests around a node in its function."""
+    below = node
+    for above in source.around(node):
+        if isinstance(above, cst.FunctionDef):
+            return
+        if isinstance(above, (cst.If, cst.While, cst.IfExp)) and above.test is not below:
+            yield above.test
+        if isinstance(above, cst.BooleanOperation) and above.right is below:
+            yield above.left
+        below = above

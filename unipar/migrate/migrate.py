@@ -133,7 +133,7 @@ def _migrate(
     dialect = _dialect(plan, wanted)
     dialect.rewrite(plan)
     if any(source.edits for source in plan.sources):
-        tell_of_lone_ranks(plan, dialect.engines)
+        tell_of_lone_ranks(plan, dialect)
     notes = sorted(set(plan.notes))
     refused = any(note.kind == "refused" for note in notes)
     changed = any(source.edits for source in plan.sources) and not refused

@@ -81,9 +81,6 @@ def test_every_form_of_import(before: str, after: str) -> None:
         ([("        opt.step", "        accelerator.clip_grad_value_(model.parameters(), 1)\n"
            "        opt.step")],
          "the face refuses clip_grad_value_. Strategies clip by the 2-norm"),
-        ([("        opt.step", "        if accelerator.is_main_process:\n"
-           "            accelerator.save_state('out')\n        opt.step")],
-         "all ranks write this together"),
     ],
 )  # fmt: skip
 def test_what_the_face_refuses_is_said_beforehand(

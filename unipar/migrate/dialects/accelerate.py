@@ -13,7 +13,6 @@ from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
 from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
-from unipar.migrate.rank_divergence import refuse_lone_saves
 
 FACE = "unipar.compat.accelerate"
 _UNLISTED = ("accelerator", "data_loader", "local_sgd", "logging", "optimizer", "scheduler",
@@ -34,6 +33,8 @@ class Accelerate(FaceDialect):
     }  # fmt: skip
     members: ClassVar[Table | None] = MEMBERS
     main: ClassVar[tuple[str, ...]] = ACCELERATOR
+    together: ClassVar[tuple[str, ...]] = ("save_state", "save_model")
+    gathering: ClassVar[tuple[str, ...]] = ("get_state_dict",)
     calls: ClassVar[tuple[Table, ...]] = (CALLS,)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("from accelerate import Accelerator", f"from {FACE} import Accelerator"),
@@ -50,4 +51,3 @@ class Accelerate(FaceDialect):
         built = plan.calls(*ACCELERATOR)
         if built:
             read_files(plan, built[0][1])
-        refuse_lone_saves(plan, ("save_state", "save_model"), *ACCELERATOR)

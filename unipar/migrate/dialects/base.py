@@ -28,6 +28,9 @@ class Dialect(ABC):
         title: what messages call it.
         marks: names of which one is used in every such script; a trailing dot takes all below.
         engines: what its objects that stand for the model, and compute, are called.
+        main: the names of the calls that make the framework's main object.
+        together: methods of that object by which all ranks save.
+        gathering: those for which strategies that divide the model's weights need all ranks.
         rows: what maps to what.
         refused: what is refused, and what to do about it.
     """
@@ -36,6 +39,9 @@ class Dialect(ABC):
     title: ClassVar[str]
     marks: ClassVar[tuple[str, ...]]
     engines: ClassVar[tuple[str, ...]] = ()
+    main: ClassVar[tuple[str, ...]] = ()
+    together: ClassVar[tuple[str, ...]] = ()
+    gathering: ClassVar[tuple[str, ...]] = ()
     rows: ClassVar[tuple[Row, ...]] = ()
     refused: ClassVar[tuple[Row, ...]] = ()
 

@@ -12,11 +12,9 @@ from unipar.migrate.dialects.base import Row
 from unipar.migrate.dialects.face import FaceDialect
 from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
-from unipar.migrate.rank_divergence import refuse_lone_saves
 
 FACE = "unipar.compat.colossalai"
 BOOSTER = ("colossalai.booster.Booster", "colossalai.booster.booster.Booster")
-_SAVES = ("save_model", "save_optimizer", "save_lr_scheduler")
 
 
 class ColossalAI(FaceDialect):
@@ -30,6 +28,7 @@ class ColossalAI(FaceDialect):
     modules: ClassVar[Mapping[str, Table | None]] = {**MODULES, "initialize": None}
     members: ClassVar[Table | None] = MEMBERS
     main: ClassVar[tuple[str, ...]] = BOOSTER
+    together: ClassVar[tuple[str, ...]] = ("save_model", "save_optimizer", "save_lr_scheduler")
     calls: ClassVar[tuple[Table, ...]] = (CALLS, PLUGIN, OPTIMIZER)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("import colossalai", f"import {FACE} as colossalai"),
@@ -44,4 +43,3 @@ class ColossalAI(FaceDialect):
         plan.launcher = "torchrun"
         super().rewrite(plan)
         find_models(plan)
-        refuse_lone_saves(plan, _SAVES, *BOOSTER)

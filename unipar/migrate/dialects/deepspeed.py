@@ -49,6 +49,7 @@ class DeepSpeed(FaceDialect):
     }  # fmt: skip
     members: ClassVar[Table | None] = ENGINE
     main: ClassVar[tuple[str, ...]] = (_ENGINE,)
+    together: ClassVar[tuple[str, ...]] = ("save_checkpoint", "save_16bit_model")
     calls: ClassVar[tuple[Table, ...]] = (CALLS, CONFIG, ZERO, ACCELERATOR)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("import deepspeed", f"import {FACE} as deepspeed"),

@@ -24,7 +24,6 @@ from unipar.migrate.expressions import FABRIC
 from unipar.migrate.literals import constant
 from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
-from unipar.migrate.rank_divergence import refuse_lone_saves
 from unipar.migrate.tracing import keywords
 
 FACE = "unipar.compat.fabric"
@@ -44,6 +43,7 @@ class Fabric(FaceDialect):
     }  # fmt: skip
     members: ClassVar[Table | None] = MEMBERS
     main: ClassVar[tuple[str, ...]] = FABRIC
+    together: ClassVar[tuple[str, ...]] = ("save",)
     calls: ClassVar[tuple[Table, ...]] = (CALLS, LIGHTNING)
     rows: ClassVar[tuple[Row, ...]] = (
         Row("from lightning_fabric import Fabric", f"from {FACE} import Fabric"),
@@ -66,7 +66,6 @@ class Fabric(FaceDialect):
                 row = CALLS.find(REFUSED_WORDS[str(found[0])]) if found else None
                 if row is not None:
                     plan.refuse(call, f"the face refuses {name}={found[0]!r}.", row.why)
-        refuse_lone_saves(plan, ("save",), *FABRIC)
 
 
 class _Dotted(FaceDialect):

@@ -23,7 +23,6 @@ class FaceDialect(Dialect):
             package itself), each with what becomes of its names; ``None``: it has no table. What
             stands below one of them, and is not listed, is imported from that one.
         members: what becomes of the attributes of the framework's main object, if that is asked.
-        main: the names of the calls that make that object.
         calls: further tables of what is refused, for the docs.
     """
 
@@ -31,7 +30,6 @@ class FaceDialect(Dialect):
     face: ClassVar[str]
     modules: ClassVar[Mapping[str, Table | None]]
     members: ClassVar[Table | None] = None
-    main: ClassVar[tuple[str, ...]] = ()
     calls: ClassVar[tuple[Table, ...]] = ()
 
     def __init_subclass__(cls) -> None:

@@ -1,0 +1,124 @@
+"""What all ranks do together is noted where only some may come to it, and is never refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from unipar.migrate import migrate_source
+
+FABRIC = """\
+import os, time
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+
+fabric = Fabric(devices=2)
+fabric.launch()
+start = time.time()
+loader = fabric.setup_dataloaders(DataLoader(list(range(9)), batch_size=2))
+model = torch.nn.Linear(1, 1)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+state = {{"model": model, "epoch": 0, "rng": torch.get_rng_state()}}
+first = fabric.global_rank == 0
+device = torch.device("cuda", fabric.local_rank)
+number = int(sorted(os.listdir("."))[-1].split("-")[1])
+
+
+def validate(model, loader):
+    losses, count = [], 0
+    for x in loader:
+        losses.append(model(x).item())
+        count += 1
+    return sum(losses) / len(losses), count
+
+
+loss, count = validate(model, loader)
+for step, x in enumerate(loader):
+    fabric.backward(model(x).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.set_rng_state(torch.randperm(x))
+    number += 1
+{saving}
+    state["epoch"] += 1
+"""
+SAVE = 'fabric.save("last.ckpt", state)'
+ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(1, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(1)).sum())
+{code}
+"""
+RANK = "decides which come to it. On several ranks they would wait for the others in vain."
+WEIGHTS = "decides which ranks come to it. Strategies that divide the model's weights"
+
+
+def noted(script: str) -> str:
+    migration = migrate_source(script, file="train.py")
+    assert migration.changed
+    return "\n".join(map(str, migration.notes))
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("fabric.is_global_zero", RANK),
+        ("first", RANK),
+        ("step % 2 == 0 and (fabric.global_rank == 0 or len(state) > 9)", RANK),
+        ("x.sum() > 3", "may differ between them: each rank has a share of the data."),
+        ("loss < 1", "each rank has a share of the data."),
+        ("time.time() - start > 60", "ranks read their clocks at different times."),
+        ('not os.path.exists("last.ckpt")', "one rank may look for a file before"),
+        ("fabric.world_size > 1", ""),
+        ("fabric.all_reduce(x.sum()) > 3", ""),
+        ("fabric.broadcast(first)", ""),
+        ("device.type == 'cuda'", ""),
+        ("count > 1", ""),
+        ("step % 2 == 0", ""),
+        ("number % 2 == 0", ""),
+        ('state["epoch"] < 4', ""),
+    ],
+)
+@pytest.mark.parametrize(
+    "saving",
+    ["    if {test}:\n        {save}", "    if {test}:\n        continue\n    {save}",
+     "    {test} and {save}"],
+)  # fmt: skip
+def test_a_save_is_noted_where_a_test_may_differ_between_ranks(
+    test: str, said: str, saving: str
+) -> None:
+    test = f"({test})" if " and {" in saving else test
+    notes = noted(FABRIC.format(saving=saving.format(test=test, save=SAVE)))
+    assert notes.startswith("train.py:") is bool(said)
+    assert said in notes
+    assert notes.count("all ranks save together") == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("if accelerator.is_main_process:\n    accelerator.save_state('out')", RANK),
+        ("if accelerator.process_index == 0:\n    accelerator.save_model(model, 'out')", RANK),
+        ("def save():\n    accelerator.save_state('out')\nif accelerator.is_main_process:\n"
+         "    save()", RANK),
+        ("@accelerator.on_main_process\ndef save():\n    accelerator.save_state('out')\nsave()",
+         RANK),
+        ("import hydra\n@hydra.main()\ndef save(_):\n    accelerator.save_state('out')\nsave()",
+         ""),
+        ("if accelerator.is_main_process:\n    accelerator.get_state_dict(model)", WEIGHTS),
+        ("def save():\n    if not accelerator.is_main_process:\n        return\n"
+         "    accelerator.get_state_dict(model)\nsave()", WEIGHTS),
+        ("if accelerator.is_main_process:\n    model(torch.ones(1))", WEIGHTS),
+        ("state = accelerator.get_state_dict(model)\nif accelerator.is_main_process:\n"
+         "    torch.save(state, 'out')", ""),
+    ],
+)  # fmt: skip
+def test_a_place_that_only_some_ranks_come_to_is_noted(code: str, said: str) -> None:
+    notes = noted(ACCELERATE.format(code=code))
+    assert said in notes
+    assert notes.count("\n") == 0
+    assert bool(notes) is bool(said)
