@@ -46,8 +46,8 @@ def migrate(
     """Turn a training script into a unipar script, and show that it trains the same.
 
     The result goes beside the original (train.py: train_unipar.py; a directory: its name with
-    _unipar), with its settings in unipar.yaml. Exit code 2 means that something cannot be migrated
-    safely: everything is left alone, and the reasons are listed.
+    _unipar, with its other files), with its settings in unipar.yaml. Exit code 2 means that
+    something cannot be migrated safely: everything is left alone, and the reasons are listed.
 
     Args:
         paths: scripts, notebooks, or directories of a program's files, which are migrated together.
@@ -55,7 +55,7 @@ def migrate(
         in_place: write over the originals; wants a clean git tree, and keeps *.orig.
         force: write over what is there, and what --verify says differs.
         diff: print the changes, and write nothing.
-        check: write nothing; exit code 1 where something is to be migrated.
+        check: list the files that would change, and write nothing; exit code 1 where there are any.
         report: file for a report in Markdown.
         from_: what the script is written for.
         verify: run the original and the migrated script, and compare their losses; where they
@@ -106,6 +106,9 @@ def migrate(
     if changed and record is None and not (diff or check):
         found = plan_output(program, migrations, output=output, in_place=in_place, force=force)
     proof = None
+    if check:
+        for name in (name for name, one in migrations.items() if one.changed):
+            print(f"would change {name}")
     if diff and changed:
         print(diff_of(program.files, migrations), end="")
     if (verify or against) and changed:
@@ -114,6 +117,10 @@ def migrate(
     if found is not None and (force or not differs):
         for path in write(found):
             print(f"wrote {path}")
+        if found.copied:
+            print(f"copied {', '.join(found.others.copied)}")
+        for name, why in found.others.left_out.items():
+            print(f"left out {name}: {why}")
     elif found is not None:
         print("Nothing was written. --diff shows the changes, and --force writes them anyway.")
     if report is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 import subprocess
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from unipar.errors import ConfigError
+from unipar.migrate.folders import Others, others, walk
 from unipar.migrate.notebooks import SUFFIX
 from unipar.migrate.notes import Migration
 
@@ -31,12 +33,14 @@ class Program:
         whole: whether a directory was named, so that all of it is written.
         settings: the text of JSON and YAML files, likewise: those in a directory that was named,
             and in the directories of scripts that were.
+        folder: whether a directory was named, and nothing else, so that all in it belongs to it.
     """
 
     root: Path
     files: Mapping[str, str]
     whole: bool
     settings: Mapping[str, str]
+    folder: bool = False
 
 
 def read(paths: Sequence[Path]) -> Program:
@@ -48,10 +52,7 @@ def read(paths: Sequence[Path]) -> Program:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            inside = [
-                p for p in sorted(path.rglob("*"))
-                if p.suffix in _READ and p.is_file() and not _hidden(p.relative_to(path))
-            ]  # fmt: skip
+            inside = [one for one in walk(path) if one.suffix in _READ]
             if not inside:
                 raise ConfigError(f"{path} holds no Python files or notebooks.")
             found += inside
@@ -66,24 +67,21 @@ def read(paths: Sequence[Path]) -> Program:
     root = top or Path(os.path.commonpath([p.resolve().parent for p in found]))
     root = root.resolve()
     files = {p.resolve().relative_to(root).as_posix(): _text(p) for p in found}
-    return Program(root, files, whole, _settings(root, {p.resolve().parent for p in found}, top))
+    settings = _settings(root, {p.resolve().parent for p in found}, top)
+    return Program(root, files, whole, settings, folder=top is not None)
 
 
 def _settings(root: Path, beside: set[Path], top: Path | None) -> dict[str, str]:
     if top is None:
         paths = [path for one in sorted(beside) for path in sorted(one.iterdir())]
     else:
-        paths = [path for path in sorted(root.rglob("*")) if not _hidden(path.relative_to(root))]
+        paths = [*walk(root)]
     return {
         path.relative_to(root).as_posix(): path.read_bytes().decode(errors="replace")
         for path in paths
         if path.suffix in _SETTINGS and path.is_file()
         and path.stat().st_size <= _LARGEST_SETTINGS
     }  # fmt: skip
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
 def _text(path: Path) -> str:
@@ -118,10 +116,14 @@ class Output:
     Attributes:
         files: their content.
         kept: the originals that are written over, by where they are kept.
+        copied: other files of the program, by where they are copied to.
+        others: what of the program's folder is copied, and what is left out.
     """
 
     files: Mapping[Path, str]
     kept: Mapping[Path, Path]
+    copied: Mapping[Path, Path] = field(default_factory=dict)
+    others: Others = field(default_factory=Others)
 
 
 def plan_output(
@@ -132,7 +134,7 @@ def plan_output(
     in_place: bool,
     force: bool,
 ) -> Output:
-    """The migrated files and ``unipar.yaml``, of which nothing is written yet.
+    """The migrated program and ``unipar.yaml``, of which nothing is written yet.
 
     Raises:
         ConfigError: something is in the way.
@@ -148,14 +150,19 @@ def plan_output(
         _check_originals(program, text)
     elif not force:
         _check_clean(program)
+    found = Others()
+    if program.folder and not in_place:
+        found = others(program.root, {*program.files, CONFIG}, place)
+    names = [name for every in found.copied.values() for name in every]
+    copied = {place / name: program.root / name for name in names}
     over = {path: path.with_name(f"{path.name}.orig") for path in text if path.exists()}
     kept = {there: path for path, there in over.items()} if in_place else {}
     if not force:
         new = {path: code.encode() for path, code in text.items()}
         for path in targets.values() if in_place else ():
             del new[path]
-        _check_free({**new, **{there: path.read_bytes() for there, path in kept.items()}})
-    return Output(text, kept)
+        _check_free(new, {**kept, **copied})
+    return Output(text, kept, copied, found)
 
 
 def write(output: Output) -> list[Path]:
@@ -167,15 +174,19 @@ def write(output: Output) -> list[Path]:
     Raises:
         ConfigError: a file cannot be written.
     """
-    new = {there: path.read_bytes() for there, path in output.kept.items()}
+    copies = {**output.kept, **output.copied}
+    new: dict[Path, bytes | Path] = {**copies}
     new |= {path: text.encode() for path, text in output.files.items()}
     staged = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in new}
     before: dict[Path, bytes | None] = {}
     try:
         for path, content in new.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged[path].write_bytes(content)
-            like = output.kept.get(path, path)
+            if isinstance(content, Path):
+                shutil.copyfile(content, staged[path])
+            else:
+                staged[path].write_bytes(content)
+            like = copies.get(path, path)
             if like.exists():
                 shutil.copymode(like, staged[path])
         for path in new:
@@ -206,10 +217,14 @@ def _check_originals(program: Program, targets: Iterable[Path]) -> None:
             )
 
 
-def _check_free(new: Mapping[Path, bytes]) -> None:
-    for path, content in new.items():
-        if path.exists() and path.read_bytes() != content:
-            raise ConfigError(f"{path} is there already. Pass --force to write over it.")
+def _check_free(new: Mapping[Path, bytes], copies: Mapping[Path, Path]) -> None:
+    other = [path for path, text in new.items() if path.exists() and path.read_bytes() != text]
+    other += [
+        path for path, original in copies.items()
+        if path.exists() and not filecmp.cmp(path, original, shallow=False)
+    ]  # fmt: skip
+    if other:
+        raise ConfigError(f"{other[0]} is there already. Pass --force to write over it.")
 
 
 def _targets(

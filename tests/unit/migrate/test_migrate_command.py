@@ -60,6 +60,7 @@ def test_what_is_there_is_not_written_over(
 
 def test_check_and_diff_write_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", str(script), "--check"]) == 1
+    assert capsys.readouterr().out == "would change train.py\n"
     assert main(["migrate", str(script), "--diff"]) == 0
     assert "\n-import torch\n" in capsys.readouterr().out
     assert [path.name for path in script.parent.iterdir()] == ["train.py"]
@@ -103,6 +104,57 @@ def test_a_directory_is_migrated_together(tmp_path: Path) -> None:
     written = tmp_path / "program_unipar"
     assert FACED in (written / "parts.py").read_text()
     assert FACED in (written / "run.py").read_text()
+
+
+@pytest.mark.parametrize("output", ["program_unipar", "program/out"])
+def test_a_copy_of_a_directory_has_what_the_program_reads(
+    output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unipar.migrate.folders.LARGEST", 2000)
+    root = tmp_path / "program"
+    for name, text in {
+        "train.py": SCRIPT, "config.yaml": "lr: 0.1", "run.sh": "python train.py",
+        "lib/__init__.py": "", "lib/table.csv": "1", "data/deep/a.txt": "a", "data/.hidden": "",
+        "large.bin": "x" * 2001, "many/a": "x" * 1001, "many/b": "x" * 1001, "runs/1/log": "",
+        "checkpoints/last.pt": "", "checkpointing/__init__.py": "", "venv/pyvenv.cfg": "",
+        "venv/lib/torch.py": "import torch", ".env": "", ".git/config": "", "unipar.yaml": "x",
+        "lib/__pycache__/a.pyc": "",
+    }.items():  # fmt: skip
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "run.sh").chmod(0o755)
+    (root / "linked").symlink_to(root / "data")
+    written = tmp_path / output
+    assert main(["migrate", str(root), "--output", str(written)]) == 0
+    found = {str(one.relative_to(written)) for one in written.rglob("*") if one.is_file()}
+    assert found == {"train.py", "lib/__init__.py", "checkpointing/__init__.py", "unipar.yaml",
+                     "config.yaml", "run.sh", "data/deep/a.txt", "data/.hidden",
+                     "lib/table.csv"}  # fmt: skip
+    assert (written / "run.sh").stat().st_mode & 0o100
+    said = capsys.readouterr().out.splitlines()
+    assert "copied config.yaml, data, run.sh, lib/table.csv" in said
+    assert [one for one in said if one.startswith("left out")] == [
+        "left out .env: it is hidden",
+        "left out checkpoints: by its name it holds what earlier runs wrote",
+        "left out large.bin: it has 0.0 MiB, more than the 0 that are copied",
+        "left out linked: it is a link to a folder",
+        "left out many: it has 0.0 MiB, more than the 0 that are copied",
+        "left out runs: by its name it holds what earlier runs wrote",
+        "left out venv: it is a virtual environment",
+    ]
+
+
+def test_what_a_copy_has_already_is_not_written_over(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.with_name("config.yaml").write_text("lr: 0.1")
+    assert main(["migrate", str(script.parent)]) == 0
+    assert main(["migrate", str(script.parent)]) == 0
+    copy = script.parent.with_name(f"{script.parent.name}_unipar") / "config.yaml"
+    copy.write_text("lr: 0.2")
+    assert main(["migrate", str(script.parent)]) == 2
+    assert "config.yaml is there already. Pass --force" in capsys.readouterr().err
+    assert copy.read_text() == "lr: 0.2"
 
 
 def test_a_syntax_error_is_reported(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
