@@ -9,6 +9,11 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from unipar.errors import ConfigError
 
 Fate = Literal["kept", "ignored", "refused"]
+NOT_KEPT = (
+    "It is none of the names that are kept, which are the public ones that scripts use. Use one of "
+    "those, or write here what it does."
+)
+"""Why a name is refused that is in no row, and what to do."""
 
 
 class Row(NamedTuple):
@@ -44,6 +49,11 @@ class Table:
                     return row
         return None
 
+    def why_not(self, name: str) -> str | None:
+        """Why a name is refused, and what to do; ``None`` for one that is kept or in no row."""
+        row = self.find(name)
+        return row.why if row is not None and row.fate == "refused" else None
+
     def refuse(self, name: str, shown: str = "") -> NoReturn:
         """Raise the error of what is refused.
 
@@ -66,16 +76,12 @@ class Table:
         """
 
         def lookup(name: str) -> Any:
-            if name.startswith("_"):
+            if name.startswith("_") and name.endswith("_"):  # As Python and notebooks ask for.
                 raise AttributeError(f"module '{module}' has no attribute '{name}'")
-            row, made = self.find(name), found(name)
+            made = found(name)
             if made is not None:
                 return made
-            known = row is not None and row.fate == "refused"
-            raise ImportError(
-                f"{module} has no {name}. "
-                + (row.why if row and known else f"{self.title} has no such public name either.")
-            )
+            raise ImportError(f"{module} has no {name}. {self.why_not(name) or NOT_KEPT}")
 
         return lookup
 

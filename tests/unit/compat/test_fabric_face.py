@@ -32,6 +32,7 @@ from unipar.compat.fabric.strategies import (
     SingleDeviceStrategy,
 )
 from unipar.compat.fabric.utilities import rank_zero_only, suggested_max_num_workers
+from unipar.compat.fabric.wrappers import _unwrap_objects
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -307,6 +308,24 @@ def test_loaders_shuffle_by_the_seed_and_anew_each_time() -> None:
     assert torch.cat([batch for (batch,) in again]).tolist() == orders[0]
     assert is_wrapped(loader)
     assert (len(loader), loader.dataset, loader.batch_size) == (2, data, 4)
+
+
+def test_what_is_set_up_is_given_back_as_it_was() -> None:
+    fabric = Fabric(**CPU)
+    plain, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.arange(8)))
+    compiled: Any = torch.compile(plain)
+    model, optimizer = fabric.setup(compiled, sgd)
+    given = {
+        "model": model,
+        "rest": [optimizer, other, 3],
+        "data": fabric.setup_dataloaders(loader),
+    }
+    found = _unwrap_objects(given)
+    assert found["model"] is plain
+    assert found["rest"] == [sgd, other, 3]
+    assert found["data"] is loader
 
 
 def test_batches_that_cannot_be_shared_are_refused() -> None:

@@ -41,6 +41,7 @@ from unipar.compat.accelerate_names import ACCELERATOR, refuse
 from unipar.compat.models import PreparedModel
 from unipar.compat.optimizers import PreparedOptimizer, trained_by
 from unipar.compat.run import current
+from unipar.compat.tables import Table
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 
@@ -460,3 +461,6 @@ def _precision(asked: Any) -> str:
             f"mixed_precision={word!r} is unknown. Choose of {', '.join(PrecisionType.list())}."
         )
     return "fp32" if word == "no" else word
+
+
+__getattr__ = Table("accelerate.accelerator").refusing(__name__)

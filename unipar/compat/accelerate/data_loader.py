@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from unipar.compat.accelerate.streams import ShardedStream, dispatched
 from unipar.compat.loaders import settings_of
+from unipar.compat.tables import Table
 from unipar.data import move_to
 from unipar.errors import ConfigError
 from unipar.world import World
@@ -339,3 +340,6 @@ class _Dealt(Sampler[list[int]]):
                 now += itertools.islice(itertools.cycle(first), self.size - len(now))
             if self._rank < len(now):
                 yield now[self._rank]
+
+
+__getattr__ = Table("accelerate.data_loader").refusing(__name__)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unipar.compat.accelerate_names import refuse
+from unipar.compat.tables import Table
 
 
 def notebook_launcher(
@@ -29,3 +30,6 @@ def debug_launcher(
 ) -> None:
     """As :func:`notebook_launcher`."""
     notebook_launcher(function, args, num_processes)
+
+
+__getattr__ = Table("accelerate.launchers").refusing(__name__)

@@ -6,6 +6,7 @@ from typing import Any
 
 from unipar.compat.accelerate.processes import Processes
 from unipar.compat.accelerate_names import refuse
+from unipar.compat.tables import Table
 
 
 class LocalSGD:
@@ -29,3 +30,6 @@ class LocalSGD:
 
     def step(self) -> None:
         """Nothing."""
+
+
+__getattr__ = Table("accelerate.local_sgd").refusing(__name__)

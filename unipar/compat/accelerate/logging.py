@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from unipar.compat.run import current
+from unipar.compat.tables import Table
 
 
 # Python 3.10's LoggerAdapter takes no type argument when the program runs.
@@ -48,3 +49,6 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
     return MultiProcessAdapter(logger, {})
+
+
+__getattr__ = Table("accelerate.logging").refusing(__name__)

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from unipar.compat.accelerate.state import GradientState
 from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.tables import Table
 
 
 class Paced:
@@ -64,3 +65,5 @@ class Paced:
 
 AcceleratedScheduler = Paced
 """Accelerate's name of it."""
+
+__getattr__ = Table("accelerate.scheduler").refusing(__name__)

@@ -8,6 +8,7 @@ from unipar.compat.accelerate.data_loader import DealtLoader
 from unipar.compat.accelerate.plugins import GradientAccumulationPlugin
 from unipar.compat.accelerate.processes import DistributedType, Processes
 from unipar.compat.run import current
+from unipar.compat.tables import Table
 
 __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
 
@@ -122,3 +123,6 @@ class GradientState:
     def remainder(self) -> int:
         """Samples of its last round that count; 0 if all do, -1 where it is not known."""
         return self.loaders[-1].remainder if self.loaders else -1
+
+
+__getattr__ = Table("accelerate.state").refusing(__name__)

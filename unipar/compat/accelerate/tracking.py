@@ -15,6 +15,7 @@ from unipar.callbacks.loggers import LOGGERS
 from unipar.callbacks.loggers.base import Logger
 from unipar.callbacks.records import RunInfo
 from unipar.compat.run import current
+from unipar.compat.tables import Table
 from unipar.errors import ConfigError
 from unipar.world import World
 
@@ -235,3 +236,6 @@ def _is_installed(logger: type[Logger]) -> bool:
     except ConfigError:
         return False
     return True
+
+
+__getattr__ = Table("accelerate.tracking").refusing(__name__)

@@ -11,6 +11,7 @@ from unipar import launch as launchers
 from unipar.compat.colossalai.logging import get_dist_logger
 from unipar.compat.colossalai.utils import set_seed
 from unipar.compat.run import current
+from unipar.compat.tables import Table
 from unipar.errors import ConfigError
 
 _chosen: dict[str, Any] = {}
@@ -132,3 +133,6 @@ def _join(seed: int, strategy: str | dict[str, Any] | None, config: Any, *, verb
         get_dist_logger().info(
             f"Distributed environment is initialized, world size: {world.size}", ranks=[0]
         )
+
+
+__getattr__ = Table("colossalai.initialize").refusing(__name__)

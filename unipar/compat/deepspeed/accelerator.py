@@ -11,6 +11,7 @@ import torch
 
 from unipar.compat.deepspeed_names import ACCELERATOR
 from unipar.compat.run import current
+from unipar.compat.tables import Table
 
 __all__ = ["DeepSpeedAccelerator", "get_accelerator"]
 
@@ -172,3 +173,6 @@ def _host_bytes(pages: str) -> int:
 def get_accelerator() -> DeepSpeedAccelerator:
     """The device of the run."""
     return DeepSpeedAccelerator()
+
+
+__getattr__ = Table("deepspeed.accelerator").refusing(__name__)

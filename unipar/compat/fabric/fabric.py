@@ -25,6 +25,7 @@ from unipar.compat.fabric.wrappers import FabricModule, FabricOptimizer, uncompi
 from unipar.compat.fabric_names import refuse
 from unipar.compat.optimizers import trained_by
 from unipar.compat.run import current
+from unipar.compat.tables import Table
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -366,3 +367,6 @@ def _listed(given: Any) -> list[Any]:
     if given is None:
         return []
     return given if isinstance(given, list) else [given]
+
+
+__getattr__ = Table("lightning_fabric.fabric").refusing(__name__)

@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from unipar.compat.fabric.data import FabricDataLoader
 from unipar.compat.fabric.strategies import Strategy
 from unipar.compat.fabric_names import refuse
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.tables import Table
 from unipar.engine import replace_forward
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -276,6 +277,23 @@ def is_wrapped(obj: object) -> bool:
     return isinstance(obj, (FabricModule, FabricOptimizer, FabricDataLoader))
 
 
+def _unwrap_objects(collection: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+    """What Fabric has set up in a collection, as it was before.
+
+    Lightning's own example of a trainer on Fabric imports it, though it is not public.
+    """
+
+    def unwrap(one: Any) -> Any:
+        model = uncompiled(one)[0] if isinstance(one, nn.Module) else None
+        if isinstance(model, FabricModule):
+            return uncompiled(model.module)[0]
+        if isinstance(one, FabricOptimizer):
+            return one.optimizer
+        return vars(one)["_loader"] if isinstance(one, FabricDataLoader) else one
+
+    return tree_map(unwrap, collection)
+
+
 def uncompiled(module: nn.Module) -> tuple[nn.Module, bool | dict[str, Any]]:
     """A model without ``torch.compile``, and the arguments that it was compiled with."""
     if isinstance(module, torch._dynamo.OptimizedModule):
@@ -299,3 +317,5 @@ def _noting(model: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 # As lightning_fabric does, for a compiled model does not say what it was compiled with.
 torch.compile = _noting  # pyright: ignore[reportAttributeAccessIssue]
+
+__getattr__ = Table("lightning_fabric.wrappers").refusing(__name__)

@@ -15,9 +15,9 @@ from unipar.migrate.models import find_models
 from unipar.migrate.plan import Plan
 
 FACE = "unipar.compat.accelerate"
-_UNLISTED = ("accelerator", "data_loader", "local_sgd", "logging", "optimizer", "scheduler",
-             "state", "tracking")  # fmt: skip
-"""Modules of the face whose names are refused, if they are, by the module alone."""
+_UNLISTED = ("accelerator", "data_loader", "launchers", "local_sgd", "logging", "optimizer",
+             "scheduler", "state", "tracking")  # fmt: skip
+"""Modules of the face that have no table of their names."""
 
 
 class Accelerate(FaceDialect):

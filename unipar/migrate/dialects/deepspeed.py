@@ -44,6 +44,7 @@ class DeepSpeed(FaceDialect):
     modules: ClassVar[Mapping[str, Table | None]] = {
         "": TOP, "accelerator": None, "checkpointing": CHECKPOINTING, "comm": COMM, "moe": MOE,
         "ops": OPS, "ops.adam": ADAM, "pipe": PIPE, "runtime": RUNTIME,
+        "runtime.activation_checkpointing": None,
         "runtime.activation_checkpointing.checkpointing": CHECKPOINTING,
         "runtime.lr_schedules": SCHEDULES, "runtime.zero": ZERO_MODULE, "utils": UTILS,
     }  # fmt: skip

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import symtable
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import libcst as cst
 
-from unipar.compat.tables import Table
+import unipar
+from unipar.compat.tables import NOT_KEPT, Table
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.plan import Plan
 from unipar.migrate.source import Source
@@ -20,8 +24,8 @@ class FaceDialect(Dialect):
         package: the framework's.
         face: what is imported instead.
         modules: those that the face has, by what follows the package in their names (``""`` is the
-            package itself), each with what becomes of its names; ``None``: it has no table. What
-            stands below one of them, and is not listed, is imported from that one.
+            package itself), each with what becomes of its names; ``None``: it has those that its
+            file binds. What stands below one of them, and is not listed, is imported from that one.
         members: what becomes of the attributes of the framework's main object, if that is asked.
         calls: further tables of what is refused, for the docs.
     """
@@ -79,14 +83,20 @@ class FaceDialect(Dialect):
         if isinstance(node.names, cst.ImportStar):
             plan.refuse(node, f"it imports whatever {self.package} has.", "Name what is used.")
             return
-        table = self.modules[place]
+        there = f"{self.face}.{place}" if place else self.face
         for alias in node.names:
             name = source.code(alias.name)
-            row = table.find(name) if table is not None else None
-            below = f"{inside}.{name}" if inside else name
-            if row is not None and row.fate == "refused" and below not in self.modules:
-                plan.refuse_where_reached(alias, f"the face has no {name}.", row.why)
-        plan.replace(node.module, f"{self.face}.{place}" if place else self.face)
+            why = self._why_not(place, there, name)
+            if why is not None and (f"{inside}.{name}" if inside else name) not in self.modules:
+                plan.refuse_where_reached(alias, f"the face has no {name}.", why)
+        plan.replace(node.module, there)
+
+    def _why_not(self, place: str, there: str, name: str) -> str | None:
+        """Why a module of the face has not a name, and what to do; ``None`` where it has it."""
+        table = self.modules[place]
+        if table is not None and table.find(name) is not None:
+            return table.why_not(name)
+        return None if name in _bound_in(there) else NOT_KEPT
 
     def _rewrite_import(self, plan: Plan, source: Source, node: cst.Import) -> None:
         for alias in node.names:
@@ -110,11 +120,9 @@ class FaceDialect(Dialect):
     def _refuse_attribute(self, plan: Plan, node: cst.Attribute) -> None:
         """Refuse ``L.Trainer``, of a package that is imported as a whole."""
         name, table = node.attr.value, self.modules.get("")
-        row = table.find(name) if table is not None else None
-        if row is None or row.fate != "refused":
-            return
-        if f"{self.package}.{name}" in plan.flow.names(node):
-            plan.refuse_where_reached(node, f"the face has no {name}.", row.why)
+        why = table.why_not(name) if table is not None else None
+        if why is not None and f"{self.package}.{name}" in plan.flow.names(node):
+            plan.refuse_where_reached(node, f"the face has no {name}.", why)
 
     def _refuse_module(self, plan: Plan, node: cst.CSTNode, inside: str) -> None:
         known = ", ".join(f"{self.package}.{one}".rstrip(".") for one in sorted(self.modules))
@@ -133,3 +141,12 @@ class FaceDialect(Dialect):
                 row = self.members.find(func.attr.value)
                 assert row is not None
                 plan.refuse_where_reached(call, f"the face refuses {func.attr.value}.", row.why)
+
+
+@functools.cache
+def _bound_in(module: str) -> set[str]:
+    """The names that a module of ours binds, without importing it, and torch with it."""
+    path = Path(unipar.__file__).parent.joinpath(*module.split(".")[1:])
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    symbols = symtable.symtable(path.read_text("utf-8"), str(path), "exec").get_symbols()
+    return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}

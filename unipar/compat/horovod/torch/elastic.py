@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from unipar.compat.horovod.torch import calls as hvd
 from unipar.compat.run import current
+from unipar.compat.tables import Table
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,3 +119,6 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         return self.num_samples
+
+
+__getattr__ = Table("horovod.torch.elastic").refusing(__name__)
