@@ -163,23 +163,30 @@ class _SomePasses(_Watch):
         self._number += not again
         looks = not again and self._number & (self._number - 1) == 0
         copies = self._copies() if looks else ()
-        self._seen = {p: (p.numel(), _place(p), _sum(p)) for p in copies}
+        # Not all of a module's parameters are gathered for it: those of the modules within it may
+        # be later, and be of a class that refuses to be looked at until then.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._seen = {p: (p.numel(), _place(p), _sum(p)) for p in copies}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = self._changed()
+        self._refuse(changed)
+
+    def _changed(self) -> list[nn.Parameter]:
         # What has grown is gathered for a module within this one.
         before = {p: seen for p, (size, *seen) in self._seen.items() if size == p.numel()}
         self._seen = {}
-        if before:
-            places, sums = zip(*before.values(), strict=True)
-            # One look at the device for all of them.
-            same = (torch.stack(sums) == torch.stack([_sum(p) for p in before])).tolist()
-            self._refuse(
-                [
-                    p
-                    for p, place, equal in zip(before, places, same, strict=True)
-                    if not equal or (self._rules.stays and place != _place(p))
-                ]
-            )
+        if not before:
+            return []
+        places, sums = zip(*before.values(), strict=True)
+        # One look at the device for all of them.
+        same = (torch.stack(sums) == torch.stack([_sum(p) for p in before])).tolist()
+        return [
+            p
+            for p, place, equal in zip(before, places, same, strict=True)
+            if not equal or (self._rules.stays and place != _place(p))
+        ]
 
 
 def _changes(parameter: nn.Parameter) -> int:

@@ -210,11 +210,23 @@ class PartlyUsed(Network):
         return logits + self.extra(x) if extra else logits
 
 
+class ScaledBlock(Block):
+    """A block that has a parameter of its own beside its layers', as low-rank adapters have."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+
 class Frozen(Network):
     """Trains nothing of its first layer and of half a block."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList(ScaledBlock(self.outward.in_features) for _ in range(2))
         self.inward.requires_grad_(False)
         self.blocks[0].get_submodule("up").requires_grad_(False)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from unipar import Session, load_model
 from unipar.data.batch import Batch, MicroBatch
@@ -109,6 +110,40 @@ def train(placement: Placement) -> list[float]:
 def test_a_penalty_that_layers_give_is_the_plain_loops(world_pool: WorldPools) -> None:
     for losses in world_pool(2).run(train):
         assert losses == pytest.approx(by_hand()[0], rel=1e-5)
+
+
+class Adapted(nn.Module):
+    """A layer with parameters of its own beside it, as low-rank adapters have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.scale * checkpoint(self.inner, x, use_reentrant=False)
+
+
+def train_adapted(placement: Placement, strategy: Any) -> list[float]:
+    with Session(strategy, placement=placement) as session:
+        engine, losses = session.prepare(Adapted(), optimizer=sgd), []
+        for step in range(STEPS):
+            with torch.no_grad():
+                engine(data(step, placement.rank))
+            batch = Batch((MicroBatch(data(step, placement.rank), 4),), 8)
+            result = engine.train_step(batch, lambda model, x: model(x).square().mean())
+            losses.append(float(result.loss))
+        return losses
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero3:persistence_threshold=0"])
+def test_a_module_has_parameters_beside_those_of_modules_in_it(
+    world_pool: WorldPools, strategy: str
+) -> None:
+    expected = world_pool(2).run(train_adapted, "ddp")
+    for losses, whole in zip(world_pool(2).run(train_adapted, strategy), expected, strict=True):
+        assert losses == pytest.approx(whole, rel=1e-5)
 
 
 def refusal_of(placement: Placement, loss: Callable[..., Any], penalize_all: bool) -> str:
