@@ -157,3 +157,66 @@ def test_a_paced_scheduler_steps_once_for_each_rank() -> None:
     followed.step_was_skipped = False
     paced(split=True).step()
     assert paced().get_last_lr() == [0.0625]
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.length
+
+
+@pytest.mark.parametrize("samples", [1, 8, 11])
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_stream_that_knows_its_length_has_accelerates(samples: int, drop: bool) -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    for rank in range(2):
+        loader = DataLoader(Sized(samples), batch_size=2, drop_last=drop)
+        mine = dealt(loader, rank, 2, dispatch=False)
+        expected = theirs.IterableDatasetShard(
+            loader.dataset, batch_size=2, drop_last=drop, num_processes=2, process_index=rank
+        )
+        assert mine.total_dataset_length == len(expected)
+        assert len(mine) == len(list(mine)) == len(expected) // 2
+        assert mine.total_batch_size == 2
+
+
+def accelerates_loaders(config: dict[str, Any]) -> list[Any]:
+    """What Accelerate's own loaders give on one rank, and what they leave of the generator."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    try:
+        configuration = accelerate.DataLoaderConfiguration(**config)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
+        state = accelerator.gradient_state
+        return gone_over(accelerator.prepare, lambda loader: state.remainder)
+    finally:
+        accelerate.state.AcceleratorState._reset_state(True)
+
+
+def gone_over(prepare: Any, remainder: Any) -> list[Any]:
+    def seeded(seed: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    torch.manual_seed(0)
+    data, own, found = torch.arange(11), seeded(1), []
+    for loader in (
+        DataLoader(data, batch_size=4, shuffle=True, generator=own),  # pyright: ignore[reportArgumentType]
+        DataLoader(data, batch_size=4, shuffle=True),  # pyright: ignore[reportArgumentType]
+        DataLoader(data, batch_size=4, generator=own, drop_last=True),  # pyright: ignore[reportArgumentType]
+        DataLoader(data, batch_sampler=[[1, 2], [3, 0]], generator=own),  # pyright: ignore[reportArgumentType]
+        DataLoader(Stream(7), batch_size=2, generator=own),
+    ):
+        prepared = prepare(loader)
+        for _ in range(2):
+            for batch in prepared:
+                kept = remainder(prepared) if prepared.end_of_dataloader else 0
+                found.append((batch.tolist(), int(torch.get_rng_state().sum()), kept))
+    return found
+
+
+@pytest.mark.parametrize("dispatch", [None, False, True])
+def test_a_generator_is_drawn_from_as_accelerate_draws(dispatch: bool | None) -> None:
+    def prepare(loader: DataLoader) -> DealtLoader:
+        return dealt(loader, 0, 1, dispatch=dispatch)
+
+    expected = accelerates_loaders({"dispatch_batches": dispatch})
+    assert gone_over(prepare, lambda loader: loader.remainder) == expected

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
-from unipar.compat.accelerate.streams import ShardedStream, dispatched
+from unipar.compat.accelerate.operations import holds_tensors_only
+from unipar.compat.accelerate.streams import ShardedStream, dispatched, length_of
 from unipar.compat.loaders import settings_of
 from unipar.compat.tables import Table
 from unipar.data import move_to
@@ -44,7 +45,8 @@ class DealtLoader(DataLoader):
         end_of_dataloader: whether the batch that was given out last is the last one.
         remainder: samples of the last round that count; 0 if all do, -1 where it is not known.
         iteration: how often it was gone over.
-        total_batch_size: samples of a batch over all ranks; ``None`` where that is not known.
+        total_batch_size: samples of a batch over all ranks, of a stream that each rank reads those
+            of one rank; ``None`` where that is not known.
 
     Raises:
         ConfigError: its batches cannot be cut up, or not be read on every rank.
@@ -77,16 +79,23 @@ class DealtLoader(DataLoader):
         self._drop_last, self._split = bool(loader.drop_last), split
         streamed = isinstance(loader.dataset, IterableDataset)
         size = loader.batch_size
-        self.dispatches = (streamed if dispatch is None else dispatch) and world.data_size > 1
+        settings = settings_of(loader)
+        # Accelerate 1.15, data_loader.py: on one rank, too, the script's generator is left to its
+        # sampler, so that the seed of workers is of the global one, and batches are counted.
+        self._counts = streamed if dispatch is None else dispatch
+        if self._counts:
+            del settings["generator"]
+        self.dispatches = self._counts and world.data_size > 1
         if streamed:
             dataset: Any = loader.dataset
             if world.data_size > 1 and not self.dispatches:
                 each = size or 1
                 dataset = ShardedStream(dataset, each, world, drop=loader.drop_last, split=split)
                 size = each // world.data_size if split else each
-            super().__init__(
-                dataset, batch_size=size, drop_last=loader.drop_last, **settings_of(loader)
-            )
+            if not self._counts:
+                # What Accelerate says of a stream, of which it knows one rank's batches.
+                self.total_batch_size = size
+            super().__init__(dataset, batch_size=size, drop_last=loader.drop_last, **settings)
             return
         batches: Any = (
             loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
@@ -111,7 +120,7 @@ class DealtLoader(DataLoader):
             batches = _Dealt(batches, world, split=split, even=even)
         if skipped:
             batches = _Skipping(batches, skipped)
-        super().__init__(loader.dataset, batch_sampler=batches, **settings_of(loader))
+        super().__init__(loader.dataset, batch_sampler=batches, **settings)
 
     @property
     def even(self) -> bool:
@@ -123,6 +132,11 @@ class DealtLoader(DataLoader):
         self._arguments["even"] = even
         if isinstance(self.batch_sampler, _Dealt):
             self.batch_sampler.even = even
+
+    @property
+    def total_dataset_length(self) -> int:
+        """How many samples there are over all ranks; of a stream that each rank reads, over one."""
+        return len(self.dataset)  # pyright: ignore[reportArgumentType]
 
     def without_first(self, num_batches: int) -> DealtLoader:
         """The loader without its first batches; this one is left as it is."""
@@ -148,7 +162,7 @@ class DealtLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         share_generators(self._synchronized, self._generator, self._world)
         self.end_of_dataloader, self.remainder = False, -1
-        if not self._drop_last and self.total_batch_size:
+        if not self._counts and not self._drop_last and self.total_batch_size:
             with contextlib.suppress(TypeError):
                 self.remainder = len(self.dataset) % self.total_batch_size  # pyright: ignore
         self._enter(self, True)
@@ -166,6 +180,8 @@ class DealtLoader(DataLoader):
                 batch = move_to(batch, self._world.device)
             now = next(following, None)
             self.end_of_dataloader = now is None
+            if self.end_of_dataloader and self._counts and not self.dispatches:
+                self.remainder = _counted(batch)
             if index >= left_out:
                 yield batch
         self.iteration += 1
@@ -270,6 +286,14 @@ def _own_generator(batches: Any, world: World) -> torch.Generator | None:
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
     return sampler.generator
+
+
+def _counted(batch: Any) -> int:
+    """How many samples a batch has; -1 where it does not tell, as one that is not of tensors."""
+    if holds_tensors_only(batch):
+        with contextlib.suppress(IndexError, StopIteration):
+            return length_of(batch)
+    return -1
 
 
 class _Skipping(Sampler[list[int]]):

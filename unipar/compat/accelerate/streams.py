@@ -40,6 +40,11 @@ class ShardedStream(IterableDataset):
         self._each = batch_size // world.data_size if split else batch_size
         self._round, self._epoch = self._each * world.data_size, 0
 
+    def __len__(self) -> int:
+        """The samples of this rank, where the stream knows how many it has."""
+        rounds, rest = divmod(len(self.stream), self._round)
+        return self._each * (rounds + bool(rest and not self._drop))
+
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
         self._epoch = epoch
