@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unipar.engine.precision import keep_scale_on_host
+from unipar.engine.sharded_draws import draw_for_whole
 from unipar.errors import ConfigError, first_few
 from unipar.utils.torch_versions import reset_passes, sharded_groups
 
@@ -72,6 +73,8 @@ def explain_sharded(error: BaseException, strategy: str) -> str:
 def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], None]]:
     """Refuse gradients of shards, and numbers that are of one rank's shard.
 
+    Random numbers for shards are drawn as for whole parameters from here on.
+
     A gradient that comes to a shard itself, not to what FSDP has gathered, would miss the weighting
     of this rank's samples, which only FSDP's reduction makes the global batch's.
 
@@ -86,6 +89,7 @@ def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], N
     torch.autograd.grad = _grad_of_no_shard
     divided = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
     _SHARDS.update({parameter: (name, strategy) for name, parameter in divided})
+    draw_for_whole(parameter for _, parameter in divided)
     return [
         parameter.register_hook(partial(_refuse, name, strategy)).remove
         for name, parameter in divided

@@ -276,3 +276,60 @@ def test_no_gathered_copy_is_left_where_weights_are_changed(
     strategy = {"name": "fsdp", "wrap": ["Sequential"], **options}
     for found in world_pool(2).run(kept_gathered, strategy, asks):
         torch.testing.assert_close(found, plain)
+
+
+def reset(p: torch.Tensor) -> None:
+    nn.init.normal_(p, std=0.1)
+
+
+def restarted(p: torch.Tensor) -> None:
+    p.data.uniform_(-1, 1)
+    p.data[:, 1].exponential_()
+
+
+def scattered(p: torch.Tensor) -> None:
+    with torch.no_grad():
+        p.add_(torch.randn_like(p) * p.detach().bernoulli(0.5))
+
+
+def pruned(p: torch.Tensor) -> None:
+    with torch.no_grad():
+        p.copy_(nn.functional.dropout(p, 0.5) + torch.bernoulli(p.sigmoid()))
+        p.add_(torch.bernoulli(p, 0.5)).add_(torch.normal(p, 0.1))
+
+
+def jittered(p: torch.Tensor) -> None:
+    p.data.mul_(torch.empty_like(p.data).bernoulli_(0.5)).add_(torch.rand_like(p.data))
+
+
+DRAWS = (reset, restarted, scattered, pruned, jittered)
+
+
+def drawn(module: nn.Module, seed: int) -> list[Any]:
+    torch.manual_seed(seed)
+    found = []
+    for draw in DRAWS:
+        draw(module.weight)  # pyright: ignore[reportArgumentType]
+        found.append(whole(module.weight.detach()).tolist())  # pyright: ignore
+    # The generator has moved on as with a replica.
+    return [*found, torch.rand(()).item()]
+
+
+def drawn_under(placement: Placement, strategy: str, seeds: tuple[int, int]) -> list[Any]:
+    torch.manual_seed(0)
+    with unipar.Session(strategy, placement=placement) as session:
+        engine = session.prepare(nn.Linear(4, 3), optimizer=sgd)
+        return drawn(engine.module, seeds[placement.rank])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp:sharding=hybrid"])
+@pytest.mark.parametrize("seeds", [(9, 9), (9, 10)])
+def test_random_numbers_for_weights_are_those_of_the_whole(
+    world_pool: Any, strategy: str, seeds: tuple[int, int]
+) -> None:
+    torch.manual_seed(0)
+    expected = drawn(nn.Linear(4, 3), 9)
+    found = world_pool(2).run(drawn_under, strategy, seeds)
+    for rank, values in enumerate(found):
+        torch.testing.assert_close(values[:-1], expected[:-1])
+        assert (values[-1] == expected[-1]) == (seeds[rank] == 9)
