@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -233,6 +234,7 @@ class Adoption:
         if isinstance(asked.get("strategy"), dict) and current.placement().size == 1:
             # Options of a wrapper that one process has no use for.
             del asked["strategy"]
+        current.unasked |= not dist.is_initialized()
         with self.engine_calls():
             session = current.open(asked)
         world = session.world

@@ -38,12 +38,14 @@ class Run:
         config: its settings, once a session is open.
         session: the open one.
         backend: what the script has asked its processes to be joined by, if it has.
+        unasked: whether they are joined for the run alone, and the script has not asked for it.
     """
 
     def __init__(self) -> None:
         self.config: ScriptConfig | None = None
         self.session: Session | None = None
         self.backend: str | None = None
+        self.unasked = False
         self._asked: dict[str, Any] = {}
         self._world: World | None = None
         self._placement: Placement | None = None
@@ -98,7 +100,7 @@ class Run:
             return self.placement().device_type
         return resolve_device_type(self._settled(asked).device)
 
-    def world(self, *, may_move: bool = False) -> World:
+    def world(self, *, may_move: bool = False, asked: bool = True) -> World:
         """The joined processes, in a default group of ``torch.distributed``. Collective at first.
 
         Before a session is open they are replicas, one each.
@@ -106,10 +108,12 @@ class Run:
         Args:
             may_move: whether a session may compute on GPUs where they are joined on CPUs, as what
                 gloo joins may. Where the script's model is decides.
+            asked: whether the script asks for them to be joined.
         """
         if self.session is not None:
             return self.session.world
         if self._world is None:
+            self.unasked = not (asked or dist.is_initialized())
             on_cpu = self.placement().device_type == "cpu"
             gpus = torch.cuda.is_available() and dist.is_nccl_available()
             self._may_move = may_move and on_cpu and gpus

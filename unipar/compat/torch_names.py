@@ -17,7 +17,8 @@ REPLACED: dict[str, tuple[str, str]] = {
     "torch.optim.lr_scheduler": (f"{_NATIVE}.scheduling", "ReduceLROnPlateau"),
     "torch.distributed": (
         f"{_NATIVE}.calls",
-        "destroy_process_group get_backend init_process_group",
+        "destroy_process_group get_backend get_rank get_world_size init_process_group "
+        "is_initialized",
     ),
     "torch.distributed.optim": (f"{_NATIVE}.wrappers", "ZeroRedundancyOptimizer"),
     "torch.distributed.algorithms.join": (f"{_NATIVE}.wrappers", "Join"),

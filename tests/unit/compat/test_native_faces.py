@@ -384,6 +384,28 @@ def test_where_nobody_can_meet_is_named(
         calls.init_process_group("gloo", init_method=method)
 
 
+def test_what_an_engine_has_joined_for_itself_the_script_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    face: Any = importlib.import_module("unipar.compat.torch.distributed")
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    first = step(*trained())
+    assert not face.is_initialized()
+    for call in (face.get_rank, face.get_world_size):
+        # torch's own, without a group.
+        with pytest.raises(ValueError, match="Default process group has not been initialized"):
+            call()
+    at = {"init_method": "tcp://localhost:29500", "rank": 0}
+    with pytest.raises(ConfigError, match=r"world_size=2.* a run of 1 already. Call it before"):
+        face.init_process_group("gloo", **at, world_size=2)
+    face.init_process_group("gloo", **at, world_size=1)
+    assert face.is_initialized()
+    assert (face.get_rank(), face.get_world_size()) == (0, 1)
+    face.destroy_process_group()
+    assert not face.is_initialized()
+    assert step(*trained()) == first
+
+
 def test_a_scaler_has_the_state_that_scripts_read() -> None:
     face: Any = importlib.import_module("unipar.compat.torch")
     scaler = face.amp.GradScaler("cpu")

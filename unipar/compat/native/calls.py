@@ -33,9 +33,14 @@ def init_process_group(
     """Join the processes, which a launcher or the script has started. Collective.
 
     Raises:
-        ConfigError: it cannot be told where they meet.
+        ConfigError: it cannot be told where they meet; or others are joined already.
     """
-    adoption.aware = True
+    if current.unasked and world_size > 0 and world_size != current.placement().size:
+        raise ConfigError(
+            f"init_process_group(world_size={world_size}) comes after a model was trained, which "
+            f"is a run of {current.placement().size} already. Call it before that."
+        )
+    adoption.aware, current.unasked = True, False
     if detect() is None:
         _describe(init_method or "env://", world_size, rank, store)
     # What gloo joins may be CPUs on a machine with GPUs, or GPUs.
@@ -43,6 +48,32 @@ def init_process_group(
     current.placement("cpu" if gloo else "auto", timeout)
     current.world(may_move=gloo)
     current.backend = backend
+
+
+def is_initialized() -> bool:
+    """Whether the script has joined the processes; an engine may have, for itself."""
+    return dist.is_initialized() and not current.unasked
+
+
+def get_rank(group: Any = None) -> int:
+    """torch's, of what the script has joined."""
+    _check_joined(group)
+    return dist.get_rank(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """torch's, of what the script has joined."""
+    _check_joined(group)
+    return dist.get_world_size(group)
+
+
+def _check_joined(group: Any) -> None:
+    if group is None and not is_initialized():
+        # torch's own words; what a script catches.
+        raise ValueError(
+            "Default process group has not been initialized, please make sure to call "
+            "init_process_group."
+        )
 
 
 def get_backend(group: Any = None) -> str:
@@ -153,7 +184,7 @@ def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     if adoption.aware or current.placement().size == 1:
         _save(obj, f, *args, **kwargs)
         return
-    world = current.world()
+    world = current.world(asked=False)
     if world.is_main:
         _save(obj, f, *args, **kwargs)
     world.barrier()

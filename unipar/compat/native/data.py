@@ -33,7 +33,7 @@ class DataLoader(data.DataLoader):
         made: dict[bool, SharedLoader] = self.__dict__.setdefault("_unipar_shared", {})
         if whole not in made:
             read = adoption.parts.read
-            made[whole] = SharedLoader(self, current.world(), read, whole=whole)
+            made[whole] = SharedLoader(self, current.world(asked=False), read, whole=whole)
         cut = iter(made[whole])
         if whole:
             return cut

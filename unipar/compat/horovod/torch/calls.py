@@ -48,7 +48,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         CALLS.refuse("process_set=…", "hvd.init of some ranks")
     start()
     adoption.aware = True
-    current.world()
+    current.world(asked=False)
 
 
 def shutdown() -> None:
