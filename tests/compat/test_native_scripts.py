@@ -160,6 +160,18 @@ for _ in range(2):
     optimizer.step()
 said(model.state_dict)
 said(optimizer.state_dict)
+
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+
+other = DDP(nn.Linear(3, 2))
+around = Around(other.parameters())
+said(lambda: other(torch.ones(1, 3)))
 weights = torch.whole_state_dict(model)
 assert weights["weight"].shape == (2, 3)
 state = torch.whole_state_dict(optimizer)
@@ -183,8 +195,82 @@ def test_what_ranks_cannot_do_by_themselves_is_refused_with_the_remedy(tmp_path:
         assert "updates no module that was called" in own[1]
         assert any("model.state_dict() is only a part here" in line for line in own)
         assert any("optimizer.state_dict() is only a part here" in line for line in own)
+        around = "Around steps by the SGD that it holds, and strategy 'fsdp' divides gradients"
+        assert any(around in line for line in own)
     sums = {line.split()[2] for line in done.stdout.splitlines() if " sum " in line}
     assert len(sums) == 1
+
+
+SHARPNESS = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class SAM(torch.optim.Optimizer):
+    def __init__(self, params, base, rho=0.05, **options):
+        super().__init__(params, dict(rho=rho, **options))
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure):
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * (self.param_groups[0]["rho"] / norm))
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        for p in params:
+            p.data = self.state[p]["old"]
+        self.base.step()
+        self.zero_grad()
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+torch.manual_seed(dist.get_rank())
+for rate in (0.1, 0.1, 0.02, 0.02):
+    x = torch.randn(4, 3)
+    optimizer.param_groups[0]["lr"] = rate
+
+    def closure():
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    loss = closure()
+    optimizer.step(closure)
+    print(f"{dist.get_rank()}: {loss.item():.6f}", flush=True)
+print(f"{dist.get_rank()}: {sum(p.abs().sum().item() for p in model.parameters()):.6f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def ranks_say(script: str, tmp_path: Path, strategy: str = "ddp") -> tuple[list[str], str]:
+    """What two ranks print of a script, and what the migrated one says by the way."""
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run(
+        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
+        check=False, env={**os.environ, "UNIPAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines()), done.stderr
+
+
+def by_face(script: str) -> str:
+    return migrate_files({"train.py": script})["train.py"].code
+
+
+def test_an_optimizer_around_another_trains_as_before(tmp_path: Path) -> None:
+    expected, _ = ranks_say(SHARPNESS, tmp_path)
+    found, _ = ranks_say(by_face(SHARPNESS), tmp_path)
+    assert len(expected) == 10
+    assert found == expected
 
 
 READ_LATE = """\

@@ -123,7 +123,7 @@ class Adoption:
             return False
         held = {id(parameter) for parameter in module.parameters()}
         pending = [one for ref in self._pending if (one := ref()) is not None]
-        touching = [one for one in pending if held & _parameters(one)]
+        touching = [one for one in pending if held & _parameters(one) and not _holds(one, pending)]
         found = [one for one in touching if _parameters(one) <= held]
         if len(touching) != 1 or not found or not self._may_take(module, found[0]):
             self._passed.add(module)
@@ -179,20 +179,42 @@ class Adoption:
             adopted.same_parameters = self.by_ddp
             adopted.take_over(model, name=name, compile=compiled)
         optimizer.routed(adopted)
+        pending: list[Any] = [one for ref in self._pending if (one := ref()) is not None]
+        around = [one for one in pending if _holds(one, [optimizer])]
+        for one in around:
+            self._check_around(one, optimizer, adopted)
+            one.routed_within(adopted)
         module.__class__ = model_class(type(module), kind, self)
         module.__dict__["_unipar"] = model
         self._trained.append(weakref.ref(adopted))
         weakref.finalize(optimizer, _release, session, name).atexit = False
-        self._pending = [ref for ref in self._pending if ref() not in (None, optimizer)]
+        done = {id(one) for one in (None, optimizer, *around)}
+        self._pending = [ref for ref in self._pending if id(ref()) not in done]
         if not self._pending:
             hooks.watch(False)
+
+    @staticmethod
+    def _check_around(outer: Any, inner: Optimizer, adopted: AdoptedOptimizer) -> None:
+        """Refuse an optimizer around another where it would not find what it changes by itself."""
+        assert adopted.model is not None
+        own = {id(one) for one in adopted.model.module.parameters()}
+        if adopted.lends_gradients and _parameters(inner) <= own:
+            return
+        strategy = current.config.strategy if current.config else ""
+        raise ConfigError(
+            f"{type(outer).__name__} steps by the {type(inner).__name__} that it holds, and "
+            f"strategy '{strategy}' divides gradients, or what that one has to step by, among "
+            "ranks, where what is around it (SAM, Lookahead) would use them. Use a strategy that "
+            "leaves both whole, such as ddp or horovod."
+        )
 
     def _again(self, model: AdoptedModel) -> nn.Module | None:
         """A model that the script has built another optimizer for, taken up with that one."""
         pending = [one for ref in self._pending if (one := ref()) is not None]
         found = [
             one for one in pending
-            if any(model.name_of(p) is not None for g in one.param_groups for p in g["params"])
+            if not _holds(one, pending)
+            and any(model.name_of(p) is not None for g in one.param_groups for p in g["params"])
         ]  # fmt: skip
         if not found:
             return None
@@ -496,6 +518,15 @@ def close() -> None:
 
 def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(one) for group in optimizer.param_groups for one in group["params"]}
+
+
+def _holds(optimizer: Optimizer, others: list[Optimizer]) -> bool:
+    """Whether one steps by another that it holds, whose groups are its own, as SAM does."""
+    held = {id(one) for one in vars(optimizer).values()}
+    own = {id(group) for group in optimizer.param_groups}
+    return any(
+        id(one) in held and own & {id(group) for group in one.param_groups} for one in others
+    )
 
 
 def _release(session: Session, name: str) -> None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 
 _KEY = "_unipar"
+_WITHIN = "_unipar_within"
 _STATE = ("param_groups", "state", "defaults")
 
 
@@ -74,6 +75,10 @@ class _Optimizer:
         """Step by an engine from now on."""
         self.__dict__[_KEY] = adopted
 
+    def routed_within(self, adopted: AdoptedOptimizer) -> None:
+        """Have what this one steps by, which it holds, step by an engine from now on."""
+        self.__dict__[_WITHIN] = adopted
+
     def step(self: Any, closure: Any = None) -> Any:
         adoption = self._unipar_adoption
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
@@ -81,13 +86,14 @@ class _Optimizer:
             with adoption.engine_calls():
                 adopted.step(closure)
             return None
-        adoption.check_alone(self)
+        if _WITHIN not in self.__dict__:
+            adoption.check_alone(self)
         return super().step() if closure is None else super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY, self.__dict__.get(_WITHIN))
         if adopted is None:
             super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
         else:
