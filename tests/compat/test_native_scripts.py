@@ -273,6 +273,41 @@ def test_an_optimizer_around_another_trains_as_before(tmp_path: Path) -> None:
     assert found == expected
 
 
+LEFT_TO_EACH_RANK = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+net[0].requires_grad_(False)
+model = DDP(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.full((4, 3), 1.0 + dist.get_rank())
+for step, call in enumerate((model, model, model, model.module, model.module)):
+    net[0].requires_grad_(step > 1)
+    # Another call of the same step arms DDP.
+    (call(x) + model(x) if step < 3 else call(x)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"{step}: {sum(p.abs().sum().item() for p in model.parameters()):.6f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_what_ddp_would_leave_to_each_rank_is_told_once(tmp_path: Path) -> None:
+    expected, _ = ranks_say(LEFT_TO_EACH_RANK, tmp_path)
+    found, said = ranks_say(by_face(LEFT_TO_EACH_RANK), tmp_path)
+    assert len(set(expected)) > 5
+    assert found[:4] == expected[:4]
+    # Replicas stay alike.
+    assert len(set(found)) == 5
+    assert said.count("0.bias, 0.weight: frozen when DistributedDataParallel took the model") == 2
+    assert said.count("a call of Sequential itself, as model.module(…)") == 2
+
+
 READ_LATE = """\
 import os
 import torch

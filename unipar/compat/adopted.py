@@ -32,6 +32,7 @@ class AdoptedModel(PreparedModel):
     Attributes:
         called: whether it was called since its last backward pass, so as to be trained.
         wrapped: whether it is called by the wrapper that the script has put around it.
+        around: whether DDP wraps it, and was not called since the last backward pass.
     """
 
     _unipar_passes = True
@@ -39,10 +40,11 @@ class AdoptedModel(PreparedModel):
     guards_module: ClassVar[bool] = False
     called: bool
     wrapped: bool
+    around: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__["called"] = self.__dict__["wrapped"] = False
+        self.__dict__["called"] = self.__dict__["wrapped"] = self.__dict__["around"] = False
 
     @property
     def world(self) -> World:

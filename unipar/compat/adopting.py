@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from unipar.compat import hooks, reading
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.models import led_to
-from unipar.compat.optimizers import trained_by
+from unipar.compat.optimizers import frozen_in, trained_by
 from unipar.compat.parts import Parts, warn_of_parts
 from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current
@@ -80,6 +80,8 @@ class Adoption:
         self._trained: list[weakref.ref[AdoptedOptimizer]] = []
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._frozen: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._told_of_around = False
         self._names = 0
 
     # -- what the script builds ------------------------------------------------------------------
@@ -96,6 +98,8 @@ class Adoption:
     def note_wrapped(self, one: Any) -> None:
         """Take notice of a model, or an optimizer, that the script gives to a framework."""
         self._wrapped.add(one)
+        if isinstance(one, nn.Module):
+            self._frozen[one] = frozen_in(one)
         self.aware = True
 
     def ask(self, **settings: Any) -> None:
@@ -177,6 +181,7 @@ class Adoption:
             adopted.own_buffers = optimizer in self.own_buffers
             adopted.alike = alone or not self.aware
             adopted.same_parameters = self.by_ddp
+            adopted.frozen = self._frozen.get(module)
             adopted.take_over(model, name=name, compile=compiled)
         optimizer.routed(adopted)
         pending: list[Any] = [one for ref in self._pending if (one := ref()) is not None]
@@ -290,6 +295,8 @@ class Adoption:
         model.__dict__["wrapped"] = self.through
         if torch.is_grad_enabled() and model.learns:
             self._check_flow((args, kwargs), f"what {type(model.module).__name__} is given")
+        if torch.is_grad_enabled():
+            model.__dict__["around"] = not self.through and (model.around or not model.called)
         kind = model.world.device.type
         if self.gathers and kind != "cpu":
             # As FSDP does, of which a script may make use.
@@ -346,6 +353,7 @@ class Adoption:
             )
         size = one.world.data_size
         self._check_flow(loss, "this loss", reduced=False)
+        self._tell_of_around(one)
         with self.engine_calls():
             if size > 1 and not self.aware:
                 loss = self.parts.weigh(loss, one.world)
@@ -376,6 +384,21 @@ class Adoption:
             "it does, results are not those of one process.",
             what, found.how,
         )  # fmt: skip
+
+    def _tell_of_around(self, trained: AdoptedOptimizer) -> None:
+        """Warn once of gradients that DDP would leave to each rank."""
+        model = trained.model
+        if not isinstance(model, AdoptedModel) or not model.around or self._told_of_around:
+            return
+        if trained.same_parameters and trained.world.size > 1:
+            self._told_of_around = True
+            log.warning(
+                "this loss comes of a call of %s itself, as model.module(…), and not of the "
+                "DistributedDataParallel around it. DDP leaves the gradients of such a pass to "
+                "each rank, so that replicas drift apart; here they are averaged over ranks as in "
+                "every other pass. Call the wrapper, and both do the same.",
+                type(model.module).__name__,
+            )
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:

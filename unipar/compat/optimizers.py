@@ -17,7 +17,7 @@ from unipar.compat.models import Calls, PreparedModel, Training, led_to
 from unipar.compat.norms import StepNorm
 from unipar.compat.run import current, own_randomness
 from unipar.engine import StepEngine
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.loss import LossSum
 from unipar.session import Session
 from unipar.strategy import Engine, StepResult
@@ -43,6 +43,7 @@ class PreparedOptimizer(Optimizer):
         same_parameters: whether the script's framework is DDP, which asks that a backward pass
             gives gradients to the same parameters on every rank.
         own_buffers: whether it leaves each rank the statistics of its own batches.
+        frozen: names of parameters that were frozen when the script's framework took the model.
     """
 
     calls: ClassVar[Calls] = Calls()
@@ -50,6 +51,7 @@ class PreparedOptimizer(Optimizer):
     """Whether it holds its model, which else goes when the script lets go of it."""
     same_parameters: bool = False
     own_buffers: bool = False
+    frozen: frozenset[str] | None = None
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
     def __init__(
@@ -108,6 +110,8 @@ class PreparedOptimizer(Optimizer):
             ConfigError: the strategy cannot do it; or another optimizer trains the model.
         """
         session = self._session
+        if self.frozen is None:
+            self.frozen = frozen_in(model.module)
         if model.training_by is not None:
             raise ConfigError(
                 f"two optimizers update one {type(model.module).__name__}, which an engine steps "
@@ -191,6 +195,7 @@ class PreparedOptimizer(Optimizer):
                 f"the loss was computed around it, as by {self.calls.unwrap}(…). Compute it of "
                 f"what the model that {self.calls.prepare} gives back returns."
             )
+        self._tell_of_thawed(training)
         try:
             part = LossSum(loss, 0.0 if self.begun else 1.0)
             training.engine.backward(
@@ -200,6 +205,21 @@ class PreparedOptimizer(Optimizer):
             training.failed = True
             raise
         self.begun = True
+
+    def _tell_of_thawed(self, training: Training) -> None:
+        """Warn once of parameters that DDP would leave to each rank."""
+        if not self.frozen or not self.same_parameters or self._session.world.size == 1:
+            return
+        thawed = sorted(self.frozen - frozen_in(training.engine.module))
+        if thawed:
+            self.frozen = frozenset()
+            log.warning(
+                "%s: frozen when DistributedDataParallel took the model, and trained now. DDP "
+                "leaves the gradients of these to each rank, so that replicas drift apart; here "
+                "they are averaged over ranks as all others are. Wrap the model anew where they "
+                "are thawed, and both do the same.",
+                first_few(thawed),
+            )
 
     @property
     def clips(self) -> bool:
@@ -371,6 +391,11 @@ class PreparedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
+
+
+def frozen_in(module: nn.Module) -> frozenset[str]:
+    """The names of the parameters that are not trained."""
+    return frozenset(name for name, p in module.named_parameters() if not p.requires_grad)
 
 
 _MODELS: weakref.WeakKeyDictionary[Engine, weakref.ref[PreparedModel]] = weakref.WeakKeyDictionary()
