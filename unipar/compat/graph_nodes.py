@@ -62,6 +62,12 @@ def reduction(node: Any) -> str | None:
     return "mean" if name.startswith("Mean") else "sum"
 
 
+def of_inputs(node: Any) -> bool:
+    """Whether a node is a layer's that computes of what needs no gradient, as of a batch."""
+    layer = node.name().startswith(("Addmm", "Mm", "Convolution", "Embedding"))
+    return layer and any(one is None for one, _ in node.next_functions)
+
+
 def of_numbers(node: Any) -> bool:
     """Whether a node gives numbers that were reduced before, one or several in a row."""
     if node.name().startswith(("Stack", "Cat")):

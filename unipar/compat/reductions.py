@@ -12,6 +12,7 @@ from unipar.compat.graph_nodes import (
     couples,
     divisor,
     nodes_after,
+    of_inputs,
     passes,
     reduction,
     scalar,
@@ -107,6 +108,7 @@ class _Graph:
         self._varying: set[Any] = set()
         self._outputs: set[Any] = set()
         above: dict[Any, list[Any]] = {}
+        inside: list[Any] = []
         seen, todo = set(), [self._root]
         while todo:
             node = todo.pop()
@@ -117,10 +119,13 @@ class _Graph:
                 self._outputs.add(node)
                 self.shares.add(node.metadata.get(_SHARE))
                 continue
+            if of_inputs(node):
+                inside.append(node)
             for following in nodes_after(node):
                 above.setdefault(following, []).append(node)
                 todo.append(following)
-        todo = list(self._outputs)
+        # A model's activations are of samples, too, also where none of its outputs led to them.
+        todo = [*self._outputs, *inside]
         while todo:
             node = todo.pop()
             if node not in self._varying:

@@ -66,6 +66,8 @@ def test_means_count_by_samples_and_sums_as_they_are(
         (lambda x: x.sum() / 7, "divided afterwards"),
         (lambda x: x.sum() + x.mean(), "added to a mean"),
         (lambda x: x.sum() + WEIGHT.pow(2).sum(), "the same for every sample"),
+        # An activation that the model has kept, and not given.
+        (lambda x: x.mean() + (torch.randn(3, 5) @ WEIGHT).abs().sum(), "added to a mean"),
         (lambda x: x.pow(2).mean().sqrt(), "comes to one number by SqrtBackward"),
         (lambda x: x.mean() * x.abs().mean(), "comes to one number by MulBackward"),
         (lambda x: x.max(), "comes to one number by MaxBackward"),
