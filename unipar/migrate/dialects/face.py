@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import libcst as cst
 
-import unipar
 from unipar.compat.tables import NOT_KEPT, Table
 from unipar.migrate.dialects.base import Dialect, Row
 from unipar.migrate.plan import Plan
@@ -146,7 +145,7 @@ class FaceDialect(Dialect):
 @functools.cache
 def _bound_in(module: str) -> set[str]:
     """The names that a module of ours binds, without importing it, and torch with it."""
-    path = Path(unipar.__file__).parent.joinpath(*module.split(".")[1:])
+    path = Path(__file__).parents[2].joinpath(*module.split(".")[1:])
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     symbols = symtable.symtable(path.read_text("utf-8"), str(path), "exec").get_symbols()
     return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
