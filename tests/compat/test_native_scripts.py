@@ -151,6 +151,17 @@ ends = [nn.Linear(3, 2), nn.Linear(2, 1)]
 both = torch.optim.SGD([p for one in ends for p in one.parameters()], lr=0.1)
 ends[1](ends[0](torch.ones(1, 3))).sum().backward()
 said(both.step)
+
+
+class Agent(nn.Linear):
+    def act(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+agent = Agent(3, 2)
+optimizer = torch.optim.SGD(agent.parameters(), lr=0.1)
+agent.act(torch.ones(1, 3)).sum().backward()
+said(optimizer.step)
 model = DDP(nn.Linear(3, 2))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 for _ in range(2):
@@ -158,6 +169,10 @@ for _ in range(2):
     model(torch.ones(1, 3)).sum().backward()
     said(lambda: next(model.parameters()).grad.sum())
     optimizer.step()
+optimizer.zero_grad()
+model(torch.ones(1, 3)).sum().backward()
+next(model.parameters()).grad = None
+said(optimizer.step)
 said(model.state_dict)
 said(optimizer.state_dict)
 
@@ -193,6 +208,13 @@ def test_what_ranks_cannot_do_by_themselves_is_refused_with_the_remedy(tmp_path:
         own = [line[2:] for line in done.stdout.splitlines() if line.startswith(f"{rank} ")]
         assert "is not wrapped, so its replicas would drift apart. Wrap it" in own[0]
         assert "updates no module that was called" in own[1]
+        assert "this SGD updates Agent, which was never called as a whole" in own[2]
+        clipped = "Clip by torch.nn.utils.clip_grad_norm_, and scale the loss"
+        assert "used between loss.backward() and the step" in own[3]
+        assert clipped in own[3]
+        assert "something else than loss.backward(): weight" in own[5]
+        assert "requires_grad_(False) before the forward pass instead of p.grad = None" in own[5]
+        assert "engine." not in " ".join(own[:6])
         assert any("model.state_dict() is only a part here" in line for line in own)
         assert any("optimizer.state_dict() is only a part here" in line for line in own)
         around = "Around steps by the SGD that it holds, and strategy 'fsdp' divides gradients"

@@ -453,12 +453,23 @@ class Adoption:
 
     def check_alone(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that several ranks would have to sum."""
-        if not self.inside and current.placement().size > 1:
+        if self.inside or current.placement().size == 1:
+            return
+        kind = type(optimizer).__name__
+        holder = _holder_of(optimizer)
+        if holder is not None:
             raise ConfigError(
-                f"this {type(optimizer).__name__} updates no module that was called: on several "
-                "ranks an engine sums gradients, and trains the parameters of one nn.Module that "
-                "is called as a whole. Put them into one, with one optimizer."
+                f"this {kind} updates {holder}, which was never called as a whole with gradients: "
+                "its parts were, or methods of it other than forward. On several ranks an engine "
+                "takes over what is called, and sums gradients. Have forward do what that method "
+                "does, call the module (or DistributedDataParallel around it), and leave out what "
+                "sums p.grad by hand."
             )
+        raise ConfigError(
+            f"this {kind} updates no module that was called: on several ranks an engine sums "
+            "gradients, and trains the parameters of one nn.Module that is called as a whole. Put "
+            "them into one, with one optimizer."
+        )
 
     def refuse_parts(self, call: str) -> None:
         """Refuse what only some ranks may call, of what ranks have parts of.
@@ -550,6 +561,23 @@ def _holds(optimizer: Optimizer, others: list[Optimizer]) -> bool:
     return any(
         id(one) in held and own & {id(group) for group in one.param_groups} for one in others
     )
+
+
+def _holder_of(optimizer: Optimizer) -> str | None:
+    """The class of the smallest module that has all parameters of an optimizer, if one has."""
+    updated = _parameters(optimizer)
+    # It is looked for where a script ends by an error.
+    sizes = {}
+    for one in gc.get_objects():
+        kind = type(one)
+        if not issubclass(kind, nn.Module) or issubclass(kind, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        # One may be half built.
+        with contextlib.suppress(AttributeError):
+            held = [id(parameter) for parameter in one.parameters()]
+            if not getattr(one, "_unipar_passes", False) and updated <= set(held):
+                sizes[kind.__name__] = len(held)
+    return min(sizes, key=lambda name: sizes[name], default=None)
 
 
 def _release(session: Session, name: str) -> None:

@@ -17,6 +17,7 @@ from unipar.compat.models import Calls, PreparedModel, Training, led_to
 from unipar.compat.norms import StepNorm
 from unipar.compat.run import current, own_randomness
 from unipar.engine import StepEngine
+from unipar.engine.absent import LoopCalls
 from unipar.errors import ConfigError, first_few
 from unipar.loss import LossSum
 from unipar.session import Session
@@ -123,6 +124,11 @@ class PreparedOptimizer(Optimizer):
         with own_randomness(session.world.device):
             engine = session.prepare(model.module, optimizer=self._over(model), **asked)
         if isinstance(engine, StepEngine):
+            engine.speak_of(
+                LoopCalls(
+                    self.calls.backward, "the step", "the optimizer's zero_grad()", self.calls.clip
+                )
+            )
             world, sharded = session.world, session.capabilities.sharded
             if world.data_size == world.size and not sharded & {"parameters", "gradients"}:
                 held = weakref.WeakMethod(self.fetch_gradients)

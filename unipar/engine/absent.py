@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +22,18 @@ HARMLESS = {
     *("element_size", "is_cpu", "is_cuda", "is_meta", "nelement", "numel", "untyped_storage"),
 }
 """What tells of a tensor, and not of its values."""
+
+
+class LoopCalls(NamedTuple):
+    """The calls of a user's own loop, as messages name them; those of an engine unless told."""
+
+    backward: str = "engine.backward(loss)"
+    step: str = "engine.step()"
+    clear: str = "engine.zero_grad()"
+    clip: str = "prepare(…, max_grad_norm=…)"
+
+
+OWN = LoopCalls()
 
 
 def asked_for(func: Any) -> str:
@@ -40,20 +52,27 @@ class AbsentGradient(torch.Tensor):
     """Takes no memory. Who computes with it gets the gradient of the step, or is refused."""
 
     _fetch: Callable[[], None] | None = None
+    _calls: LoopCalls
     _parameter: weakref.ref[nn.Parameter]
 
     @staticmethod
-    def of(parameter: nn.Parameter, fetch: Callable[[], None] | None = None) -> AbsentGradient:
+    def of(
+        parameter: nn.Parameter,
+        fetch: Callable[[], None] | None = None,
+        calls: LoopCalls = OWN,
+    ) -> AbsentGradient:
         """One that fits into ``parameter.grad``.
 
         Args:
             parameter: whose it is.
             fetch: puts the gradient of the step there, once it is asked for; ``None``: it cannot
                 be had there.
+            calls: of the loop.
         """
         nothing = _nothing(parameter.dtype, parameter.device)
         absent = nothing.expand(parameter.shape).as_subclass(AbsentGradient)
         absent._fetch, absent._parameter = fetch, weakref.ref(parameter)
+        absent._calls = calls
         return absent
 
     def present(self) -> torch.Tensor:
@@ -82,10 +101,10 @@ class AbsentGradient(torch.Tensor):
         if found and all(one._fetch is not None for one in found):
             plain = tree_map_only(AbsentGradient, AbsentGradient.present, (args, kwargs or {}))
             return func(*plain[0], **plain[1])
+        calls = found[0]._calls if found else OWN
         raise ConfigError(
-            "parameter.grad was used between engine.backward(loss) and engine.step(), and under "
-            "this strategy gradients are not there: each rank keeps a share of them elsewhere, or "
-            "the ranks have not summed them yet. Clip with prepare(…, max_grad_norm=…), or, in a "
-            "script behind a face, by the call that its framework has for that, which gives the "
-            "norm; and scale the loss instead of its gradient."
+            f"parameter.grad was used between {calls.backward} and {calls.step}, and under this "
+            "strategy gradients are not there: each rank keeps a share of them elsewhere, or the "
+            f"ranks have not summed them yet. Clip by {calls.clip}, and scale the loss instead of "
+            "its gradient; or use a strategy that leaves gradients whole, such as ddp."
         )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unipar.combined import optimizers_in
-from unipar.engine.absent import AbsentGradient
+from unipar.engine.absent import AbsentGradient, LoopCalls
 from unipar.engine.average import LossAverage
 from unipar.engine.inner import passes_begun
 from unipar.engine.reducer import Reducer
@@ -33,6 +33,7 @@ class GradientGuard:
 
     Attributes:
         lends: whether a loop may use the gradient of a step before the step.
+        calls: of the loop, for messages.
         nothing: what :meth:`look` finds before a step's first backward pass.
     """
 
@@ -43,6 +44,7 @@ class GradientGuard:
         self.nothing = [NOTHING] * len(self._parameters) if reducer.watches_gradients else []
         self._fetch: Callable[[], None] | None = None
         self.lends = False
+        self.calls = LoopCalls()
         self._absent: dict[nn.Parameter, AbsentGradient] = {}
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._marks: list[Mark] = []
@@ -129,7 +131,7 @@ class GradientGuard:
                         grad, absent = parameter.grad, self._absent.get(parameter)
                         # ZeRO's third stage changes the shapes of parameters.
                         if absent is None or absent.shape != parameter.shape:
-                            absent = AbsentGradient.of(parameter, self._fetch)
+                            absent = AbsentGradient.of(parameter, self._fetch, self.calls)
                             self._absent[parameter] = absent
                         parameter.grad = absent
                         self._hidden.append((parameter, grad, absent))
@@ -173,14 +175,15 @@ class GradientGuard:
         ids = {id(parameter) for parameter in changed}
         names = [name for name, p in self._reducer.module.named_parameters() if id(p) in ids]
         raise ConfigError(
-            f"gradients were changed by something else than the engine's own backward pass: "
-            f"{first_few(names)}. They are not yet what the "
-            "optimizer gets: not divided by the number of items, and on most strategies not "
-            "reduced over the ranks. Clip with prepare(…, max_grad_norm=…), scale the loss instead "
-            "of its gradient, add losses before one engine.backward(loss), give a step up by "
-            "engine.zero_grad(), let no other engine's "
-            "backward pass go through this model before engine.step(); and in a loss function take "
-            "gradients by torch.autograd.grad, not by backward() and zero_grad()."
+            f"gradients were changed by something else than {self.calls.backward}: "
+            f"{first_few(names)}. They are not yet what the optimizer gets: not divided by the "
+            "number of items, and on most strategies not reduced over the ranks. Clip by "
+            f"{self.calls.clip}, scale the loss instead of its gradient, leave parameters out by "
+            "requires_grad_(False) before the forward pass instead of p.grad = None, add losses "
+            f"before one {self.calls.backward}, give a step up by {self.calls.clear}, let no "
+            f"backward pass of another model go through this one before {self.calls.step}; and in "
+            "a loss function take gradients by torch.autograd.grad, not by backward() and "
+            "zero_grad(). Strategies such as ddp leave gradients whole, and let a loop change them."
         )
 
 

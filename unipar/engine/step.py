@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.data.batch import Batch, MicroBatch
+from unipar.engine.absent import LoopCalls
 from unipar.engine.alike import fingerprint, refuse_unlike
 from unipar.engine.average import LossAverage
 from unipar.engine.divider import Divider, PartOf
@@ -536,6 +537,10 @@ class StepEngine(Engine):
         """
         if isinstance(self.stepper, OptimizerStepper) and not self.reducer.hides_gradients:
             self._guard.lend(fetch or self.fetch_gradients)
+
+    def speak_of(self, calls: LoopCalls) -> None:
+        """Name the calls of a loop that is not by the engine's own in messages."""
+        self._guard.calls = calls
 
     @property
     def lends_gradients(self) -> bool:

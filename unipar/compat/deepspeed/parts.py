@@ -17,6 +17,7 @@ _CALLS = Calls(
     prepare="deepspeed.initialize",
     optimized=_INITIALIZE,
     backward="engine.backward(loss)",
+    clip="gradient_clipping in the config",
     whole="engine.module_state_dict(), or engine.save_checkpoint(directory)",
     save="engine.save_checkpoint(directory)",
     load="engine.load_checkpoint(directory)",
