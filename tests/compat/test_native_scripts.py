@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -328,6 +329,44 @@ def test_what_ddp_would_leave_to_each_rank_is_told_once(tmp_path: Path) -> None:
     assert len(set(found)) == 5
     assert said.count("0.bias, 0.weight: frozen when DistributedDataParallel took the model") == 2
     assert said.count("a call of Sequential itself, as model.module(…)") == 2
+
+
+AVERAGES = """\
+import torch.multiprocessing as mp
+import unipar.compat.torch as torch
+import unipar.compat.torch.distributed as dist
+from unipar.compat.torch import nn
+from unipar.compat.torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def train(rank, method):
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+    model = DDP(nn.Linear(3, 2))
+    average = torch.optim.swa_utils.AveragedModel(model.module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    average.update_parameters(model.module)
+
+
+if __name__ == "__main__":
+    mp.spawn(train, ("tcp://localhost:PORT",), 2)
+"""
+
+
+def test_what_ends_a_process_that_a_script_has_spawned_is_explained(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "train.py").write_text(AVERAGES.replace("PORT", str(port)))
+    done = subprocess.run(
+        [*PYTHON, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
+        check=False, env={**os.environ, "UNIPAR_STRATEGY": "fsdp", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "average.update_parameters(model.module)" in done.stderr
+    assert "unipar.errors.ConfigError: a parameter of the model was used outside" in done.stderr
+    assert "[p.detach().clone() for p in model.parameters()]" in done.stderr
 
 
 READ_LATE = """\

@@ -27,7 +27,7 @@ from unipar.compat.models import led_to
 from unipar.compat.optimizers import frozen_in, trained_by
 from unipar.compat.parts import Parts, warn_of_parts
 from unipar.compat.routed import model_class, optimizer_class
-from unipar.compat.run import current
+from unipar.compat.run import current, explain_spawned
 from unipar.compat.sample_flow import SampleFlow
 from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES
@@ -533,6 +533,7 @@ def start() -> None:
         if own.index < torch.cuda.device_count():
             torch.cuda.set_device(own)
     hooks.put(adoption)
+    explain_spawned()
 
 
 def stop() -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -304,6 +306,33 @@ def explain_uncaught(session: Session) -> Callable[[], None]:
 
     sys.excepthook = show
     return undo
+
+
+def explain_spawned() -> None:
+    """Show errors likewise in processes that the script starts by ``torch.multiprocessing.spawn``.
+
+    It catches what they end by, and hands the traceback to the process that has started them.
+    """
+    # The package has the function under the module's name. torch 2.8 to 2.13.
+    spawning: Any = importlib.import_module("torch.multiprocessing.spawn")
+    spawning._wrap = _explaining
+
+
+def _explaining(fn: Callable[..., Any], *args: Any) -> None:
+    _wrapped(functools.partial(_explained, fn), *args)
+
+
+_wrapped = importlib.import_module("torch.multiprocessing.spawn")._wrap
+
+
+def _explained(fn: Callable[..., Any], *args: Any) -> None:
+    try:
+        fn(*args)
+    except Exception as error:
+        explained = current.session.explained(error) if current.session is not None else None
+        if explained is None:
+            raise
+        raise explained from error
 
 
 @contextlib.contextmanager
