@@ -420,6 +420,54 @@ def test_what_a_loss_is_made_of_is_read_as_that_of_whole_batches_after_its_backw
     assert sorted(found) == sorted(wanted + [f"1{line[1:]}" for line in wanted])
 
 
+BY_HAND = """\
+import os
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(40, 3), 10 * torch.randn(40, 1))
+model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rank, lines = os.environ.get("RANK", "0"), []
+for index, (inputs, targets) in enumerate(DataLoader(data, batch_size=8)):
+    optimizer.zero_grad()
+    loss = (model(inputs) - targets).square().mean()
+    loss.backward()
+    # By the optimizer's groups, in which a strategy may have put tensors of its own.
+    torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], 0.5)
+    if index == 2:
+        nn.init.normal_(model[0].weight)
+    optimizer.step()
+    if index == 1:
+        nn.init.normal_(model[2].weight)
+    lines += [f"{rank}: {loss.item():.4f}\\n"]
+print("".join(lines), end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "strategy", ["zero1", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("ddp", "fsdp"))]
+)
+def test_weights_and_gradients_that_a_script_changes_by_hand_are_those_of_one_process(
+    strategy: str, tmp_path: Path
+) -> None:
+    (tmp_path / "plain.py").write_text(BY_HAND)
+    (tmp_path / "train.py").write_text(migrate_files({"train.py": BY_HAND})["train.py"].code)
+    alone, both = (
+        subprocess.run(
+            [*start, name], cwd=tmp_path, timeout=240, capture_output=True, text=True, check=False,
+            env={**os.environ, "UNIPAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
+        )
+        for start, name in ((PYTHON, "plain.py"), (TORCHRUN, "train.py"))
+    )  # fmt: skip
+    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
+    wanted = alone.stdout.splitlines()
+    assert len(wanted) == 5
+    assert sorted(both.stdout.splitlines()) == sorted(wanted + [f"1{one[1:]}" for one in wanted])
+
+
 TOGETHER = """\
 import unipar.compat.torch as torch
 from unipar.compat.torch import nn

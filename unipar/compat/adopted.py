@@ -33,6 +33,8 @@ class AdoptedModel(PreparedModel):
         called: whether it was called since its last backward pass, so as to be trained.
         wrapped: whether it is called by the wrapper that the script has put around it.
         around: whether DDP wraps it, and was not called since the last backward pass.
+        changes: how often its weights had been written to when ranks last had the same; -1 before
+            that is known.
     """
 
     _unipar_passes = True
@@ -41,9 +43,11 @@ class AdoptedModel(PreparedModel):
     called: bool
     wrapped: bool
     around: bool
+    changes: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.__dict__["changes"] = -1
         self.__dict__["called"] = self.__dict__["wrapped"] = self.__dict__["around"] = False
 
     @property
@@ -77,6 +81,27 @@ class AdoptedModel(PreparedModel):
         if torch.is_grad_enabled() and self.training_by is not None:
             self.__dict__["called"] = self.training_by.called = True
             self._note(self.training_by, output, inputs)
+
+    def even_out_weights(self) -> None:
+        """Where a script has changed weights by hand, take rank 0's. Collective then.
+
+        A script that knows nothing of ranks may have drawn them at random, of which ranks draw
+        others.
+        """
+        if self.divided:
+            return
+        now = self._changes()
+        if now != self.changes and self.changes >= 0:
+            broadcast_tensors(self.module.parameters(), self.world)
+            now = self._changes()
+        self.__dict__["changes"] = now
+
+    def note_step(self) -> None:
+        """An engine has changed the weights, on all ranks alike."""
+        self.__dict__["changes"] = self._changes()
+
+    def _changes(self) -> int:
+        return sum(one._version for one in self.module.parameters())
 
     def gathered(self, *, rank0_only: bool = False) -> GatheredModel:
         """The whole of what ranks may have parts of."""
@@ -161,7 +186,13 @@ class AdoptedOptimizer(PreparedOptimizer):
         engine = self._known().engine
         if self.alike and self.lends_gradients and engine.gradients_changed:  # pyright: ignore[reportAttributeAccessIssue]
             self._agree()
+        evens = self.alike and self.world.size > 1
+        assert isinstance(self.model, AdoptedModel)
+        if evens:
+            self.model.even_out_weights()
         super().take_step()
+        if evens:
+            self.model.note_step()
         self.uncleared = True
 
     def _agree(self) -> None:

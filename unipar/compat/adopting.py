@@ -313,6 +313,7 @@ class Adoption:
         with whole, self.engine_calls():
             if not self.aware and model.world.data_size > 1:
                 self.parts.even_out(model.module, model.world)
+                model.even_out_weights()
             output = model.forward(*args, **kwargs)
         model.note(output, (args, kwargs))
         if torch.is_grad_enabled() and not self.aware:
@@ -494,11 +495,15 @@ class Adoption:
         for one in self.trained:
             model = one.model
             assert model is not None
-            names = {model.name_of(parameter) for parameter in parameters}
-            if names != {None}:
+            # A strategy may have put tensors of its own into the optimizer's groups.
+            groups = {id(p) for group in one.optimizer.param_groups for p in group["params"]}
+            names = {model.name_of(p) for p in parameters if id(p) not in groups}
+            own = groups & {id(p) for p in parameters}
+            names |= {model.name_of(p) for p in parameters if id(p) in groups} - {None}
+            if own or names - {None}:
                 found.append(one)
                 wanted = {name for name, p in model.module.named_parameters() if p.requires_grad}
-                whole = wanted <= names and None not in names
+                whole = None not in names and (own == groups or wanted <= names)
         return found, whole and len(found) == 1
 
 
