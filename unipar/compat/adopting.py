@@ -319,6 +319,7 @@ class Adoption:
         if torch.is_grad_enabled() and not self.aware:
             self.parts.uses += model.learns
             self.parts.note(model.module, output, (args, kwargs))
+        if not self.aware:
             self.flow.computed(output, (args, kwargs), self.parts.samples)
         return output
 

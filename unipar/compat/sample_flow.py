@@ -16,7 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unipar.compat.sample_rules import Call, Coupled, Flow, NotTold, Reduced, Samples
+from unipar.compat.sample_lookups import AnyCall
+from unipar.compat.sample_rules import Coupled, Drawn, Flow, NotTold, Reduced, Samples, Some
 from unipar.engine.outputs import tensors_of
 
 
@@ -111,6 +112,9 @@ class SampleFlow(TorchDispatchMode):
             flow = self._flows.get(tensor)
             if isinstance(flow, Coupled):
                 return flow
+            if isinstance(flow, Some):
+                # A script may leave out samples for what they are, in a loop over all of them.
+                return Coupled(flow.how, known=reduced or len(flow.places) == 1)
             if reduced and isinstance(flow, Reduced):
                 return Coupled(f"a {flow.kind} over its samples is taken", True)
         return None
@@ -135,20 +139,40 @@ class SampleFlow(TorchDispatchMode):
         made = list(tensors_of(out))
         if not made:
             return
-        call = Call(func, args, kwargs, made, given)
+        call = AnyCall(func, args, kwargs, made, given)
         try:
             flows = call.flows()
         except NotTold as problem:
-            flows = [Coupled(call.told(), problem.known)] * len(made)
+            # What a script computes by itself is gradients of what is told of already.
+            of_graph = torch._C._current_graph_task_id() != -1  # torch 2.13, csrc/autograd.
+            coupled = None if of_graph else Coupled(call.told(), problem.known)
+            flows = [coupled] * len(made)
         base = made[0]._base if call.mutates else None
-        if base is not None and base not in self._flows:
-            # Some of it is written to, and the rest is what it was.
-            self._flows[base] = Coupled(call.told(), known=False)
+        if base is not None and flows[0] is not None:
+            self._flows[base] = self._written(base, made[0], flows[0]) or Coupled(
+                call.told(), False
+            )
         for tensor, flow in zip(made, flows, strict=True):
             if flow is not None:
                 self._flows[tensor] = flow
             elif tensor in self._flows:
                 del self._flows[tensor]
+
+    def _written(self, base: torch.Tensor, part: torch.Tensor, flow: Flow) -> Flow | None:
+        """Of what a part is written to, and the rest is what it was; ``None`` if not known."""
+        before = self._flows.get(base)
+        if isinstance(flow, Coupled):
+            return flow
+        if isinstance(flow, Drawn):
+            return before or flow
+        if not isinstance(flow, Samples):
+            return None
+        size, step = part.shape[flow.dim], part.stride(flow.dim)
+        for dim in range(base.dim()):
+            if base.shape[dim] == size and base.stride(dim) == step:
+                found = Samples(dim, flow.sets)
+                return found if before in (None, found) or isinstance(before, Drawn) else None
+        return None
 
 
 def _innermost() -> Any:

@@ -46,13 +46,27 @@ class Coupled(NamedTuple):
     known: bool
 
 
+class Some(NamedTuple):
+    """Is computed of one sample, or is a sum of what is computed of some, each by itself.
+
+    Attributes:
+        places: theirs in the batch.
+        size: how many there are.
+        how: as of ``Coupled``.
+    """
+
+    places: frozenset[int]
+    size: int
+    how: str
+
+
 class Drawn(NamedTuple):
-    """Is drawn at random, of which a script is told in other ways."""
+    """Is drawn at random, of which a script is told in other ways, or tells where samples lie."""
 
     kind: str = "random"
 
 
-Flow = Samples | Reduced | Coupled | Drawn
+Flow = Samples | Reduced | Coupled | Some | Drawn
 
 
 class NotTold(Exception):
@@ -66,15 +80,17 @@ _FORGET = ("like", "new_empty", "new_zeros", "new_ones", "new_full", "empty", "z
 """Operations of which only the shape, or nothing, of what they are given counts."""
 _SAME = {
     *("clone", "detach", "_to_copy", "to", "lift_fresh", "copy", "native_dropout", "tril"),
-    *("contiguous", "masked_fill", "fill", "constant_pad_nd", "bernoulli", "glu", "triu", "where"),
-    *("_pin_memory", "_conj", "resolve_conj", "resolve_neg", "requires_grad"),
+    *("contiguous", "masked_fill", "fill", "floor_divide", "bernoulli", "glu", "triu", "where"),
+    *("_pin_memory", "_conj", "resolve_conj", "resolve_neg", "requires_grad", "hardswish"),
+    *("log_sigmoid_forward", "rrelu_with_noise", "normal", "poisson", "multinomial", "binomial"),
+    *("_standard_gamma", "_sample_dirichlet", "_prelu_kernel"),
 }
 """These keep shapes but for dimensions that samples do not lie along."""
 _LINEAR = {
     *("add", "sub", "rsub", "neg", "mul", "div", "clone", "detach", "_to_copy", "to"),
     *("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "stack", "cat", "sum", "mean"),
     *("select", "slice", "expand", "copy", "lift_fresh", "clamp", "clamp_min", "permute", "t"),
-    *("unbind", "index", "transpose", "maximum", "true_divide"),
+    *("unbind", "index", "transpose", "maximum", "true_divide", "dot", "mv", "mm"),
 }
 """Of sums and means these make such again; what clamps keeps a count from being 0."""
 _TOTALS = {"sum", "nansum", "mean", "count_nonzero", "bincount", "histc"}
@@ -85,19 +101,20 @@ _OVER_DIMS = {
     *("mode", "kthvalue", "aminmax"),
 }
 _ALONG_DIM = {
+    *("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "cumsum", "cumprod"),
+    *("sort", "argsort", "flip", "roll", "cummax", "cummin", "topk", "diff", "unfold", "rot90"),
     *(
-        "_softmax",
-        "_log_softmax",
-        "_safe_softmax",
-        "softmax",
-        "log_softmax",
-        "cumsum",
-        "cumprod",
+        "_fft_r2c",
+        "_fft_c2c",
+        "_fft_c2r",
+        "renorm",
+        "_weight_norm_interface",
         "logcumsumexp",
+        "unfold_backward",
     ),
-    *("sort", "argsort", "flip", "roll", "cummax", "cummin", "topk", "diff", "unfold"),
-    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "renorm", "_weight_norm_interface"),
 }
+_LOOKED_UP = {"isin": "elements", "bucketize": "self", "searchsorted": "self"}
+"""Each element of this argument is looked up by itself in others."""
 _LOSSES = {
     *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"),
     *("multi_margin_loss", "multilabel_margin_loss_forward", "nll_loss_forward", "l1_loss"),
@@ -105,8 +122,8 @@ _LOSSES = {
 }
 _FIRST = (
     *("convolution", "native_layer_norm", "native_group_norm", "max_pool", "avg_pool", "_adaptive"),
-    *("upsample", "grid_sampler", "im2col", "col2im", "pixel_", "reflection_pad", "mkldnn_linear"),
-    *("replication_pad", "_fused_rms_norm", "_scaled_dot_product", "adaptive"),
+    *("upsample", "_upsample", "grid_sampler", "im2col", "col2im", "pixel_", "reflection_pad"),
+    *("replication_pad", "_fused_rms_norm", "_scaled_dot_product", "adaptive", "mkldnn_linear"),
     *("mkldnn_convolution",),
     *("channel_shuffle", "rms_norm", "affine_grid", "linalg_", "_linalg_"),
 )  # fmt: skip
@@ -150,6 +167,14 @@ class Call:
         Raises:
             NotTold: samples are set in relation, or the operation is not known.
         """
+        flows = self._flows()
+        if isinstance(first := flows[0], Samples):
+            held = self.made[0].shape[first.dim : first.dim + 1]
+            if held and held[0] != sum(first.sets):
+                raise NotTold(known=True)
+        return flows
+
+    def _flows(self) -> Sequence[Flow | None]:
         if self.name.endswith(_FORGET[0]) or self.name.startswith(_FORGET[1:]):
             return [Drawn() if self.seeded else None] * len(self.made)
         found = list(self._given.values())
@@ -158,6 +183,8 @@ class Call:
                 return [flow] * len(self.made)
         if not found:
             return [Drawn()] * len(self.made)
+        if any(isinstance(one, Some) for one in found):
+            return [self._of_some()] * len(self.made)
         if not any(isinstance(one, Samples) for one in found):
             return [self._of_reduced()] * len(self.made)
         if self.pointwise or self.name in _SAME:
@@ -169,6 +196,12 @@ class Call:
             return [self._over_dims()] * len(self.made)
         if self.name in _ALONG_DIM:
             return [self._along_dim()] * len(self.made)
+        if (
+            self.name in _LOOKED_UP
+            and len(found) == 1
+            and self.of(self.bound[_LOOKED_UP[self.name]])
+        ):
+            return found
         if self.name in _LOSSES:
             return self._loss()
         if self.name.startswith(_FIRST) or "batch_norm" in self.name:
@@ -182,13 +215,35 @@ class Call:
         divisor = self.of(self.bound.get("other")) if self.name.endswith("div") else None
         by_mean = isinstance(divisor, Reduced) and divisor.kind == "mean"
         several = sum(isinstance(one, Reduced) for one in map(self.of, self.inputs)) > 1
-        if self.name not in _LINEAR or by_mean or (self.name == "mul" and several):
+        product = self.name in ("mul", "dot", "mv", "mm")
+        if self.name not in _LINEAR or by_mean or (product and several):
             raise NotTold(known=True)
         if self.name == "mean" and kinds == {"sum"}:
             return Reduced("sum")
         if divisor is not None:
             return Reduced("mean")
         return Reduced("mean" if "mean" in kinds else "sum")
+
+    def _of_some(self) -> Flow:
+        """Samples one by one, until all are put together."""
+        flows = [flow for one in self.inputs if (flow := self.of(one)) is not None]
+        some = [one for one in flows if isinstance(one, Some)]
+        first, places = some[0], [place for one in some for place in one.places]
+        if len(some) == len(flows) and all(one.places == first.places for one in some):
+            # Of one sample, all may be computed; sums of several stay such.
+            product = self.name in ("mul", "div") and len(some) > 1
+            if len(first.places) == 1 or (self.name in _LINEAR and not product):
+                return first
+        joined = self.name in ("stack", "cat") and len(some) == len(self.inputs)
+        if joined and places == list(range(first.size)):
+            dim = self.bound.get("dim", 0) % self.made[0].dim()
+            return Samples(dim, (self.made[0].shape[dim],))
+        whole = any(isinstance(one, Samples) for one in flows)
+        if self.name in ("add", "sub") and not whole and len(set(places)) == len(places):
+            if len(places) == first.size:
+                return Reduced("sum")
+            return first._replace(places=frozenset(places))
+        raise NotTold(known=True)
 
     def _elementwise(self, ndim: int) -> Flow:
         dims: set[int] = set()
@@ -208,14 +263,17 @@ class Call:
 
     def _self(self) -> tuple[torch.Tensor, Samples]:
         """The first argument, which the others say what to do with."""
-        tensor = next((self.bound[n] for n in ("self", "input") if n in self.bound), None)
+        tensor = next(
+            (self.bound[n] for n in ("self", "input", "grad_in") if n in self.bound), None
+        )
         flow = self.of(tensor)
         if not isinstance(tensor, torch.Tensor) or not isinstance(flow, Samples):
             raise NotTold
         return tensor, flow
 
     def _dims(self, tensor: torch.Tensor) -> list[int]:
-        given = self.bound.get("dim", self.bound.get("dims", self.bound.get("axis")))
+        names = ("dim", "dims", "axis", "dimension")
+        given = next((self.bound[one] for one in names if one in self.bound), None)
         if given is None or given == []:
             return list(range(tensor.dim()))
         return [one % tensor.dim() for one in ([given] if isinstance(given, int) else given)]
@@ -233,8 +291,6 @@ class Call:
 
     def _along_dim(self) -> Flow:
         tensor, flow = self._self()
-        if self.name == "unfold":
-            raise NotTold(known=self.bound["dimension"] % tensor.dim() == flow.dim)
         if flow.dim in self._dims(tensor):
             raise NotTold(known=True)
         return flow
@@ -244,20 +300,32 @@ class Call:
             weight = self.of(self.bound.get("weight"))
             if not isinstance(weight, Samples):
                 raise NotTold(known=True)
-        if self.bound.get("reduction", 1) == 0:
-            if self.name.startswith("nll_loss"):
-                # Targets have no dimension of classes.
-                return [self._first()] * len(self.made)
-            return [self._elementwise(max(one.dim() for one in self.made))] * len(self.made)
-        if any(isinstance(one, Reduced) for one in self._given.values()):
-            raise NotTold(known=True)
-        return [Reduced("mean" if self.bound["reduction"] == 1 else "sum")] * len(self.made)
+        reduction = self.bound.get("reduction", 1)
+        if self.name.startswith(("nll_loss", "multi_margin")):
+            # Targets have no dimension of classes.
+            found = self._first()
+        else:
+            found = self._elementwise(max(one.dim() for one in self.inputs))
+        if reduction:
+            found = Reduced("mean" if reduction == 1 else "sum")
+        return [found] * len(self.made)
 
     def _first(self) -> Flow:
         trains = self.bound.get("training", self.bound.get("train", False))
         if "batch_norm" in self.name and trains and "no_training" not in self.name:
-            raise NotTold(known=True)
+            tensor, flow = self._self()
+            if flow.dim != 1 or len(self._given) > 1:
+                raise NotTold(known=True)
+            return flow
+        if self.name.startswith(("reflection_pad", "replication_pad")):
+            tensor, flow = self._self()
+            if flow.dim < tensor.dim() - int(self.name[-2]):
+                return flow
         flows = [one for one in self._given.values() if isinstance(one, Samples)]
+        if "linalg_" in self.name and self.name != "linalg_cross":
+            matrices = max(one.dim() for one in self.inputs) - 2
+            if any(one.dim >= matrices for one in flows):
+                raise NotTold(known=True)
         if any(one.dim for one in flows) or len(flows) < len(self._given):
             raise NotTold
         return flows[0]
@@ -267,26 +335,42 @@ class Call:
     def _do_view(self) -> Sequence[Flow]:
         tensor, flow = self._self()
         new, old = self.made[0].shape, tensor.shape
-        before, length = math.prod(old[: flow.dim]), old[flow.dim]
+        before, length, sets = math.prod(old[: flow.dim]), old[flow.dim], flow.sets
         outer = 1
         for dim, size in enumerate(new):
             # Where as many elements lie before, the dimension begins; ones may lie between.
             if outer == before and (size > 1 or length == 1):
                 if size % length == 0:
-                    return [Samples(dim, tuple(one * size // length for one in flow.sets))]
+                    return [Samples(dim, tuple(one * size // length for one in sets))]
                 if length % size == 0:
-                    # Divided in two, of which samples lie along the first.
                     inner = length // size
-                    if any(one % inner for one in flow.sets):
+                    some = sets[: len(sets) // size]
+                    if sets == some * size:
+                        # As many times the same batches, one after the other.
+                        before, length, sets = before * size, inner, some
+                        outer *= size
+                        continue
+                    # Divided in two, of which samples lie along the first.
+                    if any(one % inner for one in sets):
                         raise NotTold(known=True)
-                    return [Samples(dim, tuple(one // inner for one in flow.sets))]
+                    return [Samples(dim, tuple(one // inner for one in sets))]
             if outer * size > before:
-                # Put together with dimensions before it.
-                return [Samples(dim, (size,))]
+                # Put together with dimensions before it, and maybe with some after it.
+                times, rest = divmod(before, outer)
+                after, more = divmod(size, times * length) if not rest else (0, 1)
+                return [
+                    Samples(dim, (size,) if more else tuple(one * after for one in sets) * times)
+                ]
             outer *= size
         raise NotTold
 
     _do__unsafe_view = _do_reshape = _do__reshape_alias = _do_view
+
+    def _do_constant_pad_nd(self) -> Sequence[Flow]:
+        tensor, flow = self._self()
+        if any(self.bound["pad"][2 * (tensor.dim() - 1 - flow.dim) :][:2]):
+            raise NotTold(known=True)
+        return [flow]
 
     def _do_unsqueeze(self) -> Sequence[Flow]:
         tensor, flow = self._self()
@@ -316,6 +400,19 @@ class Call:
         tensor, flow = self._self()
         return [Samples(flow.dim + self.made[0].dim() - tensor.dim(), flow.sets)]
 
+    def _do_as_strided(self) -> Sequence[Flow]:
+        tensor, flow = self._self()
+        own = (tensor.shape[flow.dim], tensor.stride(flow.dim))
+        every = list(zip(self.bound["size"], self.bound["stride"], strict=True))
+        if own not in every:
+            raise NotTold
+        return [Samples(every.index(own), flow.sets)]
+
+    def _do_view_as_real(self) -> Sequence[Flow]:
+        return [self._self()[1]]
+
+    _do_view_as_complex = _do_view_as_real
+
     def _do_repeat(self) -> Sequence[Flow]:
         tensor, flow = self._self()
         dim = flow.dim + self.made[0].dim() - tensor.dim()
@@ -325,11 +422,20 @@ class Call:
         tensor, flow = self._self()
         (dim,) = self._dims(tensor)
         if dim == flow.dim:
-            raise NotTold(known=True)
+            return self._one_by_one(self.bound["index"] % tensor.shape[dim])
         return [Samples(flow.dim - (dim < flow.dim), flow.sets)]
 
     def _do_unbind(self) -> Sequence[Flow]:
-        return self._do_select() * len(self.made)  # pyright: ignore[reportReturnType, reportOperatorIssue]
+        tensor, flow = self._self()
+        (dim,) = self._dims(tensor)
+        if dim == flow.dim:
+            return self._one_by_one(0)
+        return [Samples(flow.dim - (dim < flow.dim), flow.sets)] * len(self.made)
+
+    def _one_by_one(self, begin: int) -> Sequence[Flow]:
+        tensor, flow = self._self()
+        size, told = tensor.shape[flow.dim], self.told()
+        return [Some(frozenset([begin + one]), size, told) for one in range(len(self.made))]
 
     def _do_slice(self) -> Sequence[Flow]:
         tensor, flow = self._self()
@@ -342,6 +448,8 @@ class Call:
         end = size if end is None else min(end + size if end < 0 else end, size)
         if self.bound.get("step", 1) != 1:
             raise NotTold(known=True)
+        if end - begin == 1 and flow.sets != (1,) * len(flow.sets):
+            return self._one_by_one(begin)
         return [self._between(flow, begin, end)]
 
     @staticmethod
@@ -389,96 +497,63 @@ class Call:
         dim = self.bound.get("dim", 0) % self.made[0].dim()
         return [Samples(found.dim + (dim <= found.dim), found.sets)]
 
-    # -- lookups ---------------------------------------------------------------------------------
-
-    def _do_index(self) -> Sequence[Flow]:
-        tensor = self.bound["self"]
-        flow, at = self.of(tensor), self.bound["indices"]
-        places = [dim for dim, one in enumerate(at) if one is not None]
-        if len(places) == 1 and at[places[0]].dtype in (torch.bool, torch.uint8):
-            mask, place = at[places[0]], places[0]
-            of_mask = self.of(mask)
-            if isinstance(flow, Samples) and isinstance(of_mask, Samples):
-                if place + of_mask.dim != flow.dim:
-                    raise NotTold(known=True)
-                return [Samples(place, (self.made[0].shape[place],))]
-            if isinstance(flow, Samples) and of_mask is None and place > flow.dim:
-                return [flow]
-            raise NotTold(known=isinstance(flow, Samples) and place == flow.dim)
-        if places != list(range(places[0], places[-1] + 1)):
-            raise NotTold
-        indices = [at[one] for one in places]
-        if flow is None:
-            dims = {self._from_right(one) for one in indices if self.of(one)}
-            if len(dims) > 1 or not all(isinstance(self.of(one), (Samples, type(None)))
-                                        for one in indices):  # fmt: skip
-                raise NotTold
-            return [self._at(indices, places[0], dims.pop())]
-        if not isinstance(flow, Samples):
-            raise NotTold
-        if flow.dim not in places:
-            if any(self.of(one) for one in indices):
-                raise NotTold
-            width = max(one.dim() for one in indices)
-            dim = flow.dim + (width - len(places) if places[0] < flow.dim else 0)
-            return [Samples(dim, flow.sets)]
-        own = at[flow.dim]
-        if id(own) in self._drawn:
-            return [Samples(places[0], flow.sets)]
-        times = _repeated(own, tensor.shape[flow.dim])
-        if not times:
+    def _do_sort(self) -> Sequence[Flow]:
+        tensor, flow = self._self()
+        if flow.dim not in self._dims(tensor):
+            return [flow] * len(self.made)
+        if tensor.is_floating_point() or tensor.dim() > 1:
             raise NotTold(known=True)
-        return [Samples(places[0], tuple(one * times for one in flow.sets))]
+        # Samples are put in an order of lengths.
+        order = [flow] * (len(self.made) - 1)
+        return [*order, Drawn()]
 
-    def _from_right(self, index: torch.Tensor) -> int:
-        flow = self.of(index)
-        return flow.dim - index.dim() if isinstance(flow, Samples) else 0
+    _do_argsort = _do_sort
 
-    def _at(self, indices: list[torch.Tensor], place: int, from_right: int) -> Flow:
-        width = max(one.dim() for one in indices)
-        sets = next(f.sets for one in indices if isinstance(f := self.of(one), Samples))
-        return Samples(place + width + from_right, sets)
-
-    def _do_index_select(self) -> Sequence[Flow]:
-        tensor, index = self.bound["self"], self.bound["index"]
-        (dim,) = self._dims(tensor)
-        flow, of_index = self.of(tensor), self.of(index)
-        if flow is None and isinstance(of_index, Samples):
-            return [Samples(dim, of_index.sets)]
-        if not isinstance(flow, Samples):
-            raise NotTold
-        if dim != flow.dim:
-            if of_index is not None:
-                raise NotTold
-            return [flow]
-        times = 1 if id(index) in self._drawn else _repeated(index, tensor.shape[dim])
-        if not times:
+    def _do__pack_padded_sequence(self) -> Sequence[Flow | None]:
+        flow = self.of(self.bound["input"])
+        if not isinstance(flow, Samples) or flow.dim != (0 if self.bound["batch_first"] else 1):
             raise NotTold(known=True)
-        return [Samples(dim, tuple(one * times for one in flow.sets))]
+        return [Samples(0, (self.made[0].shape[0],)), None]
 
-    def _do_embedding(self) -> Sequence[Flow]:
-        flow = self.of(self.bound["indices"])
-        if not isinstance(flow, Samples) or self.of(self.bound["weight"]):
+    def _do_mkldnn_rnn_layer(self) -> Sequence[Flow | None]:
+        _, flow = self._self()
+        # The other is given what is transposed.
+        if flow.dim != (0 if self.bound["batch_first"] and "cudnn" in self.name else 1):
+            raise NotTold(known=True)
+        return [flow, *[Samples(1, flow.sets)] * 2, *[None] * (len(self.made) - 3)]
+
+    _do__cudnn_rnn = _do_mkldnn_rnn_layer
+
+    def _do__ctc_loss(self) -> Sequence[Flow]:
+        flow = self.of(self.bound["log_probs"])
+        if not isinstance(flow, Samples) or flow.dim != 1:
+            raise NotTold
+        return [Samples(0, flow.sets)] * len(self.made)
+
+    _do__cudnn_ctc_loss = _do__use_cudnn_ctc_loss = _do__ctc_loss
+
+    def _do_diagonal(self) -> Sequence[Flow]:
+        tensor, flow = self._self()
+        dims = [self.bound[one] % tensor.dim() for one in ("dim1", "dim2")]
+        if flow.dim in dims:
+            raise NotTold(known=True)
+        return [Samples(flow.dim - sum(one < flow.dim for one in dims), flow.sets)]
+
+    def _do_diag_embed(self) -> Sequence[Flow]:
+        tensor, flow = self._self()
+        if flow.dim == tensor.dim() - 1 or (self.bound["dim1"], self.bound["dim2"]) != (-2, -1):
             raise NotTold
         return [flow]
 
-    def _do_gather(self) -> Sequence[Flow]:
-        (dim,) = self._dims(self.bound["self"])
-        found = self._elementwise(self.made[0].dim())
-        assert isinstance(found, Samples)
-        if dim == found.dim and self.of(self.bound["self"]):
+    def _do_linalg_solve_triangular(self) -> Sequence[Flow]:
+        """Each column by itself, of equations that all have."""
+        tensor = self.bound["B"]
+        flow = self.of(tensor)
+        if self.of(self.bound["self"]) or not isinstance(flow, Samples):
+            return [self._first()]
+        if flow.dim == tensor.dim() - 2:
             raise NotTold(known=True)
-        return [found]
-
-    def _do_scatter(self) -> Sequence[Flow]:
-        (dim,) = self._dims(self.bound["self"])
-        found = self._elementwise(self.made[0].dim())
-        assert isinstance(found, Samples)
-        if dim == found.dim:
-            raise NotTold
-        return [found]
-
-    _do_scatter_add = _do_scatter
+        return [flow]
 
     # -- products --------------------------------------------------------------------------------
 
@@ -488,14 +563,12 @@ class Call:
         for one in (left, right, *others):
             if one is not None and not isinstance(one, Samples):
                 raise NotTold(known=isinstance(one, Reduced))
-        if any(others):
-            raise NotTold
         ndim = self.made[0].dim()
         rows = left.dim - a.dim() if isinstance(left, Samples) else None
         columns = right.dim - b.dim() if isinstance(right, Samples) else None
         # Counted from the right: -2 are rows, -1 columns.
         inner_left, inner_right = rows == -1, columns == (-2 if b.dim() > 1 else -1)
-        if inner_left and inner_right:
+        if inner_left and inner_right and not any(others):
             return [Reduced("sum")]
         if inner_left or inner_right:
             # A weighted sum over samples, by weights that go by their place in the batch.
@@ -507,9 +580,11 @@ class Call:
         dim, flow = (rows, left) if rows is not None else (columns, right)
         assert dim is not None
         assert isinstance(flow, Samples)
-        if b.dim() == 1:
-            dim += 1
-        return [Samples(ndim + dim, flow.sets)]
+        found = Samples(ndim + dim + (b.dim() == 1), flow.sets)
+        for one, added in zip(others, more, strict=True):
+            if isinstance(one, Samples) and one.dim + ndim - added.dim() != found.dim:
+                raise NotTold(known=True)
+        return [found]
 
     def _do_mm(self) -> Sequence[Flow]:
         return self._product(self.bound["self"], self.bound["vec" if self.name == "mv" else "mat2"])
@@ -545,12 +620,3 @@ class Call:
 
     def _do__pdist_forward(self) -> Sequence[Flow]:
         raise NotTold(known=True)
-
-
-def _repeated(index: torch.Tensor, size: int) -> int:
-    """How often an index takes each of so many in order; 0 if it does something else."""
-    times, rest = divmod(index.numel(), size)
-    if rest or not times or index.dtype not in (torch.int32, torch.int64):
-        return 0
-    every = torch.arange(size, device=index.device, dtype=index.dtype)
-    return times if torch.equal(index.flatten(), every.repeat_interleave(times)) else 0

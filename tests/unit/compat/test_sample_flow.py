@@ -141,6 +141,76 @@ def mined(g: Given) -> Tensor:
     return (distances * same).max(1)[0].mean()
 
 
+def written(g: Given) -> Tensor:
+    targets = torch.zeros(SAMPLES, CLASSES)
+    targets[:, 0] = g.w
+    targets[torch.arange(SAMPLES), g.y] = 1.0
+    targets[g.w > 0.5] = 0.0
+    return functional.mse_loss(g.out, targets)
+
+
+def written_steps(g: Given) -> Tensor:
+    made = torch.zeros(STEPS, SAMPLES, CLASSES)
+    for step in range(STEPS):
+        made[step] = g.net(g.time_first[step])
+    return made.square().mean(0).sum(1).mean()
+
+
+def one_by_one(g: Given) -> Tensor:
+    total = torch.zeros(())
+    for x, y in zip(g.out, g.y, strict=True):
+        total = total + functional.cross_entropy(x[None], y[None])
+    return total / SAMPLES
+
+
+def of_lengths(g: Given) -> Tensor:
+    out = g.net(g.sequences)
+    losses = [functional.cross_entropy(out[i, : 1 + i % 3], g.tokens[i, : 1 + i % 3])
+              for i in range(SAMPLES)]  # fmt: skip
+    return torch.stack(losses).mean()
+
+
+def in_order_of_length(g: Given) -> Tensor:
+    lengths, order = (g.tokens != 0).sum(1).sort(descending=True)
+    return g.net(g.sequences[order] * (torch.arange(STEPS) < lengths[:, None])[..., None]).mean()
+
+
+def matched(g: Given) -> Tensor:
+    sample, place = torch.tensor([0, 0, 1, 2, 2, 4]), torch.tensor([1, 0, 3, 2, 0, 1])
+    return g.net(g.sequences)[sample, place].square().mean()
+
+
+def several_draws(g: Given) -> Tensor:
+    drawn = g.x.expand(4, -1, -1).reshape(-1, WIDTH)
+    return g.net(drawn).view(4, SAMPLES, CLASSES).logsumexp(0).mean()
+
+
+def flipped_at_random(g: Given) -> Tensor:
+    images, some = g.images.clone(), torch.rand(SAMPLES) < 0.5
+    images[some] = images[some].rot90(2, (2, 3))
+    return images.unfold(3, 4, 2).mean()
+
+
+def adversarial(g: Given) -> Tensor:
+    x = g.x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(ce(g, g.net(x)), x)
+    return ce(g, g.net((x + 0.1 * grad.sign()).detach()))
+
+
+def running_norm(g: Given) -> Tensor:
+    return functional.batch_norm(g.out, torch.zeros(CLASSES), torch.ones(CLASSES)).mean()
+
+
+def mixed_regions(g: Given) -> Tensor:
+    images = g.images.clone()
+    images[:, :, 2:5] = g.images.flip(0)[:, :, 2:5]
+    return images.mean()
+
+
+def one_missing(g: Given) -> Tensor:
+    return torch.stack([g.out[i].square().mean() for i in range(SAMPLES - 1)]).mean()
+
+
 APART: dict[str, Loss] = {
     "mean": ce,
     "smoothed": lambda g: ce(g, label_smoothing=0.1, ignore_index=2),
@@ -195,6 +265,42 @@ APART: dict[str, Loss] = {
         torch.cat([(g.out * g.out).sum(1, keepdim=True), g.out @ g.table.t()], 1),
         torch.zeros(SAMPLES, dtype=torch.long),
     ),
+    "written": written,
+    "written steps": written_steps,
+    "one by one": one_by_one,
+    "of lengths": of_lengths,
+    "in order of length": in_order_of_length,
+    "matched": matched,
+    "several draws": several_draws,
+    "flipped at random": flipped_at_random,
+    "adversarial": adversarial,
+    "a norm of running statistics": running_norm,
+    "a norm of each": lambda g: functional.instance_norm(g.images).square().mean(),
+    "losses of tasks": lambda g: torch.stack([ce(g), g.losses.sum()]) @ torch.rand(2),
+    "by places": lambda g: g.losses[(g.w > 0.5).nonzero()[:, 0]].mean(),
+    "selected by masks": lambda g: g.net(g.sequences).masked_select((g.tokens == 1)[..., None]),
+    "two indices": lambda g: g.sequences[torch.arange(SAMPLES)[:, None], g.tokens].mean(),
+    "classes of some": lambda g: (g.losses * torch.isin(g.y, torch.arange(2))).mean(),
+    "preferences": lambda g: -functional.logsigmoid(g.out[:, 0] - g.w).mean(),
+    "connectionist": lambda g: functional.ctc_loss(
+        g.net(g.time_first).log_softmax(-1),
+        torch.ones(SAMPLES, 2).long(),
+        torch.full((SAMPLES,), STEPS),
+        torch.full((SAMPLES,), 2),
+    ),
+    "spectra": lambda g: torch.stft(
+        g.images.flatten(1), 16, window=torch.ones(16), return_complex=True
+    ).abs(),
+    "packed": lambda g: (
+        nn.utils.rnn.pack_padded_sequence(
+            g.net(g.sequences), torch.tensor([4, 3, 3, 2, 1]), batch_first=True
+        ).data
+    ),
+    "a normal distribution": lambda g: torch.distributions.MultivariateNormal(
+        torch.zeros(CLASSES), torch.eye(CLASSES)
+    ).log_prob(g.out),
+    "determinants of each": lambda g: torch.linalg.det(g.net(g.sequences)[:, :3]).mean(),
+    "an unknown of one": lambda g: torch.stack([torch.trace(x) for x in g.sequences]).mean(),
 }
 TOGETHER: dict[str, Loss] = {
     "centered": lambda g: ce(g, g.out - g.out.mean(0)),
@@ -221,6 +327,16 @@ TOGETHER: dict[str, Loss] = {
     "a product of means": lambda g: ce(g) * g.w.mean(),
     "shuffled by hand": lambda g: functional.mse_loss(g.out, g.out[torch.tensor([2, 0, 1, 4, 3])]),
     "a batch norm": lambda g: functional.batch_norm(g.out, None, None, training=True).abs().mean(),
+    "mixed regions": mixed_regions,
+    "moved by padding": lambda g: g.out - functional.pad(g.out, (0, 0, 1, -1)),
+    "each with each": lambda g: functional.mse_loss(
+        g.out[:, :1].expand(-1, SAMPLES), g.w.expand(SAMPLES, -1)
+    ),
+    "one with the next": lambda g: torch.stack([g.out[i] - g.out[i - 1] for i in range(SAMPLES)]),
+    "the largest of some": lambda g: torch.stack(list(g.losses)).max(),
+    "singular values": lambda g: torch.linalg.svdvals(g.out).sum(),
+    "one missing": one_missing,
+    "given one sample": lambda g: g.net(g.x[:1]).mean(),
 }
 
 
@@ -237,17 +353,22 @@ def test_what_sets_samples_in_relation_is_found(name: str, flow: SampleFlow) -> 
     assert "test_sample_flow.py:" in how.how or "over its samples" in how.how
 
 
-def written(g: Given) -> Tensor:
-    targets = torch.zeros(SAMPLES, CLASSES)
-    targets[:, 0] = g.w
-    return functional.mse_loss(g.out, targets)
-
-
 def test_what_is_written_into_a_part_of_a_tensor_is_told_of(flow: SampleFlow) -> None:
+    def written(g: Given) -> Tensor:
+        made = torch.zeros(SAMPLES)
+        made[0] = g.losses[0]
+        return made
+
     how = found(flow, written)
     assert how is not None
     assert not how.known
     assert how.how.startswith("copy in test_sample_flow.py:")
+
+
+def test_of_a_loop_that_leaves_out_samples_is_told(flow: SampleFlow) -> None:
+    how = found(flow, lambda g: g.losses[0] + g.losses[2])
+    assert how is not None
+    assert not how.known
 
 
 def test_an_operation_that_is_not_known_is_told_of(flow: SampleFlow) -> None:
