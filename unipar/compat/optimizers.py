@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 import math
 import weakref
@@ -19,6 +18,7 @@ from unipar.compat.norms import StepNorm
 from unipar.compat.run import current, own_randomness
 from unipar.engine import StepEngine
 from unipar.engine.absent import LoopCalls
+from unipar.engine.divisions import constructor_arguments
 from unipar.errors import ConfigError, first_few
 from unipar.loss import LossSum
 from unipar.session import Session
@@ -501,9 +501,7 @@ def _as_built(
     kind: Any = type(optimizer)
     own = {key: value for key, value in group.items() if key != "param_names"}
     try:
-        taken = inspect.signature(kind).parameters
-        settings = {key: value for key, value in optimizer.defaults.items() if key in taken}
-        fresh = kind([{**own, "params": [parameter]}], **settings)
+        fresh = kind([{**own, "params": [parameter]}], **constructor_arguments(optimizer))
     except Exception:
         # A script's own class may take anything, and raise anything.
         return None

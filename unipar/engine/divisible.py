@@ -14,7 +14,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn, optim
@@ -109,24 +109,44 @@ def check_divisible(
         )
         if type(one) in ELEMENTWISE and not hooks and not begun:
             continue
+        if _has_modes(one) and any(division.elsewhere for division in divisions):
+            raise ConfigError(_refusal_of_modes(one, name, strategy, world))
         for division in divisions:
             problem = next(filter(None, world.gather(_problem(one, division))), None)
             if problem:
                 raise ConfigError(_refusal(one, name, strategy, problem, world))
 
 
-def _refusal(optimizer: Optimizer, name: str, strategy: str, problem: str, world: World) -> str:
-    # It is a floor above, and only this message needs it.
+def _has_modes(optimizer: Any) -> bool:
+    """Whether it steps by other weights than an evaluation is of, as schedule-free ones do."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
+
+
+def _refusal_of_modes(optimizer: Optimizer, name: str, strategy: str, world: World) -> str:
+    group = f" of group '{name}'" if name else ""
+    return (
+        f"{strategy}: the optimizer {type(optimizer).__qualname__}{group} has train() and eval(), "
+        "which put other weights into the model, and what it updates here lies elsewhere: the "
+        "model would not get them. Use strategy='fsdp', or one that keeps tensors whole "
+        f"({_whole(world)})."
+    )
+
+
+def _whole(world: World) -> str:
+    # It is a floor above, and only messages need it.
     from unipar.strategy.registry import keeping_tensors_whole
 
-    whole = ", ".join(keeping_tensors_whole(world.placement)) or "none is installed"
+    return ", ".join(keeping_tensors_whole(world.placement)) or "none is installed"
+
+
+def _refusal(optimizer: Optimizer, name: str, strategy: str, problem: str, world: World) -> str:
     others = sorted(kind.__name__ for kind in ELEMENTWISE - {type(optimizer)})
     group = f" of group '{name}'" if name else ""
     return (
         f"{strategy}: the optimizer {type(optimizer).__qualname__}{group} cannot be used where "
         f"ranks divide what it updates: in a trial on small tensors {problem}. Use a strategy that "
-        f"keeps tensors whole ({whole}), or an optimizer whose update of an element depends on "
-        f"that element alone, like {', '.join(others)}."
+        f"keeps tensors whole ({_whole(world)}), or an optimizer whose update of an element "
+        f"depends on that element alone, like {', '.join(others)}."
     )
 
 
@@ -212,6 +232,9 @@ def _steps(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> 
     try:
         for rank in range(division.num_shares):
             ranks.append(_of_rank(optimizer, division, samples, split, rank))
+            if _has_modes(ranks[rank]):
+                # It may refuse to step in the mode in which it is built.
+                cast("Any", ranks[rank]).train()
         for step in range(1, NUM_STEPS + 1):
             for sample, parts in zip(samples, split, strict=True):
                 gradient = _values(sample, step)

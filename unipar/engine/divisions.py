@@ -26,11 +26,14 @@ class Division(ABC):
         device: where the parts are updated; ``None`` where the parameters are.
         comes_first: whether the optimizer is built over parts, so that all that it keeps refers to
             these; otherwise they are put into its groups when it has been built over the whole.
+        elsewhere: whether the parts lie elsewhere than the weights that the model computes with,
+            which get them in a step only.
     """
 
     num_shares: int = 1
     device: torch.device | None = None
     comes_first: bool = False
+    elsewhere: bool = False
 
     @abstractmethod
     def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
@@ -64,6 +67,7 @@ class Flat(Division):
     num_shares: int = 2
     device: torch.device | None = None
     comes_first: bool = False
+    elsewhere: bool = True
 
     def split(self, number: int, parameter: torch.Tensor, whole: torch.Tensor) -> list[Part]:
         return _cut(whole.flatten(), 0, self.num_shares)
@@ -109,6 +113,11 @@ class ByTensor(Division):
 
     def join(self, parts: Sequence[Any], whole: torch.Tensor) -> torch.Tensor:
         return parts[0]
+
+    @property
+    def elsewhere(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One that is built again is not the one whose methods a script calls."""
+        return self.rebuilt
 
     def build(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer | None:
         if not self.rebuilt:

@@ -19,6 +19,7 @@ from unipar.compat.accelerate import profiling
 from unipar.compat.accelerate.data_loader import DealtLoader
 from unipar.compat.accelerate.exchange import Exchange
 from unipar.compat.accelerate.keeping import Keeping
+from unipar.compat.accelerate.optimizer import AcceleratedOptimizer
 from unipar.compat.accelerate.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -286,7 +287,7 @@ class Accelerator(Exchange, Keeping):
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
         state = self.gradient_state
-        prepared = PreparedOptimizer(
+        prepared = AcceleratedOptimizer(
             optimizer, self._session, accumulating=lambda: not state.sync_gradients,
             may_skip=self._may_skip,
         )  # fmt: skip
