@@ -138,10 +138,14 @@ class Facts(Keeping):
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last update's gradients before they were clipped; ``None`` before it.
 
+        DeepSpeed has none at stage 0 in float32. Here there is one where gradients are clipped.
+
         Raises:
             ConfigError: gradients are not clipped, and nobody has measured it.
         """
-        if self._norm is None and self.global_steps and not self._clips:
+        # DeepSpeed 0.19.8, runtime/engine.py, _take_model_step: of its own optimizers only.
+        known = self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled()
+        if self._norm is None and self.global_steps and known and not self._clips:
             raise ConfigError(
                 "get_global_grad_norm() is of gradients that are clipped, and gradient_clipping is "
                 "0. Set it to a large number, to measure alone."
