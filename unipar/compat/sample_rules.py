@@ -7,6 +7,7 @@ is not known here is told of, and not taken for harmless.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -128,6 +129,9 @@ _FIRST = (
     *("channel_shuffle", "rms_norm", "affine_grid", "linalg_", "_linalg_"),
 )  # fmt: skip
 """Each sample along the first dimension by itself."""
+
+_OPEN = (None, sys.maxsize)
+"""Ends of slices that a script leaves out."""
 
 
 class Call:
@@ -448,6 +452,9 @@ class Call:
         end = size if end is None else min(end + size if end < 0 else end, size)
         if self.bound.get("step", 1) != 1:
             raise NotTold(known=True)
+        if (begin, end) == (0, size) and len(flow.sets) == 1 and self.bound["end"] not in _OPEN:
+            # As many as a part has, or more; of a whole batch it may be some.
+            raise NotTold
         if end - begin == 1 and flow.sets != (1,) * len(flow.sets):
             return self._one_by_one(begin)
         return [self._between(flow, begin, end)]

@@ -371,6 +371,14 @@ def test_of_a_loop_that_leaves_out_samples_is_told(flow: SampleFlow) -> None:
     assert not how.known
 
 
+@pytest.mark.parametrize("end", [SAMPLES, SAMPLES + 2])
+def test_the_first_of_a_batch_may_be_more_than_a_part_has(end: int, flow: SampleFlow) -> None:
+    how = found(flow, lambda g: g.losses[:end].mean())
+    assert how is not None
+    assert not how.known
+    assert found(flow, lambda g: g.losses[:].mean()) is None
+
+
 def test_an_operation_that_is_not_known_is_told_of(flow: SampleFlow) -> None:
     how = found(flow, lambda g: torch.trace(g.out))
     assert how is not None
