@@ -382,8 +382,8 @@ class Adoption:
             )
         self.parts.tell(
             "%s is computed by an operation of which it is not known whether it compares the "
-            "samples of a batch with each other (%s), and each rank has a part of the batch: if "
-            "it does, results are not those of one process.",
+            "samples of a batch with each other, or leaves some out by their place (%s), and each "
+            "rank has a part of the batch: if it does, results are not those of one process.",
             what, found.how,
         )  # fmt: skip
 

@@ -316,7 +316,6 @@ TOGETHER: dict[str, Loss] = {
     "softmax of losses": lambda g: (g.losses * g.losses.detach().softmax(0)).sum(),
     "by the largest": lambda g: (g.losses / g.losses.detach().max()).mean(),
     "weights by class counts": by_class,
-    "some by place": lambda g: g.losses[:3].mean(),
     "the first": lambda g: g.losses[0],
     "every other": lambda g: g.losses[::2].mean(),
     "sorted": lambda g: (g.losses.sort()[0] * torch.arange(SAMPLES)).mean(),
@@ -367,6 +366,20 @@ def test_what_is_written_into_a_part_of_a_tensor_is_told_of(flow: SampleFlow) ->
 
 def test_of_a_loop_that_leaves_out_samples_is_told(flow: SampleFlow) -> None:
     how = found(flow, lambda g: g.losses[0] + g.losses[2])
+    assert how is not None
+    assert not how.known
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda g: g.losses[:3].mean(),
+        lambda g: g.net(g.x[2:4]).mean(),
+        lambda g: ce(g, g.net(g.x)) + g.net(g.x.chunk(2)[0]).mean(),
+    ],
+)
+def test_pieces_of_which_there_may_be_more_are_told_of(loss: Loss, flow: SampleFlow) -> None:
+    how = found(flow, loss)
     assert how is not None
     assert not how.known
 
