@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import yaml
 from programs import CORPUS, ELSEWHERE, PROGRAMS, files_of, main_of, settings_of
 
 from unipar.migrate import migrate_files
 from unipar.migrate.report import diff
-from unipar.migrate.verify import verify
+from unipar.migrate.verify import Proof, verify
 
 # A script does the same however its interpreter has begun; what a user's own does is proved by
 # test_verify_command.py.
@@ -19,6 +21,21 @@ pytestmark = pytest.mark.usefixtures("forked_programs")
 # a script starts itself, two engines, cells. All changes are compared below; programs of frameworks
 # that have a face are trained in tests/compat.
 QUICK = ("ddp/spawned_trainer", "notebook/two_moons", "torch/gan")
+
+
+def proof_of(program: str, **how: Any) -> Proof:
+    """The losses of a program before and after."""
+    migrations = migrate_files(files_of(program), settings=settings_of(program))
+    main = migrations[main_of(program)]
+    return verify(
+        CORPUS / program,
+        main_of(program),
+        {name: one.code for name, one in migrations.items()},
+        yaml.safe_dump(dict(main.config)),
+        launcher=main.launcher,
+        timeout=180,
+        **how,
+    )
 
 
 @pytest.mark.slow
@@ -32,16 +49,7 @@ QUICK = ("ddp/spawned_trainer", "notebook/two_moons", "torch/gan")
     ],
 )
 def test_losses_are_equal_before_and_after(program: str) -> None:
-    migrations = migrate_files(files_of(program), settings=settings_of(program))
-    main = migrations[main_of(program)]
-    proof = verify(
-        CORPUS / program,
-        main_of(program),
-        {name: one.code for name, one in migrations.items()},
-        yaml.safe_dump(dict(main.config)),
-        launcher=main.launcher,
-        timeout=180,
-    )
+    proof = proof_of(program)
     assert proof.difference <= 1e-6
     assert sorted(proof.original) == (
         [0] if program.startswith(("notebook/", "torch/")) else [0, 1]
@@ -60,20 +68,9 @@ def test_losses_are_equal_before_and_after(program: str) -> None:
     ],
 )
 def test_a_script_for_one_device_trains_the_same_on_two(program: str) -> None:
-    migrations = migrate_files(files_of(program), settings=settings_of(program))
-    main = migrations[main_of(program)]
-    proof = verify(
-        CORPUS / program,
-        main_of(program),
-        {name: one.code for name, one in migrations.items()},
-        yaml.safe_dump(dict(main.config)),
-        launcher=main.launcher,
-        processes=2,
-        # The generator's noise is drawn for each rank's own samples, so only its first loss is
-        # that of one process.
-        steps=1 if program == "torch/gan" else 20,
-        timeout=180,
-    )
+    # The generator's noise is drawn for each rank's own samples, so only its first loss is that of
+    # one process.
+    proof = proof_of(program, processes=2, steps=1 if program == "torch/gan" else 20)
     assert proof.about == "The migrated script ran on 2 processes, the original on one."
     assert proof.agrees
 
@@ -86,17 +83,7 @@ def test_a_script_for_one_device_trains_the_same_on_two(program: str) -> None:
     [("ddp/functions", "fsdp"), ("torch/amp", "zero1")],
 )
 def test_one_field_changes_what_runs_a_migrated_script(program: str, strategy: str) -> None:
-    migrations = migrate_files(files_of(program), settings=settings_of(program))
-    main = migrations[main_of(program)]
-    proof = verify(
-        CORPUS / program,
-        main_of(program),
-        {name: one.code for name, one in migrations.items()},
-        yaml.safe_dump(dict(main.config)),
-        launcher=main.launcher,
-        timeout=180,
-        environ={"UNIPAR_STRATEGY": strategy},
-    )
+    proof = proof_of(program, environ={"UNIPAR_STRATEGY": strategy})
     assert proof.difference <= 1e-5
 
 
