@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._redistribute import redistribute_local_tensor
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -112,7 +115,13 @@ def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    # What ``full_tensor`` does below autograd, which torch 2.8 does not call in a dispatch.
+    replicated = DTensorSpec(
+        value.device_mesh, (Replicate(),) * value.device_mesh.ndim, value._spec.tensor_meta
+    )
+    return wait_tensor(redistribute_local_tensor(value._local_tensor, value._spec, replicated))
 
 
 def _take(one: DTensor, drawn: torch.Tensor) -> DTensor:
