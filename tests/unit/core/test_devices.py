@@ -8,6 +8,7 @@ from importlib import metadata
 import pytest
 import torch
 
+from unipar.engine import float8
 from unipar.engine.checks import check_capabilities
 from unipar.errors import ConfigError
 from unipar.strategy import EngineSpec
@@ -95,6 +96,8 @@ def test_fp8_is_refused_where_nothing_computes_in_it(monkeypatch: pytest.MonkeyP
 @pytest.mark.usefixtures("three_gpus")
 def test_fp8_is_refused_without_its_torchao(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    # With an older torch it is refused for that.
+    monkeypatch.setattr(float8, "check_torchao", lambda: None)
     monkeypatch.setattr(metadata, "version", lambda name: "0.17.0")
     assert "torchao 0.17.0 is installed. Run: pip install 'unipar[fp8]'" in refusal_of_fp8()
     monkeypatch.setattr(metadata, "version", raise_not_found)
