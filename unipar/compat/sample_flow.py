@@ -33,8 +33,7 @@ class SampleFlow(TorchDispatchMode):
     """
 
     _FIRST, _EVERY = 16, 16
-    """It looks at so many batches at first, and then at one of so many: it costs some
-    microseconds an operation."""
+    """It looks at so many batches at first, and then at one of so many, for it takes time."""
 
     def __init__(self, idle: Callable[[], bool]) -> None:
         super().__init__()
