@@ -200,10 +200,7 @@ print(dist.get_rank(), "sum", sum(one.sum().item() for one in weights.values()),
 
 def test_what_ranks_cannot_do_by_themselves_is_refused_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ON_RANKS)
-    done = subprocess.run(
-        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
-        check=False, env={**os.environ, "UNIPAR_STRATEGY": "fsdp", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_script(TORCHRUN, "train.py", tmp_path, "fsdp")
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in "01":
         own = [line[2:] for line in done.stdout.splitlines() if line.startswith(f"{rank} ")]
@@ -277,10 +274,7 @@ dist.destroy_process_group()
 def ranks_say(script: str, tmp_path: Path, strategy: str = "ddp") -> tuple[list[str], str]:
     """What two ranks print of a script, and what the migrated one says by the way."""
     (tmp_path / "train.py").write_text(script)
-    done = subprocess.run(
-        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
-        check=False, env={**os.environ, "UNIPAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_script(TORCHRUN, "train.py", tmp_path, strategy)
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(done.stdout.splitlines()), done.stderr
 
@@ -369,6 +363,26 @@ def test_what_ends_a_process_that_a_script_has_spawned_is_explained(tmp_path: Pa
     assert "[p.detach().clone() for p in model.parameters()]" in done.stderr
 
 
+Done = subprocess.CompletedProcess[str]
+
+
+def run_script(start: list[str], name: str, directory: Path, strategy: str) -> Done:
+    return subprocess.run(
+        [*start, name], cwd=directory, timeout=240, capture_output=True, text=True, check=False,
+        env={**os.environ, "UNIPAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def alone_and_on_two(script: str, directory: Path, strategy: str) -> tuple[Done, Done]:
+    """What a script does as it is, and migrated on two ranks."""
+    (directory / "plain.py").write_text(script)
+    (directory / "train.py").write_text(migrate_files({"train.py": script})["train.py"].code)
+    alone = run_script(PYTHON, "plain.py", directory, strategy)
+    both = run_script(TORCHRUN, "train.py", directory, strategy)
+    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
+    return alone, both
+
+
 READ_LATE = """\
 import os
 import torch
@@ -400,16 +414,7 @@ print("".join(f"{rank}: {line}\\n" for line in lines), end="", flush=True)
 def test_what_a_loss_is_made_of_is_read_as_that_of_whole_batches_after_its_backward_pass(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "plain.py").write_text(READ_LATE)
-    (tmp_path / "train.py").write_text(migrate_files({"train.py": READ_LATE})["train.py"].code)
-    alone, both = (
-        subprocess.run(
-            [*start, name], cwd=tmp_path, timeout=240, capture_output=True, text=True, check=False,
-            env={**os.environ, "UNIPAR_STRATEGY": "ddp", "OMP_NUM_THREADS": "1"},
-        )
-        for start, name in ((PYTHON, "plain.py"), (TORCHRUN, "train.py"))
-    )  # fmt: skip
-    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
+    alone, both = alone_and_on_two(READ_LATE, tmp_path, "ddp")
     first, *said = both.stderr.splitlines()
     assert "no ranks of its own" in first
     assert "what is counted by them, as total += loss.item() * len(x), are of a part" in first
@@ -447,22 +452,24 @@ print("".join(lines), end="", flush=True)
 """
 
 
+OF_A_PART = BY_HAND.replace("SGD(model.", "SGD(model[2].").replace("optimizer.zero", "model.zero")
+"""The rest has gradients, too, which are not to be clipped."""
+
+
 @pytest.mark.parametrize(
-    "strategy", ["zero1", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("ddp", "fsdp"))]
+    ("script", "strategy"),
+    [
+        (BY_HAND, "zero1"),
+        (OF_A_PART, "ddp"),
+        *(pytest.param(BY_HAND, s, marks=pytest.mark.thorough) for s in ("ddp", "fsdp")),
+        pytest.param(OF_A_PART, "zero1", marks=pytest.mark.thorough),
+    ],
+    ids=["all-zero1", "part-ddp", "all-ddp", "all-fsdp", "part-zero1"],
 )
 def test_weights_and_gradients_that_a_script_changes_by_hand_are_those_of_one_process(
-    strategy: str, tmp_path: Path
+    script: str, strategy: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "plain.py").write_text(BY_HAND)
-    (tmp_path / "train.py").write_text(migrate_files({"train.py": BY_HAND})["train.py"].code)
-    alone, both = (
-        subprocess.run(
-            [*start, name], cwd=tmp_path, timeout=240, capture_output=True, text=True, check=False,
-            env={**os.environ, "UNIPAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
-        )
-        for start, name in ((PYTHON, "plain.py"), (TORCHRUN, "train.py"))
-    )  # fmt: skip
-    assert (alone.returncode, both.returncode) == (0, 0), alone.stderr + both.stderr
+    alone, both = alone_and_on_two(script, tmp_path, strategy)
     wanted = alone.stdout.splitlines()
     assert len(wanted) == 5
     assert sorted(both.stdout.splitlines()) == sorted(wanted + [f"1{one[1:]}" for one in wanted])
@@ -498,10 +505,7 @@ for (x, y), loss in zip(DataLoader(data, batch_size=10), losses):
 
 def test_what_sets_the_samples_of_a_part_in_relation_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TOGETHER)
-    done = subprocess.run(
-        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
-        check=False, env={**os.environ, "UNIPAR_STRATEGY": "ddp", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_script(TORCHRUN, "train.py", tmp_path, "ddp")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("refused") == 6
     for how in ("(flip in train.py:13)", "(max in train.py:14)", "(sub in train.py:15)"):
@@ -541,10 +545,7 @@ def test_behind_horovods_face_each_rank_keeps_the_statistics_of_its_own_batches(
     if strategy == "horovod":
         pytest.importorskip("horovod")
     (tmp_path / "train.py").write_text(STATISTICS)
-    done = subprocess.run(
-        [*TORCHRUN, "train.py"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
-        check=False, env={**os.environ, "UNIPAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = run_script(TORCHRUN, "train.py", tmp_path, strategy)
     assert done.returncode == 0, done.stdout + done.stderr
     # Means of 1, 2 and 3, and on the other rank of 11, 12 and 13, with a momentum of 0.1.
     by_hand = [0.081 * a + 0.09 * (a + 1) + 0.1 * (a + 2) for a in (1, 11)]

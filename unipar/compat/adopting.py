@@ -293,9 +293,9 @@ class Adoption:
             if again is not None:
                 return again(*args, **kwargs)
         model.__dict__["wrapped"] = self.through
-        if torch.is_grad_enabled() and model.learns:
-            self._check_flow((args, kwargs), f"what {type(model.module).__name__} is given")
         if torch.is_grad_enabled():
+            if model.learns:
+                self._check_flow((args, kwargs), f"what {type(model.module).__name__} is given")
             model.__dict__["around"] = not self.through and (model.around or not model.called)
         kind = model.world.device.type
         if self.gathers and kind != "cpu":
@@ -497,14 +497,17 @@ class Adoption:
             model = one.model
             assert model is not None
             # A strategy may have put tensors of its own into the optimizer's groups.
-            groups = {id(p) for group in one.optimizer.param_groups for p in group["params"]}
-            names = {model.name_of(p) for p in parameters if id(p) not in groups}
-            own = groups & {id(p) for p in parameters}
-            names |= {model.name_of(p) for p in parameters if id(p) in groups} - {None}
-            if own or names - {None}:
+            own = {
+                id(p) for group in one.optimizer.param_groups for p in group["params"]
+                if model.name_of(p) is None
+            }  # fmt: skip
+            names = {id(p): model.name_of(p) for p in parameters}
+            known = {key for key, name in names.items() if name is not None or key in own}
+            if known:
                 found.append(one)
                 wanted = {name for name, p in model.module.named_parameters() if p.requires_grad}
-                whole = None not in names and (own == groups or wanted <= names)
+                given = wanted <= set(names.values()) or (bool(own) and own <= known)
+                whole = given and known == names.keys()
         return found, whole and len(found) == 1
 
 
