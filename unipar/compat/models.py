@@ -210,11 +210,7 @@ class PreparedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self.training_by is not None and "parameters" in self._session.capabilities.sharded:
-            raise ConfigError(
-                f"strategy '{self._session.strategy.name}' divides the model among ranks, so its "
-                f"state_dict() here is only a part. Call {self.calls.whole}, on all "
-                "ranks, so outside of any 'if rank == 0'."
-            )
+            raise _only_a_part("its state_dict()", self._session, self.calls)
         return self.module.state_dict(*args, **kwargs)
 
     def whole_state_dict(self) -> dict[str, Any]:
@@ -281,6 +277,13 @@ class PreparedModel(nn.Module):
         )
 
 
+def _only_a_part(what: str, session: Session, calls: Calls) -> ConfigError:
+    return ConfigError(
+        f"strategy '{session.strategy.name}' divides the model among ranks, so {what} here is "
+        f"only a part. Call {calls.whole}, on all ranks, so outside of any 'if rank == 0'."
+    )
+
+
 def _guard(module: nn.Module, session: Session, calls: Calls) -> None:
     """Refuse state dicts of parts, and weights that are put into what has copies of them."""
     name, sharded = session.strategy.name, session.capabilities.sharded
@@ -289,11 +292,7 @@ def _guard(module: nn.Module, session: Session, calls: Calls) -> None:
     def refuse_parts(module: Any, prefix: str, keep_vars: bool) -> None:
         if keep_vars:  # As engines look at their own.
             return
-        raise ConfigError(
-            f"strategy '{name}' divides the model among ranks, so {calls.unwrap}.state_dict() here "
-            f"is only a part. Call {calls.whole}, on all ranks, so outside of any 'if rank "
-            "== 0'."
-        )
+        raise _only_a_part(f"{calls.unwrap}.state_dict()", session, calls)
 
     def refuse_weights(*args: Any) -> None:
         raise ConfigError(

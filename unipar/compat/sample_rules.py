@@ -104,15 +104,8 @@ _OVER_DIMS = {
 _ALONG_DIM = {
     *("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax", "cumsum", "cumprod"),
     *("sort", "argsort", "flip", "roll", "cummax", "cummin", "topk", "diff", "unfold", "rot90"),
-    *(
-        "_fft_r2c",
-        "_fft_c2c",
-        "_fft_c2r",
-        "renorm",
-        "_weight_norm_interface",
-        "logcumsumexp",
-        "unfold_backward",
-    ),
+    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "renorm", "_weight_norm_interface", "logcumsumexp"),
+    *("unfold_backward",),
 }
 _LOOKED_UP = {"isin": "elements", "bucketize": "self", "searchsorted": "self"}
 """Each element of this argument is looked up by itself in others."""
@@ -125,8 +118,7 @@ _FIRST = (
     *("convolution", "native_layer_norm", "native_group_norm", "max_pool", "avg_pool", "_adaptive"),
     *("upsample", "_upsample", "grid_sampler", "im2col", "col2im", "pixel_", "reflection_pad"),
     *("replication_pad", "_fused_rms_norm", "_scaled_dot_product", "adaptive", "mkldnn_linear"),
-    *("mkldnn_convolution",),
-    *("channel_shuffle", "rms_norm", "affine_grid", "linalg_", "_linalg_"),
+    *("mkldnn_convolution", "channel_shuffle", "rms_norm", "affine_grid", "linalg_", "_linalg_"),
 )  # fmt: skip
 """Each sample along the first dimension by itself."""
 

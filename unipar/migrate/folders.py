@@ -56,16 +56,23 @@ def others(root: Path, code: Collection[str], output: Path) -> Others:
             if name in holding:
                 stack.append(one)
                 continue
-            found = [path for path in (one, *sorted(one.rglob("*"))) if path.is_file()]
-            why = _why_not(one, sum(path.stat().st_size for path in found))
-            if why:
+            if why := _why_not(one):
                 left_out[name] = why
+                continue
+            found = [path for path in (one, *sorted(one.rglob("*"))) if path.is_file()]
+            size = sum(path.stat().st_size for path in found)
+            if size > LARGEST:
+                mib = 2**20
+                left_out[name] = (
+                    f"it has {size / mib:,.1f} MiB, more than the {LARGEST // mib} that are copied"
+                )
             elif found:
                 copied[name] = [path.relative_to(root).as_posix() for path in found]
     return Others(copied, left_out)
 
 
-def _why_not(path: Path, size: int) -> str:
+def _why_not(path: Path) -> str:
+    """Why something is left out whatever it holds, so that nothing of it need be read."""
     if path.name.startswith("."):
         return "it is hidden"
     if path.is_dir() and path.is_symlink():
@@ -74,8 +81,6 @@ def _why_not(path: Path, size: int) -> str:
         return "it is a virtual environment"
     if path.is_dir() and any(fnmatchcase(path.name, one) for one in _OUTPUTS):
         return "by its name it holds what earlier runs wrote"
-    if size > LARGEST:
-        return f"it has {size / 2**20:,.1f} MiB, more than the {LARGEST // 2**20} that are copied"
     return ""
 
 
