@@ -73,6 +73,7 @@ class PreparedOptimizer(Optimizer):
         self._norm: StepNorm | None = None
         self._carried: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._last: StepResult | None = None
+        self._may_thaw: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
     @property
     def model(self) -> PreparedModel | None:
@@ -124,6 +125,12 @@ class PreparedOptimizer(Optimizer):
             asked["name"] = _unused_name(session)
         with own_randomness(session.world.device):
             engine = session.prepare(model.module, optimizer=self._over(model), **asked)
+        # Looked at in every backward pass, in which a model is not to be gone through.
+        self._may_thaw = [
+            (name, weakref.ref(parameter))
+            for name, parameter in engine.module.named_parameters()
+            if name in self.frozen
+        ]
         if isinstance(engine, StepEngine):
             engine.speak_of(
                 LoopCalls(
@@ -203,7 +210,7 @@ class PreparedOptimizer(Optimizer):
                 f"the loss was computed around it, as by {self.calls.unwrap}(…). Compute it of "
                 f"what the model that {self.calls.prepare} gives back returns."
             )
-        self._tell_of_thawed(training)
+        self._tell_of_thawed()
         try:
             part = LossSum(loss, 0.0 if self.begun else 1.0)
             training.engine.backward(
@@ -214,13 +221,15 @@ class PreparedOptimizer(Optimizer):
             raise
         self.begun = True
 
-    def _tell_of_thawed(self, training: Training) -> None:
+    def _tell_of_thawed(self) -> None:
         """Warn once of parameters that DDP would leave to each rank."""
-        if not self.frozen or not self.same_parameters or self._session.world.size == 1:
+        if not self.same_parameters or self._session.world.size == 1:
             return
-        thawed = sorted(self.frozen - frozen_in(training.engine.module))
+        thawed = sorted(
+            name for name, ref in self._may_thaw if (one := ref()) is not None and one.requires_grad
+        )
         if thawed:
-            self.frozen = frozenset()
+            self._may_thaw = []
             log.warning(
                 "%s: frozen when DistributedDataParallel took the model, and trained now. DDP "
                 "leaves the gradients of these to each rank, so that replicas drift apart; here "
