@@ -19,7 +19,7 @@ from unipar.data import Loader
 from unipar.data.batch import Batch
 from unipar.data.feed import copies_to, fed, pins_for
 from unipar.data.randomness import draw_alike
-from unipar.engine import Undo, refuse_copies
+from unipar.engine import StepEngine, Undo, refuse_copies
 from unipar.engine.checks import (
     CheckedModel,
     check_capabilities,
@@ -29,6 +29,7 @@ from unipar.engine.checks import (
     check_model,
 )
 from unipar.engine.repeatable import explain_recomputed
+from unipar.engine.replicas import Replicas
 from unipar.engine.sharing import Sharing
 from unipar.errors import ConfigError, UniparError
 from unipar.evaluation.evaluate import Metric, Predict, evaluate
@@ -356,8 +357,11 @@ class Session:
         engine = self.strategy.prepare(prepared, self.world)
         self._sharing.note(engine)
         self.engines[name] = engine
-        if "parameters" in self.capabilities.sharded:
+        whole = "parameters" not in self.capabilities.sharded
+        if not whole:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))
+        if isinstance(engine, StepEngine) and parallelize is None:
+            engine.replicas = Replicas.of(engine.module, self.world, weights=whole)
         stream = self.world.layout.stream(self.world.rank)
         if stream > 0:
             # The first keeps that of a plain loop.

@@ -655,3 +655,57 @@ def test_ranks_have_their_parts_however_batches_are_read(tmp_path: Path) -> None
     assert len(evaluated) == 2
     assert len(set(evaluated)) == 1
     assert [line for line in ranks if line.startswith("refused")] == ["refused True"] * 4
+
+
+CODEBOOKS = """
+import unipar.compat.torch as torch
+from torch import nn
+import os, sys
+
+replaced = sys.argv[1] == "replaced"
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.book = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, x):
+        output = self.linear(x)
+        with torch.no_grad():
+            moved = self.book.lerp(output.mean(0), 0.1)
+            if replaced:
+                self.book = nn.Parameter(moved, requires_grad=False)
+            else:
+                self.book.copy_(moved)
+        return output + self.book
+
+
+torch.manual_seed(3)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(24, 4))
+for (x,) in torch.utils.data.DataLoader(data, batch_size=4):
+    loss = model(x).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(os.environ["RANK"], repr(loss.item()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_weights_that_a_model_moves_by_its_batch_are_told_and_stay_alike(
+    how: str, tmp_path: Path
+) -> None:
+    """Ranks waited for each other for ever where the script put another parameter in place."""
+    (tmp_path / "train.py").write_text(CODEBOOKS)
+    done = subprocess.run(
+        [*TORCHRUN, "train.py", how], cwd=tmp_path, timeout=120, capture_output=True, text=True,
+        check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len({line[2:] for line in done.stdout.splitlines()}) == 1
+    told = "weights (book) that the script changes by hand are others on each rank, and rank 0's"
+    assert done.stderr.count(told) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -11,8 +12,11 @@ from unipar.compat.gathering import GatheredModel, GatheredOptimizer
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.engine import broadcast_tensors
-from unipar.errors import ConfigError
+from unipar.engine.replicas import unlike
+from unipar.errors import ConfigError, first_few
 from unipar.world import World
+
+log = logging.getLogger("unipar")
 
 _CALLS = Calls(
     prepare="the first call of the model",
@@ -33,8 +37,9 @@ class AdoptedModel(PreparedModel):
         called: whether it was called since its last backward pass, so as to be trained.
         wrapped: whether it is called by the wrapper that the script has put around it.
         around: whether DDP wraps it, and was not called since the last backward pass.
-        changes: how often its weights had been written to when ranks last had the same; -1 before
-            that is known.
+        versions: its weights, and how often each had been written to when ranks last had the same.
+        evened: how often ranks were given the same since.
+        told_unlike: whether it was said that they had others.
     """
 
     _unipar_passes = True
@@ -43,11 +48,14 @@ class AdoptedModel(PreparedModel):
     called: bool
     wrapped: bool
     around: bool
-    changes: int
+    versions: list[tuple[torch.Tensor, int]] | None
+    evened: int
+    told_unlike: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.__dict__["changes"] = -1
+        self.__dict__["versions"], self.__dict__["evened"] = None, 0
+        self.__dict__["told_unlike"] = False
         self.__dict__["called"] = self.__dict__["wrapped"] = self.__dict__["around"] = False
 
     @property
@@ -90,23 +98,44 @@ class AdoptedModel(PreparedModel):
         """
         if self.divided:
             return
-        now = self._changes()
-        if now != self.changes and self.changes >= 0:
+        before = self.versions
+        if before is not None and not _same(before, self._versions()):
+            self.__dict__["evened"] = self.evened + 1
+            if self.evened & (self.evened - 1) == 0 and not self.told_unlike:
+                self._tell_unlike()
             broadcast_tensors(self.module.parameters(), self.world)
-            now = self._changes()
-        self.__dict__["changes"] = now
+        self.note_step()
+
+    def _tell_unlike(self) -> None:
+        names = unlike(self.module.named_parameters(), self.world)
+        self.__dict__["told_unlike"] = bool(names)
+        if names and self.world.is_main:
+            log.warning(
+                "weights (%s) that the script changes by hand are others on each rank, and rank "
+                "0's are taken. What is made of a batch is so of rank 0's part of it, and not as "
+                "on one process.",
+                first_few(names),
+            )
 
     def note_step(self) -> None:
         """An engine has changed the weights, on all ranks alike."""
-        self.__dict__["changes"] = self._changes()
+        self.__dict__["versions"] = self._versions()
 
-    def _changes(self) -> int:
-        return sum(one._version for one in self.module.parameters())
+    def _versions(self) -> list[tuple[torch.Tensor, int]]:
+        return [(one, one._version) for one in self.module.parameters()]
 
     def gathered(self, *, rank0_only: bool = False) -> GatheredModel:
         """The whole of what ranks may have parts of."""
         assert self.training_by is not None
         return GatheredModel(self.training_by.engine, self.world, rank0_only=rank0_only)
+
+
+def _same(before: list[tuple[torch.Tensor, int]], now: list[tuple[torch.Tensor, int]]) -> bool:
+    # A script may put another parameter in the place of one.
+    return len(before) == len(now) and all(
+        one is other and version == other_version
+        for (one, version), (other, other_version) in zip(before, now, strict=True)
+    )
 
 
 class AdoptedOptimizer(PreparedOptimizer):
@@ -115,12 +144,11 @@ class AdoptedOptimizer(PreparedOptimizer):
     Attributes:
         uncleared: whether it has stepped, and gradients were not cleared since.
         summed: whether its steps are by the sum over ranks, and not by the mean.
-        alike: whether all ranks make the same calls, as where the script knows nothing of them.
     """
 
     calls: ClassVar[Calls] = _CALLS
     keeps_model: ClassVar[bool] = True
-    uncleared = summed = alike = False
+    uncleared = summed = False
 
     @property
     def world(self) -> World:

@@ -45,6 +45,7 @@ class PreparedOptimizer(Optimizer):
         same_parameters: whether the script's framework is DDP, which asks that a backward pass
             gives gradients to the same parameters on every rank.
         own_buffers: whether it leaves each rank the statistics of its own batches.
+        alike: whether all ranks make the same calls, as where the script knows nothing of them.
         frozen: names of parameters that were frozen when the script's framework took the model.
     """
 
@@ -53,6 +54,7 @@ class PreparedOptimizer(Optimizer):
     """Whether it holds its model, which else goes when the script lets go of it."""
     same_parameters: bool = False
     own_buffers: bool = False
+    alike: bool = False
     frozen: frozenset[str] | None = None
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
@@ -132,6 +134,9 @@ class PreparedOptimizer(Optimizer):
             if name in self.frozen
         ]
         if isinstance(engine, StepEngine):
+            if not self.alike:
+                # What ranks do with their own parts of the data is the script's.
+                engine.replicas = None
             engine.speak_of(
                 LoopCalls(
                     self.calls.backward, "the step", "the optimizer's zero_grad()", self.calls.clip

@@ -25,7 +25,6 @@ from unipar.world import World
 
 log = logging.getLogger("unipar")
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FACTOR = "unipar.compat.factor"
 Part = tuple[int, int] | None
 """This rank's and all ranks' samples of a batch, with 0 for the latter where each rank has it as a
@@ -221,12 +220,6 @@ def warn_of_parts(module: nn.Module, ranks: int) -> None:
         "by them, as total += loss.item() * len(x), are of a part.",
         ranks,
     )
-    if any(isinstance(one, _BATCH_NORMS) and one.training for one in module.modules()):
-        log.warning(
-            "%s has batch norms: in training each rank normalizes by its part of a batch, so "
-            "losses differ from those of one process. On GPUs strategy ddp has sync_batchnorm.",
-            name,
-        )
     # torch 2.13, torch/_tensor.py, register_hook.
     if any(one._backward_hooks for one in module.parameters()):
         log.warning(

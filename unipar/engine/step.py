@@ -29,6 +29,7 @@ from unipar.engine.own_loop import OwnLoop, parts_of
 from unipar.engine.pipeline import Pipeline
 from unipar.engine.precision import PrecisionPolicy
 from unipar.engine.reducer import Reducer
+from unipar.engine.replicas import Replicas
 from unipar.engine.sample_checks import check_rows
 from unipar.engine.sample_dropout import OPTION, SampleDropout
 from unipar.engine.schedule import Schedule
@@ -140,6 +141,7 @@ class StepEngine(Engine):
         self._given_up = False
         self._reduced: tuple[float, float, float] | None = None
         self._compares, self._not_looked_at = optimizer is not None and world.size > 1, 0
+        self.replicas: Replicas | None = None
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
         self._untried = True
@@ -321,6 +323,8 @@ class StepEngine(Engine):
         if self._last_step is not None:
             self.check_last_step()
         self.num_steps += 1
+        if self.replicas is not None:
+            self.replicas.look()
         if not math.isfinite(loss) and self.spec.on_nan != "ignore":
             self.reducer.discard()
             return self._not_finite("loss", loss, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,87 @@ def test_a_rate_that_was_changed_after_the_backward_pass_is_found_by_the_next_st
         assert told[:2] == ["", ""]
         assert "they did so in the step before, and are alike again. Nothing was updated" in told[2]
         assert told[3] == ""
+
+
+class Codebook(nn.Module):
+    """Moves a codebook, a buffer or a weight of its own, to what it has of each batch."""
+
+    calls: torch.Tensor
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.kept = kept
+        self.linear = nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(2) if kept == "norm" else nn.Identity()
+        if kept == "weight":
+            self.book = nn.Parameter(torch.zeros(2))
+        else:
+            self.register_buffer("book", torch.zeros(2))
+            self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.norm(self.linear(x))
+        if self.kept in ("buffer", "weight"):
+            self.book.data.lerp_(output.detach().mean(0), 0.1)
+        elif self.kept == "steps":
+            self.calls.add_(1)
+        return output + self.book
+
+
+def keeping(placement: Placement, strategy: str, kept: str) -> tuple[list[str], str]:
+    """What a rank logs in four steps, of different samples, and how they end."""
+    said = Said()
+    logging.getLogger("unipar").addHandler(said)
+    try:
+        with Session(strategy, device="cpu", placement=placement) as session:
+            torch.manual_seed(0)
+            engine = session.prepare(Codebook(kept), optimizer="SGD")
+            for step in range(4):
+                x = torch.arange(6.0).reshape(2, 3) * (1 + placement.rank) + step
+                batch = Batch((MicroBatch((x, x[:, :2]), 2),), 4)
+                try:
+                    engine.train_step(batch, squared_error)
+                except ConfigError as error:
+                    return said.lines, str(error)
+    finally:
+        logging.getLogger("unipar").removeHandler(said)
+    return said.lines, ""
+
+
+class Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def squared_error(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return (model(x) - y).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp:broadcast_buffers=false", "fsdp", "horovod"])
+@pytest.mark.parametrize("kept", ["norm", "buffer", "steps"])
+def test_buffers_that_depend_on_the_number_of_ranks_are_told_once(
+    strategy: str, kept: str, world_pool: WorldPools
+) -> None:
+    (first, ended), (second, other) = world_pool(2).run(keeping, strategy, kept)
+    assert ended == other == ""
+    assert second == []
+    if kept == "steps":
+        assert first == []
+        return
+    (line,) = first
+    names = "norm.running_mean, norm.running_var" if kept == "norm" else "book"
+    assert f"in buffers ({names}), and each of 2 ranks has a part of a batch" in line
+    assert "losses depend on how many ranks there are" in line
+
+
+def test_weights_that_ranks_change_by_themselves_are_refused(world_pool: WorldPools) -> None:
+    """A codebook that is a weight, and moves through ``.data``, which PyTorch does not count."""
+    for said, ended in world_pool(2).run(keeping, "ddp:find_unused_parameters=true", "weight"):
+        assert said == []
+        assert "the ranks have unlike weights book: something other than the optimizer" in ended
+        assert "not through weight.data, by values that all ranks have" in ended

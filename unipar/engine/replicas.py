@@ -1,0 +1,117 @@
+"""Whether ranks have the same of what each has whole: a look at a module in some of its steps.
+
+What a model keeps of its batches, as BatchNorm, a codebook that moves, or a queue do, is that of a
+rank's part of them. What is written into weights by hand, each rank by itself, makes other models
+of replicas. No loss shows it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from unipar.errors import ConfigError, first_few
+from unipar.world import World
+
+log = logging.getLogger("unipar")
+
+_ROUNDING = 1e-5
+"""Relative difference up to which unlike devices may have come to unlike weights."""
+
+
+class Replicas:
+    """Looks at a module in those of its steps whose number is a power of two.
+
+    Args:
+        module: the user's, whose buffers each rank has whole.
+        world: the joined processes, each of which has other samples.
+        weights: whether each rank has its parameters whole, too.
+    """
+
+    def __init__(self, module: nn.Module, world: World, *, weights: bool) -> None:
+        self._module, self._world, self._weights = module, world, weights
+        self._steps, self._told = 0, False
+
+    @classmethod
+    def of(cls, module: nn.Module, world: World, *, weights: bool) -> Replicas | None:
+        """Those of a module; ``None`` where ranks hold other parts of it, or are given the same."""
+        if world.data_size != world.size or world.size == 1 or world.layout.ep > 1:
+            return None
+        return cls(module, world, weights=weights)
+
+    def look(self) -> None:
+        """Compare what ranks have, after a forward pass in training. Collective in some steps.
+
+        Raises:
+            ConfigError: they have other weights.
+        """
+        self._steps += 1
+        if self._steps & (self._steps - 1):
+            return
+        if self._weights:
+            changed = unlike(self._module.named_parameters(), self._world)
+            if changed:
+                raise ConfigError(
+                    f"the ranks have unlike weights {first_few(changed)}: something other than the "
+                    "optimizer has changed them on each rank by itself, by random numbers or by "
+                    "what it has of a batch. Change them in place under torch.no_grad(), not "
+                    "through weight.data, by values that all ranks have (world.broadcast(…), "
+                    "torch.distributed.all_reduce(…)); in a script that knows nothing of ranks "
+                    "those of rank 0 are taken then."
+                )
+        if not self._told:
+            self._tell(unlike(self._module.named_buffers(), self._world))
+
+    def _tell(self, buffers: list[str]) -> None:
+        if buffers and self._world.is_main:
+            log.warning(
+                "the model keeps what it computes of samples in buffers (%s), and each of %d ranks "
+                "has a part of a batch, so losses depend on how many ranks there are. BatchNorm is "
+                "that of all ranks with sync_batchnorm, where a strategy has it; others can sum "
+                "what they need by torch.distributed.all_reduce.",
+                first_few(buffers),
+                self._world.data_size,
+            )
+        self._told = bool(buffers)
+
+
+def unlike(named: Iterable[tuple[str, torch.Tensor]], world: World) -> list[str]:
+    """The names of tensors that are others on another rank. Collective; waits for the device.
+
+    Args:
+        named: those of a module. What is not held whole, by values, is left out.
+        world: the joined processes.
+    """
+    held = {name: one.detach() for name, one in named if _is_plain(one)}
+    marks: Mapping[str, float] = {}
+    if held:
+        found = torch.stack([_mark(one).to(world.device) for one in held.values()])
+        marks = dict(zip(held, found.tolist(), strict=True))
+    first, *others = world.gather(marks)
+    return [
+        name
+        for name, value in first.items()
+        if any(_apart(value, other[name]) for other in others if name in other)
+    ]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    # Not of a class that holds it otherwise, as in parts.
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0
+
+
+def _mark(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return tensor.sum(dtype=torch.float64)
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.linalg.vector_norm(tensor, dtype=wide)
+
+
+def _apart(one: float, other: float) -> bool:
+    if one == other or (one != one and other != other):
+        return False
+    return not abs(one - other) <= _ROUNDING * max(abs(one), abs(other))
