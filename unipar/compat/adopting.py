@@ -30,7 +30,7 @@ from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current, explain_spawned
 from unipar.compat.sample_flow import SampleFlow
 from unipar.data import move_to
-from unipar.engine import COMPUTE_DTYPES
+from unipar.engine import COMPUTE_DTYPES, StepEngine
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError
 from unipar.launch import detect
@@ -170,7 +170,7 @@ class Adoption:
             half = current.config.precision if current.config else "fp32"
             model = AdoptedModel(
                 module, session, half=None if half == "fp32" else COMPUTE_DTYPES[half],
-                device=session.world.device,
+                device=session.world.device, widens=not self.scripts_precision,
             )  # fmt: skip
             kind = type(module)
             adopted = AdoptedOptimizer(
@@ -303,14 +303,18 @@ class Adoption:
             args, kwargs = move_to((args, kwargs), model.world.device)
         under = torch.is_autocast_enabled(kind)
         half = current.config is not None and current.config.precision != "fp32"
-        if under != half and self.scripts_precision and torch.is_grad_enabled() and model.learns:
+        asked: contextlib.AbstractContextManager[Any] = _NOTHING
+        if under != half and self.scripts_precision and not torch.is_grad_enabled():
+            asked = _NOTHING if under else self._in_fp32(model)
+        elif under != half and self.scripts_precision and model.learns:
             raise ConfigError(
                 f"this forward pass is under {'' if under else 'no '}autocast, and the first of "
                 f"the run was {'not' if under else 'under one'}. Engines compute all forward "
                 "passes that may be trained on in one precision: use autocast around all of them."
             )
-        whole = torch.autocast(kind, enabled=False) if under and not half else _NOTHING
-        with whole, self.engine_calls():
+        elif under and not half:
+            asked = torch.autocast(kind, enabled=False)
+        with asked, self.engine_calls():
             if not self.aware and model.world.data_size > 1:
                 self.parts.even_out(model.module, model.world)
                 model.even_out_weights()
@@ -322,6 +326,19 @@ class Adoption:
         if not self.aware:
             self.flow.computed(output, (args, kwargs), self.parts.samples)
         return output
+
+    def _in_fp32(self, model: AdoptedModel) -> contextlib.AbstractContextManager[Any]:
+        """Evaluate in fp32 what is trained in half precision, where the script asks for that."""
+        engine = None if model.training_by is None else model.training_by.engine
+        if not isinstance(engine, StepEngine):
+            return _NOTHING
+        if engine.precision.autocasts:
+            return engine.precision.left_out()
+        self.parts.tell(
+            "an evaluation under no autocast is computed in half precision as training is: the "
+            "strategy has weights in that. Use ddp, which rounds them in the pass alone."
+        )
+        return _NOTHING
 
     def backward(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
         """Hand a loss to the engine of the model that it came from.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -76,6 +77,15 @@ class PrecisionPolicy:
         if not self.autocasts:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, self.dtype)
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Compute in the weights' dtype, where autocast alone makes that another."""
+        before, self.surrounds = self.surrounds, False
+        try:
+            yield
+        finally:
+            self.surrounds = before
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Scale a loss for the backward pass."""
