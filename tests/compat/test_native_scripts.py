@@ -709,3 +709,115 @@ def test_weights_that_a_model_moves_by_its_batch_are_told_and_stay_alike(
     assert len({line[2:] for line in done.stdout.splitlines()}) == 1
     told = "weights (book) that the script changes by hand are others on each rank, and rank 0's"
     assert done.stderr.count(told) == 1
+
+
+RAGGED = """
+import unipar.compat.torch as torch
+from torch import nn
+import os, sys
+
+
+def collate(samples):
+    xs, boxes = zip(*samples)
+    number = [torch.full((len(one), 1), float(i)) for i, one in enumerate(boxes)]
+    return torch.stack(xs), torch.cat([torch.cat(pair, 1) for pair in zip(number, boxes)])
+
+
+torch.manual_seed(0)
+# Of the first batch neither the last sample nor the first has a box.
+samples = [(torch.randn(6), torch.randn(i % 4, 2)) for i in (0, 2, 3, 0, 1, 2, 3, 4, 3, 2, 1, 0)]
+model = nn.Linear(6, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, boxes in torch.utils.data.DataLoader(samples, batch_size=4, collate_fn=collate):
+    output = model(x)
+    own = [boxes[boxes[:, 0] == i][:, 1:] for i in range(len(x))]
+    loss = sum((output[i] - one).pow(2).sum() for i, one in enumerate(own)) + 0 * output.sum()
+    optimizer.zero_grad()
+    (loss / 4 if sys.argv[1:] else output.pow(2).mean()).backward()
+    optimizer.step()
+    print(os.environ.get("RANK", "0"), len(x), *boxes[:, 0].int().tolist(), flush=True)
+"""
+
+
+def test_each_rank_puts_its_part_of_a_ragged_batch_together(tmp_path: Path) -> None:
+    """The boxes of all images in one tensor, with the number of each one's image in the batch."""
+    (tmp_path / "train.py").write_text(RAGGED)
+    done = run_script(TORCHRUN, "train.py", tmp_path, "ddp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = {rank: [line[2:] for line in done.stdout.splitlines() if line[0] == rank]
+            for rank in "01"}  # fmt: skip
+    assert said["0"] == ["2 1 1", "2 0 1 1", "2 0 0 0 1 1"]
+    assert said["1"] == ["2 0 0 0", "2 0 0 0", "2 0"]
+    told = "to a tuple, in parts of which samples are not found, so each rank puts its part"
+    assert done.stderr.count(told) == 1
+
+
+DRAWN_BY_LOSSES = """
+import unipar.compat.torch as torch
+from torch import nn
+from torch.utils.data import WeightedRandomSampler
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.arange(16))
+sampler = WeightedRandomSampler(torch.ones(16), 16)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    for x, index in torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler):
+        losses = model(x).pow(2).mean(1)
+        sampler.weights[index] = losses.detach().double()
+        optimizer.zero_grad()
+        losses.mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_sampler_that_each_rank_changes_by_its_part_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DRAWN_BY_LOSSES)
+    done = run_script(TORCHRUN, "train.py", tmp_path, "ddp")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "is another on each rank (WeightedRandomSampler.weights), and rank 0's" in done.stderr
+
+
+TURNS = """
+import unipar.compat.torch as torch
+from torch import nn
+
+torch.manual_seed(0)
+g, d = nn.Linear(3, 6), nn.Linear(6, 1)
+opt_g = torch.optim.Adam(g.parameters(), lr=0.01)
+opt_d = torch.optim.Adam(d.parameters(), lr=0.01)
+
+
+def requires_grad(model, flag):
+    for one in model.parameters():
+        one.requires_grad = flag
+
+
+for step in range(4):
+    requires_grad(g, step % 2 == 1), requires_grad(d, True)
+    # What the generator gives is not detached where it may learn.
+    loss = -d(torch.randn(8, 6)).mean() + d(g(torch.randn(8, 3))).mean()
+    if step < 2:
+        opt_d.zero_grad()
+    loss.backward()
+    opt_d.step()
+    opt_d.zero_grad(), opt_g.zero_grad()
+    requires_grad(g, True), requires_grad(d, step % 2 == 1)
+    loss_g = -d(g(torch.randn(8, 3))).mean()
+    loss_g.backward()
+    opt_g.step()
+    opt_d.zero_grad(), opt_g.zero_grad()
+    print(repr(loss.item()), repr(loss_g.item()), flush=True)
+"""
+
+
+def test_networks_that_train_each_other_are_frozen_in_turn_or_not_at_all(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "train.py").write_text(TURNS.replace("unipar.compat.torch as torch", "torch"))
+    (tmp_path / "train.py").write_text(TURNS)
+    done = [run_script(PYTHON, "train.py", where, "single") for where in (plain, tmp_path)]
+    assert [one.returncode for one in done] == [0, 0], done[1].stderr
+    assert done[0].stdout == done[1].stdout
+    assert len(done[0].stdout.splitlines()) == 4

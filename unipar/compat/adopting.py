@@ -25,7 +25,7 @@ from unipar.compat import hooks, reading
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import frozen_in, trained_by
-from unipar.compat.parts import Parts, warn_of_parts
+from unipar.compat.parts import Parts, warn_of_hooks
 from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current, explain_spawned
 from unipar.compat.sample_flow import SampleFlow
@@ -126,6 +126,9 @@ class Adoption:
         if module in self._passed or getattr(module, "_unipar_passes", False):
             return False
         held = {id(parameter) for parameter in module.parameters()}
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            # It may be thawed, as a GAN's networks are in turn.
+            return False
         pending = [one for ref in self._pending if (one := ref()) is not None]
         touching = [one for one in pending if held & _parameters(one) and not _holds(one, pending)]
         found = [one for one in touching if _parameters(one) <= held]
@@ -161,7 +164,7 @@ class Adoption:
             )
         session = self._open(module)
         if not self.aware and session.world.data_size > 1 and session.world.is_main:
-            warn_of_parts(module, session.world.data_size)
+            warn_of_hooks(module)
         self._names += 1
         name = "model" if "model" not in session.engines else f"model{self._names}"
         if self.synchronized and not getattr(session.strategy.options, "sync_batchnorm", False):

@@ -318,9 +318,11 @@ def led_to(tensors: Iterable[torch.Tensor]) -> tuple[Training, ...]:
     It looks back from the tensors, up to the nearest outputs of models.
 
     Returns:
-        Each once; one whose output went into another before that one.
+        Each once: first those that all of it came through, as a critic that judged real samples
+        and a generator's; one whose output went into another before that one.
     """
     found: dict[Training, None] = {}
+    common: set[Training] | None = None
     seen: set[Any] = set()
     todo: list[Any] = [one.grad_fn for one in tensors]
     while todo:
@@ -333,4 +335,5 @@ def led_to(tensors: Iterable[torch.Tensor]) -> tuple[Training, ...]:
             todo += [following for following, _ in node.next_functions]
         else:
             found |= dict.fromkeys(noted)
-    return tuple(found)
+            common = set(noted) if common is None else common & set(noted)
+    return tuple(sorted(found, key=lambda one: one not in (common or ())))

@@ -98,6 +98,16 @@ class Parts:
             self._told.add(said)
             log.warning("%s", said)
 
+    def tell_of_parts(self, world: World) -> None:
+        """Say what is of a part of a batch alone, and so other than on one process; once."""
+        if world.is_main:
+            self.tell(
+                "this script has no ranks of its own, so each of %d has a part of every training "
+                "batch. A loss is read as that of the whole batch; sizes (len(x), x.size(0)) and "
+                "what is counted by them, as total += loss.item() * len(x), are of a part.",
+                world.data_size,
+            )
+
     def _part_of(self, inputs: Any) -> Part:
         shapes = [one.shape for one in tensors_of(inputs) if one.dim()]
         for sizes in ({shape[0] for shape in shapes}, {one for shape in shapes for one in shape}):
@@ -211,20 +221,13 @@ class Parts:
             share_buffers(module, world)
 
 
-def warn_of_parts(module: nn.Module, ranks: int) -> None:
-    """Say what is of a part of a batch alone, and so other than on one process."""
-    name = type(module).__name__
-    log.warning(
-        "this script has no ranks of its own, so each of %d has a part of every training batch. A "
-        "loss is read as that of the whole batch; sizes (len(x), x.size(0)) and what is counted "
-        "by them, as total += loss.item() * len(x), are of a part.",
-        ranks,
-    )
+def warn_of_hooks(module: nn.Module) -> None:
+    """Say where gradients of a part of a batch alone are looked at, or changed."""
     # torch 2.13, torch/_tensor.py, register_hook.
     if any(one._backward_hooks for one in module.parameters()):
         log.warning(
             "%s has hooks on parameters: they are called with the gradient of each rank's part of "
             "a batch. Where they do more than multiply it, as by clamping, results differ from "
             "those of one process.",
-            name,
+            type(module).__name__,
         )

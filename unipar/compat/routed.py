@@ -12,6 +12,7 @@ from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 
 _KEY = "_unipar"
 _WITHIN = "_unipar_within"
+_CLEARED = "_unipar_cleared"
 _STATE = ("param_groups", "state", "defaults")
 
 
@@ -73,6 +74,7 @@ class _Optimizer:
 
     def routed(self, adopted: AdoptedOptimizer) -> None:
         """Step by an engine from now on."""
+        adopted.cleared = self.__dict__.pop(_CLEARED, False)
         self.__dict__[_KEY] = adopted
 
     def routed_within(self, adopted: AdoptedOptimizer) -> None:
@@ -95,6 +97,7 @@ class _Optimizer:
     def zero_grad(self: Any, set_to_none: bool = True) -> None:
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY, self.__dict__.get(_WITHIN))
         if adopted is None:
+            self.__dict__[_CLEARED] = True
             super().zero_grad(set_to_none)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             adopted.zero_grad(set_to_none)

@@ -531,3 +531,22 @@ def test_inputs_go_to_the_device_where_the_wrapper_takes_them_there(wrap: Any, m
     model = wrap(wrappers, Told(2, 2, device="meta"))
     assert model({"x": torch.ones(2)}) == ("meta" if moved else "cpu")
     assert wrap(wrappers, Told(2, 2))({"x": torch.ones(2)}) == "cpu"
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_an_evaluation_is_under_the_autocast_that_the_script_asks_for(half: bool) -> None:
+    """And training's outputs have the dtype that its autocast gives them."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        output = model(x)
+    assert output.dtype is (torch.bfloat16 if half else torch.float32)
+    output.float().square().mean().backward()
+    optimizer.step()
+    plain = nn.Linear(4, 4)
+    plain.load_state_dict(model.state_dict())
+    for asked in (True, False):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=asked):
+            assert torch.equal(model(x), plain(x))
+            assert model(x).dtype is (torch.bfloat16 if asked else torch.float32)

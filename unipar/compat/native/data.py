@@ -38,6 +38,7 @@ class DataLoader(data.DataLoader):
         if whole:
             return cut
         reading.install(adoption.read)
+        adoption.parts.tell_of_parts(current.world(asked=False))
         return _trained_on(cut)
 
     def _may_share(self) -> bool:
