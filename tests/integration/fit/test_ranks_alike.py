@@ -252,4 +252,5 @@ def test_weights_that_ranks_change_by_themselves_are_refused(world_pool: WorldPo
     for said, ended in world_pool(2).run(keeping, "ddp:find_unused_parameters=true", "weight"):
         assert said == []
         assert "the ranks have unlike weights book: something other than the optimizer" in ended
+        assert "as nn.Embedding(max_norm=…) does" in ended
         assert "not through weight.data, by values that all ranks have" in ended
