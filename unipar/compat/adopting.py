@@ -574,7 +574,7 @@ def stop() -> None:
 def close() -> None:
     """End the run; what is built afterwards is of another."""
     current.close()
-    adoption.flow.end()
+    adoption.flow.stop()
     adoption.__init__()
     hooks.watch(False)
     reading.remove()

@@ -39,30 +39,48 @@ class SampleFlow(TorchDispatchMode):
         super().__init__()
         self._idle = idle
         self._flows: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._batches = 0
+        self._batches = self._within = 0
+        self._outer: object | None = None
         self.follows = self.has_seen = False
 
-    def begin(self, batch: Any, samples: int) -> None:
+    def begin(self, batch: Any, samples: int, loop: object) -> None:
         """A part of a batch is given to the script, which trains on it.
 
         Args:
             batch: containers of tensors.
             samples: of the part.
+            loop: over such batches. Within one the batches of another may be read.
         """
-        self._batches += 1
-        wanted = self._batches <= self._FIRST or self._batches % self._EVERY == 0
-        if wanted and not self.follows:
-            self.follows = True
-            self.__enter__()
-        elif not wanted:
-            self.end()
-        if wanted and samples > 1:
+        self._within = 0 if self._outer is loop else self._within + 1
+        # One that a script has left may still be held.
+        if self._outer is None or self._within > self._FIRST:
+            self._outer, self._within = loop, 0
+        if self._outer is loop:
+            self._batches += 1
+            wanted = self._batches <= self._FIRST or self._batches % self._EVERY == 0
+            if wanted and not self.follows:
+                self.follows = True
+                self.__enter__()
+            elif not wanted:
+                self.stop()
+        if self.follows and samples > 1:
             self.has_seen = True
             for tensor in tensors_of(batch):
                 self._note(tensor, samples)
 
-    def end(self) -> None:
-        """Follow nothing until the next batch."""
+    def end(self, loop: object) -> None:
+        """The loop is done with its batch; what it lies within, if any, is not with its own."""
+        if self._outer is loop:
+            self.stop()
+
+    def leave(self, loop: object) -> None:
+        """The loop has ended."""
+        self.end(loop)
+        if self._outer is loop:
+            self._outer = None
+
+    def stop(self) -> None:
+        """Follow nothing until there is another batch."""
         if self.follows and _innermost() is self:
             self.__exit__(None, None, None)
             self.follows = False

@@ -57,10 +57,10 @@ class Replicas:
                 raise ConfigError(
                     f"the ranks have unlike weights {first_few(changed)}: something other than the "
                     "optimizer has changed them on each rank by itself, by random numbers or by "
-                    "what it has of a batch, as nn.Embedding(max_norm=…) does. Change them in place under torch.no_grad(), not "
-                    "through weight.data, by values that all ranks have (world.broadcast(…), "
-                    "torch.distributed.all_reduce(…)); in a script that knows nothing of ranks "
-                    "those of rank 0 are taken then."
+                    "what it has of a batch, as nn.Embedding(max_norm=…) does. Change them in "
+                    "place under torch.no_grad(), not through weight.data, by values that all "
+                    "ranks have (world.broadcast(…), torch.distributed.all_reduce(…)); in a script "
+                    "that knows nothing of ranks those of rank 0 are taken then."
                 )
         if not self._told:
             self._tell(unlike(self._module.named_buffers(), self._world))

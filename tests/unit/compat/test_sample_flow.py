@@ -31,9 +31,8 @@ class Given:
         self.tokens = torch.randint(CLASSES, (SAMPLES, STEPS))
         self.images = torch.randn(SAMPLES, 3, 8, 8)
         self.time_first = torch.randn(STEPS, SAMPLES, WIDTH)
-        flow.begin(
-            [getattr(self, name) for name in vars(self) if not name.startswith("_")], SAMPLES
-        )
+        given = [getattr(self, name) for name in vars(self) if not name.startswith("_")]
+        flow.begin(given, SAMPLES, self)
         self.table = torch.randn(50, CLASSES)
 
     def net(self, x: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ class Refused(Exception):
 def flow() -> Iterator[SampleFlow]:
     made = SampleFlow(lambda: False)
     yield made
-    made.end()
+    made.stop()
 
 
 def found(flow: SampleFlow, loss: Loss) -> Coupled | None:
@@ -397,3 +396,28 @@ def test_an_operation_that_is_not_known_is_told_of(flow: SampleFlow) -> None:
     assert how is not None
     assert not how.known
     assert how.how.startswith("trace in test_sample_flow.py:")
+
+
+def test_within_a_loop_over_one_loader_another_may_be_read(flow: SampleFlow) -> None:
+    outer, inner = object(), object()
+    x, other = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES + 1, WIDTH)
+    flow.begin(x, SAMPLES, outer)
+    flow.begin(other, SAMPLES + 1, inner)
+    assert flow.coupled((other - other.mean(0)).mean(), reduced=False) is not None
+    flow.leave(inner)
+    assert flow.coupled((x - x.mean(0)).mean(), reduced=False) is not None
+    flow.leave(outer)
+    assert not flow.follows
+
+
+def test_a_loop_that_was_left_does_not_count_for_ever(flow: SampleFlow) -> None:
+    flow.begin(torch.randn(SAMPLES, WIDTH), SAMPLES, left := object())
+    loop = object()
+    looked = []
+    for _ in range(64):
+        flow.begin(torch.randn(SAMPLES, WIDTH), SAMPLES, loop)
+        looked.append(flow.follows)
+        flow.end(loop)
+    assert looked[:16] == [True] * 16
+    assert sum(looked[32:]) == 2
+    flow.leave(left)

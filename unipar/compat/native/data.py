@@ -60,13 +60,13 @@ def _trained_on(batches: Iterator[Any]) -> Iterator[Any]:
         ConfigError: none of them was trained on, so what the script has made of them is of a part.
     """
     parts = adoption.parts
-    before, drawn = parts.uses, None
+    before, drawn, loop = parts.uses, None, object()
     parts.giving += 1
     try:
         for batch in batches:
             with adoption.engine_calls():
                 drawn = _random_state()
-            adoption.flow.begin(batch, parts.samples)
+            adoption.flow.begin(batch, parts.samples, loop)
             if parts.samples == 1 and not adoption.flow.has_seen:
                 parts.tell(
                     "each rank has one sample of a batch, so it is not seen whether the script "
@@ -75,7 +75,7 @@ def _trained_on(batches: Iterator[Any]) -> Iterator[Any]:
                     "it is seen."
                 )
             yield batch
-            adoption.flow.end()
+            adoption.flow.end(loop)
             with adoption.engine_calls():
                 random = drawn != _random_state()
             if random and parts.uses > before:
@@ -86,7 +86,7 @@ def _trained_on(batches: Iterator[Any]) -> Iterator[Any]:
                 )
     finally:
         parts.giving -= 1
-        adoption.flow.end()
+        adoption.flow.leave(loop)
     if parts.uses == before:
         raise ConfigError(
             "a DataLoader was read to its end, and no model was trained meanwhile: each rank has "
