@@ -109,7 +109,7 @@ def check_divisible(
         )
         if type(one) in ELEMENTWISE and not hooks and not begun:
             continue
-        if _has_modes(one) and any(division.elsewhere for division in divisions):
+        if has_modes(one) and any(division.elsewhere for division in divisions):
             raise ConfigError(_refusal_of_modes(one, name, strategy, world))
         for division in divisions:
             problem = next(filter(None, world.gather(_problem(one, division))), None)
@@ -117,7 +117,7 @@ def check_divisible(
                 raise ConfigError(_refusal(one, name, strategy, problem, world))
 
 
-def _has_modes(optimizer: Any) -> bool:
+def has_modes(optimizer: Any) -> bool:
     """Whether it steps by other weights than an evaluation is of, as schedule-free ones do."""
     return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))
 
@@ -232,7 +232,7 @@ def _steps(optimizer: Optimizer, division: Division, samples: list[_Sample]) -> 
     try:
         for rank in range(division.num_shares):
             ranks.append(_of_rank(optimizer, division, samples, split, rank))
-            if _has_modes(ranks[rank]):
+            if has_modes(ranks[rank]):
                 # It may refuse to step in the mode in which it is built.
                 cast("Any", ranks[rank]).train()
         for step in range(1, NUM_STEPS + 1):

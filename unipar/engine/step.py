@@ -15,11 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unipar.combined import optimizers_in
 from unipar.data.batch import Batch, MicroBatch
 from unipar.engine.absent import LoopCalls
 from unipar.engine.alike import fingerprint, refuse_unlike
 from unipar.engine.average import LossAverage
 from unipar.engine.divider import Divider, PartOf
+from unipar.engine.divisible import has_modes
 from unipar.engine.first_step import watch_first_step
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
@@ -145,6 +147,9 @@ class StepEngine(Engine):
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
         self._untried = True
+        each = () if optimizer is None else optimizers_in(optimizer).values()
+        self._modal: list[Any] = [one for one in each if has_modes(one)]
+        self._resting = bool(self._modal)
         if optimizer is not None:
             # What cannot be saved is refused now, and not by the first save.
             check_extra_state(module)
@@ -169,6 +174,8 @@ class StepEngine(Engine):
             )
         self._evaluated = False
         self._loop.whole_step = True
+        if self._resting:
+            self._wake()
         try:
             if self._given_up:
                 self._drop_given_up()
@@ -329,6 +336,8 @@ class StepEngine(Engine):
             self.reducer.discard()
             return self._not_finite("loss", loss, count)
         assert self.stepper is not None
+        if self._resting:
+            self._wake()
         careful = self.spec.on_nan != "ignore"
         limit = self.spec.max_grad_norm if max_grad_norm is None else max_grad_norm
         step = functools.partial(self.stepper.step, divisor, limit, careful=careful)
@@ -435,6 +444,8 @@ class StepEngine(Engine):
             return super().__call__(*args, **kwargs)
         if torch.is_grad_enabled():
             self._evaluated = False
+            if self._resting:
+                self._wake()
             if self._dropout is not None and not self._loop.whole_step:
                 raise ConfigError(
                     f"{OPTION} knows by the batch which samples are computed, and a loop of your "
@@ -639,6 +650,17 @@ class StepEngine(Engine):
                     for buffer, saved in zip(self.module.buffers(), buffers, strict=True):
                         buffer.copy_(saved)
 
+    def rest(self) -> None:
+        self.check_last_step()
+        for optimizer in self._modal:
+            optimizer.eval()
+        self._resting = bool(self._modal)
+
+    def _wake(self) -> None:
+        for optimizer in self._modal:
+            optimizer.train()
+        self._resting = False
+
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Have the model in evaluation mode, and afterwards as it was.
@@ -647,6 +669,7 @@ class StepEngine(Engine):
         may set modes.
         """
         if not self._evaluated:
+            self.rest()
             self.reducer.share_buffers()
             self._evaluated = True
         modes = [(module, module.training) for module in self.module.modules()]

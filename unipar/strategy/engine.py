@@ -178,6 +178,14 @@ class Engine(ABC):
         """
         return
 
+    def rest(self) -> None:
+        """Put into the model the weights that it is evaluated with, until the next step.
+
+        Of an optimizer that steps by others, as schedule-free ones do, and has ``train()`` and
+        ``eval()`` for it. Evaluations begin with it.
+        """
+        return
+
     @abstractmethod
     def eval_batch(self, batch: Batch, loss_fn: LossFn) -> LossSum:
         """This rank's loss on one batch, without gradients. Collective where sharded.

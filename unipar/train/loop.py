@@ -336,6 +336,7 @@ class TrainingRun:
         self.recorder.settle()
         if self.step > self.start_step and self._last_evaluated() != self.step:
             self._evaluate()
+        self.engine.rest()
         final = self._finish()
         return self._result(final, time.perf_counter() - began)
 
