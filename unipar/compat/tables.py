@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from opcode import opmap
+from types import FrameType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from unipar.errors import ConfigError
@@ -68,7 +71,10 @@ class Table:
         raise ConfigError(f"{shown or name} has no counterpart here. {row.why if row else ''}")
 
     def refusing(self, module: str, found: Callable[[str], Any] = lambda _: None) -> Any:
-        """A module's ``__getattr__``, which refuses names of the table when they are imported.
+        """A module's ``__getattr__``, which refuses names of the table when they are asked for.
+
+        The error is an ImportError for ``from module import name``, and an AttributeError for
+        ``module.name``, so that ``hasattr`` and ``getattr`` with a default answer.
 
         Args:
             module: its name.
@@ -81,7 +87,11 @@ class Table:
             made = found(name)
             if made is not None:
                 return made
-            raise ImportError(f"{module} has no {name}. {self.why_not(name) or NOT_KEPT}")
+            why = self.why_not(name)
+            # Of an AttributeError `from module import name` would keep no word.
+            imports = _imports(inspect.currentframe(), or_looks_for_module=why is not None)
+            kind = ImportError if imports else AttributeError
+            raise kind(f"{module} has no {name}. {why or NOT_KEPT}")
 
         return lookup
 
@@ -93,6 +103,22 @@ class Table:
         head = [f"| {' | '.join(titles)} |", f"| {' | '.join('---' for _ in titles)} |"]
         lines = [f"| {_names(row)} |" + f" {row.why} |" * reasons for row in rows]
         return "\n".join([*head, *lines]) + "\n"
+
+
+def _imports(called: FrameType | None, *, or_looks_for_module: bool) -> bool:
+    """Whether the caller of a frame is at a ``from module import name``.
+
+    Args:
+        called: the frame.
+        or_looks_for_module: whether it is so, too, where Python asks before it imports a module
+            of that name, which it does after an AttributeError alone.
+    """
+    asking = called.f_back if called is not None else None
+    if asking is None:
+        return False
+    if asking.f_code.co_name == "_handle_fromlist":  # CPython 3.10 to 3.14, importlib._bootstrap.
+        return or_looks_for_module
+    return asking.f_code.co_code[asking.f_lasti] == opmap["IMPORT_FROM"]
 
 
 def _names(row: Row) -> str:

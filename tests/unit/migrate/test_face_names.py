@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 
@@ -31,10 +33,40 @@ def test_a_name_that_is_not_there_is_said_by_migration_and_face_alike(
 ) -> None:
     face = importlib.import_module(f"{dialect.face}.{module}".rstrip("."))
     with pytest.raises(ImportError) as raised:
-        getattr(face, name)
+        exec(f"from {face.__name__} import {name}", {})
     said = str(raised.value).removeprefix(f"{face.__name__} has no {name}. ")
     assert notes(dialect, module, name) == [f"the face has no {name}.{said}"]
     assert not hasattr(face, "_repr_html_")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "module"), MODULES, ids=[f"{one.face}.{module}" for one, module in MODULES]
+)
+def test_an_attribute_that_is_not_there_is_an_attribute_error_with_the_same_words(
+    dialect: FaceDialect, module: str
+) -> None:
+    face = importlib.import_module(f"{dialect.face}.{module}".rstrip("."))
+    assert not hasattr(face, "WhatIsNotThere")
+    assert getattr(face, "WhatIsNotThere", None) is None
+    with pytest.raises(AttributeError, match=f"{face.__name__} has no WhatIsNotThere. "):
+        _ = face.WhatIsNotThere
+
+
+def test_a_module_that_nothing_has_imported_yet_is_imported_by_its_name() -> None:
+    code = "from unipar.compat.accelerate import local_sgd; print(local_sgd.LocalSGD.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["LocalSGD"]
+
+
+def test_an_import_is_told_from_an_attribute_in_a_long_script() -> None:
+    """The number of a name takes more than a byte where there are many before it."""
+    many = "\n".join(f"name_{number} = {number}" for number in range(300))
+    with pytest.raises(ImportError, match="has no WhatIsNotThere"):
+        exec(f"{many}\nfrom unipar.compat.accelerate.state import WhatIsNotThere", {})
+    with pytest.raises(AttributeError, match="has no WhatIsNotThere"):
+        exec(f"{many}\nimport unipar.compat.accelerate as a\na.state.WhatIsNotThere", {})
 
 
 @pytest.mark.parametrize(
