@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -337,9 +339,14 @@ def _explained(fn: Callable[..., Any], *args: Any) -> None:
 
 @contextlib.contextmanager
 def own_randomness(device: torch.device) -> Iterator[None]:
-    """Give torch's generators back as they were, so that the script's numbers stay its own."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
+    """Give the generators back as they were, so that the script's random numbers stay its own."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -354,6 +356,21 @@ def test_checkpoints_bring_back_weights_counts_and_state(tmp_path: Path) -> None
     engine.save_16bit_model(tmp_path / "whole")
     stored = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)
     assert torch.equal(stored["weight"], model.weight)
+
+
+def test_a_checkpoint_leaves_random_numbers_as_they_are(tmp_path: Path) -> None:
+    _, (engine, *_) = start()
+    engine.save_checkpoint(tmp_path, tag="a")
+    draws = (lambda: torch.rand(1).item(), random.random, np.random.rand)
+    for module_only in (False, True):
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(3)
+        expected = [[draw() for draw in draws] for _ in range(2)]
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(3)
+        assert [draw() for draw in draws] == expected[0]
+        engine.load_checkpoint(tmp_path, tag="a", load_module_only=module_only)
+        assert [draw() for draw in draws] == expected[1]
 
 
 def test_deepspeeds_own_checkpoints_are_named(tmp_path: Path) -> None:

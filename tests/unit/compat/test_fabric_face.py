@@ -6,10 +6,12 @@ import copy
 import csv
 import functools
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -358,6 +360,20 @@ def test_what_is_saved_is_loaded_into_what_is_there(tmp_path: Path) -> None:
     torch.save(other.state_dict(), tmp_path / "raw.pt")
     fabric.load_raw(tmp_path / "raw.pt", model)
     assert torch.equal(other.bias, model.bias)
+
+
+def test_loading_what_all_ranks_wrote_leaves_random_numbers_as_they_are(tmp_path: Path) -> None:
+    fabric = Fabric(strategy="fsdp", **CPU)
+    model, optimizer = parts(fabric)
+    fabric.save(tmp_path / "all", {"model": model, "optimizer": optimizer})
+    assert (tmp_path / "all").is_dir()
+    draws = (lambda: torch.rand(1).item(), random.random, np.random.rand)
+    seed_everything(3, verbose=False)
+    expected = [[draw() for draw in draws] for _ in range(2)]
+    seed_everything(3, verbose=False)
+    assert [draw() for draw in draws] == expected[0]
+    fabric.load(tmp_path / "all", {"model": model, "optimizer": optimizer})
+    assert [draw() for draw in draws] == expected[1]
 
 
 def test_callbacks_are_called_with_what_they_take() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from unipar import checkpoint
 from unipar.compat.deepspeed_names import refuse
-from unipar.compat.run import current
+from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import CheckpointError, ConfigError
 
@@ -121,7 +121,9 @@ class Keeping(nn.Module):
             )
         path = checkpoint.find(directory)
         everything = load_optimizer_states and not load_module_only
-        checkpoint.load(path, self._engines(), world, optimizer=everything)
+        # DeepSpeed leaves a script's random numbers as they are.
+        with own_randomness(world.device):
+            checkpoint.load(path, self._engines(), world, optimizer=everything)
         own = torch.load(path / _OWN, weights_only=True, map_location="cpu")
         for key in _COUNTS:
             setattr(self, key, own[key])
