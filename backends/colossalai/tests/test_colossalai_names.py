@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -103,6 +104,11 @@ def test_every_name_has_one_fate(module: str) -> None:
             continue
         with pytest.raises(ImportError, match=f"{face.__name__} has no {name}. .*"):
             exec(f"from {face.__name__} import {name}", {})
+
+
+def test_the_version_is_colossalais() -> None:
+    face = importlib.import_module("unipar.compat.colossalai")
+    assert face.__version__ == metadata.version("colossalai").partition("+")[0]
 
 
 def test_rows_keep_nothing_that_is_not_there() -> None:

@@ -40,6 +40,9 @@ from unipar.compat.accelerate.utils import (
 )
 from unipar.compat.accelerate_names import TOP
 
+__version__ = "1.15.0"
+"""Accelerate's, whose names and rules these are."""
+
 __all__ = [
     "Accelerator", "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
     "DeepSpeedPlugin", "DistributedDataParallelKwargs", "DistributedType",

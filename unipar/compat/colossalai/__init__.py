@@ -26,6 +26,9 @@ from unipar.compat.colossalai.initialize import (
 )
 from unipar.compat.colossalai_names import TOP
 
+__version__ = "0.5.0"
+"""Colossal-AI's, whose names and rules these are."""
+
 __all__ = [
     "accelerator", "booster", "cluster", "initialize", "interface", "launch",
     "launch_from_openmpi", "launch_from_slurm", "launch_from_torch", "lazy", "logging", "nn",

@@ -21,6 +21,9 @@ from unipar.compat.fabric.utilities import disable_possible_user_warnings, seed_
 from unipar.compat.fabric.wrappers import is_wrapped
 from unipar.compat.fabric_names import TOP
 
+__version__ = "2.6.6"
+"""Fabric's, whose names and rules these are."""
+
 __all__ = [
     "Fabric", "accelerators", "disable_possible_user_warnings", "fabric", "is_wrapped", "loggers",
     "plugins", "seed_everything", "strategies", "utilities", "wrappers",
