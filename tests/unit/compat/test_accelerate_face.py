@@ -19,7 +19,9 @@ from unipar.compat.accelerate import (
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
+    PartialState,
     notebook_launcher,
+    state,
 )
 from unipar.compat.accelerate.utils import (
     AutocastKwargs,
@@ -181,6 +183,14 @@ def test_settings_from_outside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert Accelerator().mixed_precision == "bf16"
     with pytest.raises(ConfigError, match="the run is open with"):
         Accelerator(strategy="fsdp")
+
+
+def test_the_state_says_whether_there_is_an_accelerator() -> None:
+    assert not state.is_initialized()
+    PartialState(cpu=True)
+    assert not state.is_initialized()
+    Accelerator(cpu=True)
+    assert state.is_initialized()
 
 
 def test_a_face_says_what_it_has_not() -> None:

@@ -77,6 +77,7 @@ def test_an_import_is_told_from_an_attribute_in_a_long_script() -> None:
         ("from lightning.fabric.wrappers import _unwrap_compiled", False),
         ("from accelerate.logging import get_logger", True),
         ("from accelerate.launchers import notebook_launcher", True),
+        ("from accelerate.state import is_initialized", True),
         ("from accelerate.state import ThreadLocalSharedDict", False),
         ("from accelerate.utils.memory import find_executable_batch_size", True),
         ("from accelerate.utils.other import _get_named_modules", False),

@@ -10,7 +10,14 @@ from unipar.compat.accelerate.processes import DistributedType, Processes
 from unipar.compat.run import current
 from unipar.compat.tables import Table
 
-__all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
+__all__ = [
+    "AcceleratorState", "DistributedType", "GradientState", "PartialState", "is_initialized",
+]  # fmt: skip
+
+
+def is_initialized() -> bool:
+    """Whether there is an ``Accelerator``, so that the run is open."""
+    return current.session is not None
 
 
 class PartialState(Processes):
