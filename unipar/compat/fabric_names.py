@@ -96,13 +96,17 @@ LOGGERS = Table("lightning_fabric.loggers", Row("CSVLogger Logger TensorBoardLog
 UTILITIES = Table(
     "lightning_fabric.utilities",
     Row(
-        "AttributeDict is_shared_filesystem measure_flops move_data_to_device "
-        "rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn "
+        "AttributeDict Throughput ThroughputMonitor is_shared_filesystem measure_flops "
+        "move_data_to_device rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn "
         "suggested_max_num_workers",
         "kept",
     ),
     Row("disable_possible_user_warnings", "ignored", "Fabric's warnings are not given here."),
-    Row("Throughput ThroughputMonitor", "refused", "Divide samples by time, and fabric.log it."),
+    Row(
+        "get_available_flops",
+        "refused",
+        "Take it from the GPU's data sheet, as in ThroughputMonitor(fabric, available_flops=…).",
+    ),
     Row("LightningEnum *Exception", "refused", _ITS_OWN),
     Row("consolidate_checkpoint", "refused", "Use `unipar convert` on such a directory."),
 )

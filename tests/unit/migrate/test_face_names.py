@@ -78,6 +78,7 @@ def test_an_import_is_told_from_an_attribute_in_a_long_script() -> None:
         ("from accelerate.logging import get_logger", True),
         ("from accelerate.launchers import notebook_launcher", True),
         ("from accelerate.state import is_initialized", True),
+        ("from lightning.fabric.utilities.throughput import ThroughputMonitor", True),
         ("from accelerate.state import ThreadLocalSharedDict", False),
         ("from accelerate.utils.memory import find_executable_batch_size", True),
         ("from accelerate.utils.other import _get_named_modules", False),

@@ -18,15 +18,16 @@ from unipar.compat.fabric.ranks import (
     rank_zero_warn,
 )
 from unipar.compat.fabric.seeding import pl_worker_init_function, reset_seed, seed_everything
+from unipar.compat.fabric.throughput import Throughput, ThroughputMonitor
 from unipar.compat.fabric_names import UTILITIES
 from unipar.compat.run import current
 from unipar.data import move_to
 
 __all__ = [
-    "AttributeDict", "disable_possible_user_warnings", "is_shared_filesystem", "measure_flops",
-    "move_data_to_device", "pl_worker_init_function", "rank_zero_debug", "rank_zero_deprecation",
-    "rank_zero_info", "rank_zero_only", "rank_zero_warn", "reset_seed", "seed_everything",
-    "suggested_max_num_workers",
+    "AttributeDict", "Throughput", "ThroughputMonitor", "disable_possible_user_warnings",
+    "is_shared_filesystem", "measure_flops", "move_data_to_device", "pl_worker_init_function",
+    "rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only",
+    "rank_zero_warn", "reset_seed", "seed_everything", "suggested_max_num_workers",
 ]  # fmt: skip
 
 
