@@ -185,6 +185,29 @@ def test_settings_from_outside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Accelerator(strategy="fsdp")
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_are_the_scripts_before_the_step_where_they_are_whole(strategy: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model, optimizer, loader = parts(accelerator)
+    before = [p.detach().clone() for p in model.parameters()]
+    accelerator.backward(model(next(iter(loader))).square().mean())
+    if strategy == "fsdp":
+        for use in (
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: next(model.parameters()).grad.add_(1),
+        ):
+            with pytest.raises(ConfigError, match=r"parameter\.grad was used between"):
+                use()
+        return
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert norm > 1e-3
+    for parameter in model.parameters():
+        parameter.grad.mul_(2)
+    optimizer.step()
+    moved = [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
+    assert float(nn.utils.get_total_norm(moved)) == pytest.approx(2e-4, rel=1e-2)
+
+
 def test_the_state_says_whether_there_is_an_accelerator() -> None:
     assert not state.is_initialized()
     PartialState(cpu=True)
