@@ -7,8 +7,11 @@ give numbers that are of one rank's shard alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
+from traceback import walk_stack, walk_tb
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -63,10 +66,44 @@ def explain_sharded(error: BaseException, strategy: str) -> str:
         )
     if _MIXED not in said:
         return ""
+    if called := _called_by_itself(frame for frame, _ in walk_tb(error.__traceback__)):
+        return _part_alone(called)
     return (
         f"a parameter of the model was used outside of the model's forward pass, together with "
         f"plain tensors. Under strategy '{strategy}' it is there a DTensor, of which this rank "
         f"holds a shard, and torch cannot compute with both. {_REMEDIES}"
+    )
+
+
+def _called_by_itself(frames: Iterable[FrameType]) -> nn.Module | None:
+    """The part of a model that a script calls, where it does not call the whole model.
+
+    Args:
+        frames: of what was called, the innermost last.
+    """
+    found: nn.Module | None = None
+    for frame in frames:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if not isinstance(module, nn.Module):
+            continue
+        known = ((name, _SHARDS.get(one)) for name, one in module.named_parameters())
+        name, whole = next(((name, shard[0]) for name, shard in known if shard), ("", ""))
+        # Parameters have the same names in the model, and longer ones in what it is a part of.
+        if whole and not whole.endswith(f".{name}"):
+            return None
+        found = found or (module if whole else None)
+    return found
+
+
+def _part_alone(part: nn.Module) -> str:
+    strategy = next(_SHARDS[one][1] for one in part.parameters() if one in _SHARDS)
+    return (
+        f"a {type(part).__name__}, which is a part of the model, was called by itself, outside of "
+        f"the model's forward pass. Under strategy '{strategy}' the parameters are gathered when "
+        "the whole model is called; elsewhere this rank holds a shard of each. Have the model's "
+        "own forward call the part, as by an argument, model(x, generate=True), and call the model "
+        "as often on every rank; or use strategy='zero2' or 'ddp', which keep all parameters on "
+        "every rank."
     )
 
 
@@ -104,6 +141,9 @@ def _number_of(op: Any, args: Any, kwargs: Any) -> Any:
     """
     one: DTensor = args[0]
     if one.device_mesh.size() > 1 and not all(p.is_replicate() for p in one.placements):
+        frames = [frame for frame, _ in walk_stack(inspect.currentframe())]
+        if called := _called_by_itself(reversed(frames)):
+            raise ConfigError(_part_alone(called))
         raise ConfigError(
             "a number was read (item(), float(), an if) of a tensor that is divided among ranks, "
             f"of which this one has {tuple(map(str, one.placements))}: it would be of this rank's "

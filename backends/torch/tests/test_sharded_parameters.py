@@ -91,6 +91,60 @@ def differentiated(engine: Engine, data: torch.Tensor) -> None:
     torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
 
 
+class Part(nn.Linear):
+    def forward(self, input: torch.Tensor, number: bool = False) -> torch.Tensor:
+        return input * float(self.weight.norm()) if number else super().forward(input)
+
+
+class Parted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.rest = Part(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.part(x))
+
+
+class Around(nn.Module):
+    """What computes with a model's parameters outside of it, in a forward of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.model.part.weight)  # pyright: ignore
+
+
+def said_of_parts(placement: Placement) -> list[str]:
+    said: list[str] = []
+    with unipar.Session("fsdp", placement=placement) as session:
+        engine: Any = session.prepare(Parted(), optimizer=sgd)
+        model: Any = engine.module
+        for act in (
+            lambda: model.part(DATA),
+            lambda: model.part(DATA, number=True),
+            lambda: Around(model)(DATA),
+        ):
+            try:
+                act()
+            except Exception as error:
+                said.append(str(session.explained(error) or error))
+        # Called as a whole it is gathered, also by the module itself.
+        said += [str(engine(DATA).shape), str(model(DATA).shape)]
+    return said
+
+
+def test_a_part_of_the_model_that_is_called_by_itself_is_told(world_pool: Any) -> None:
+    part, number, around, *whole = world_pool(2).run(said_of_parts)[0]
+    for one in (part, number):
+        assert "a Part, which is a part of the model, was called by itself" in one
+        assert "strategy='zero2' or 'ddp'" in one
+        assert "L2 penalty" not in one
+    assert around.startswith("a parameter of the model was used outside")
+    assert whole == ["torch.Size([8, 1])"] * 2
+
+
 def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -> str:
     try:
         with unipar.Session("fsdp", placement=placement) as session:
