@@ -154,7 +154,8 @@ ACCELERATOR = Table(
         "on_local_process on_main_process on_process optimizer_step_was_skipped "
         "pad_across_processes prepare prepare_data_loader prepare_model prepare_optimizer "
         "prepare_scheduler print process_index profile project_dir reduce "
-        "register_for_checkpointing save save_iteration save_model save_state set_trigger "
+        "register_for_checkpointing register_load_state_pre_hook "
+        "register_save_state_pre_hook save save_iteration save_model save_state set_trigger "
         "should_save_model skip_first_batches split_batches split_between_processes "
         "no_sync sync_gradients unwrap_model use_distributed use_seedable_sampler "
         "verify_device_map wait_for_everyone",
@@ -171,12 +172,6 @@ ACCELERATOR = Table(
         "clip_grad_value_",
         "refused",
         "Strategies clip by the 2-norm, over whatever ranks divide. Use clip_grad_norm_.",
-    ),
-    Row(
-        "register_load_state_pre_hook register_save_state_pre_hook",
-        "refused",
-        "Checkpoints are written by all ranks, each its part, and pass no state dicts around. "
-        "Write what is the script's own beside save_state, or register_for_checkpointing it.",
     ),
     Row(
         "deepspeed_plugin deepspeed_ulysses_dl_adapter parallelism_config maybe_context_parallel "
@@ -228,6 +223,12 @@ CALLS = Table(
         "refused",
         "The strategy compiles the model as it has divided it. Pass the model itself, and "
         "dynamo_backend='inductor' to the Accelerator.",
+    ),
+    Row(
+        "register_save_state_pre_hook(…) register_load_state_pre_hook(…)",
+        "refused",
+        "Under strategies that divide the run's state: they are given whole weights. Use ddp; or "
+        "write what is the script's own beside save_state, or register_for_checkpointing it.",
     ),
     Row(
         "LocalSGD(enabled=True)",

@@ -97,10 +97,7 @@ def test_a_norm_and_gradients_can_be_read_before_the_step() -> None:
         (lambda a, m, o, x: a.clip_grad_norm_(m.parameters(), 1.0, 1), "clip to a 2-norm above 0"),
         (lambda a, m, o, x: a.clip_grad_norm_([m.weight], 1.0), "not those of one prepared model"),
         (lambda a, m, o, x: a.clip_grad_value_(m.parameters(), 1.0), "Use clip_grad_norm_"),
-        (
-            lambda a, m, o, x: a.register_save_state_pre_hook(print),
-            "Checkpoints are written by all",
-        ),
+        (lambda a, m, o, x: a.lomo_backward(x, 0.1), "Its optimizer steps within the backward"),
         (lambda a, m, o, x: a.register_for_checkpointing(1), "was given a int, which has no"),
         (lambda a, m, o, x: a.prepare(torch.optim.SGD(m.parameters(), 1)), "two optimizers update"),
         (lambda a, m, o, x: a.save_state(), "nothing says where checkpoints are"),
@@ -274,6 +271,47 @@ def test_batches_are_cut_up_by_the_configuration_alone(caplog: pytest.LogCapture
 def test_buffers_are_shared_where_the_framework_would(asked: Any, shares: bool) -> None:
     Accelerator(cpu=True, **asked)
     assert current.asks_for_replicas() is shares
+
+
+def test_hooks_save_and_load_weights_in_a_way_of_their_own(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(accelerator)
+    seen: list[Any] = []
+
+    def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        seen.append((len(models), [*weights[0]], output_dir))
+        own = {name: one + 1 for name, one in weights.pop().items()}
+        torch.save(own, Path(output_dir) / "own.pt")
+
+    def load(models: list[Any], input_dir: str) -> None:
+        own = torch.load(Path(input_dir) / "own.pt", weights_only=True)
+        accelerator.unwrap_model(models.pop()).load_state_dict(own)
+
+    handles = [
+        accelerator.register_save_state_pre_hook(save),
+        accelerator.register_load_state_pre_hook(load),
+    ]
+    step(accelerator, model, optimizer, next(iter(loader)))
+    saved = {name: one.clone() for name, one in model.state_dict().items()}
+    accelerator.save_state(str(tmp_path / "a"))
+    assert seen == [(1, ["weight", "bias"], str(tmp_path / "a"))]
+    for kept in (1, 0):
+        step(accelerator, model, optimizer, next(iter(loader)))
+        accelerator.load_state(str(tmp_path / "a"))
+        # By the hook, and without it from the checkpoint, which has them, too.
+        for name, one in model.state_dict().items():
+            assert torch.equal(one, saved[name] + kept)
+        for handle in handles:
+            handle.remove()
+    accelerator.save_state(str(tmp_path / "b"))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("which", ["save", "load"])
+def test_hooks_of_whole_weights_are_refused_where_they_are_divided(which: str) -> None:
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    with pytest.raises(ConfigError, match="they are given whole weights"):
+        getattr(accelerator, f"register_{which}_state_pre_hook")(print)
 
 
 def test_a_second_accelerator_has_engines_of_its_own(tmp_path: Path) -> None:

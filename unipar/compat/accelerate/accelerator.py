@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,7 @@ class Accelerator(Exchange, Keeping):
         self._schedulers: list[Paced] = []
         self._dataloaders: list[DealtLoader] = []
         self._custom_objects: list[Any] = []
+        self._save_hooks, self._load_hooks = OrderedDict(), OrderedDict()
         self.step, self._unsynced = 0, False
 
         asked: dict[str, Any] = {}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from unipar.compat.accelerate import checkpoints, files
 from unipar.compat.accelerate.settings import Settings
 from unipar.compat.accelerate.tracking import GeneralTracker, Trackers
+from unipar.compat.accelerate_names import refuse
 from unipar.compat.models import PreparedModel
 from unipar.compat.run import current
 from unipar.errors import ConfigError
@@ -19,6 +24,8 @@ class Keeping(Settings):
     """What is kept of a run: weights, checkpoints, numbers."""
 
     _custom_objects: list[Any]
+    _save_hooks: OrderedDict[int, Callable[..., Any]]
+    _load_hooks: OrderedDict[int, Callable[..., Any]]
     _trackers: Trackers
 
     def unwrap_model(
@@ -74,6 +81,34 @@ class Keeping(Settings):
                 )
         self._custom_objects += objects
 
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have ``hook(models, weights, output_dir)`` called in each :meth:`save_state`.
+
+        Weights that it takes out of the list are in the checkpoint nevertheless.
+
+        Raises:
+            ConfigError: the strategy divides the run's state.
+        """
+        if self._session.capabilities.sharded:
+            refuse("register_save_state_pre_hook(…)")
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have ``hook(models, input_dir)`` called in each :meth:`load_state`.
+
+        Models that it takes out of the list keep the weights that it has given them.
+
+        Raises:
+            ConfigError: the strategy divides the run's state.
+        """
+        if self._session.capabilities.sharded:
+            refuse("register_load_state_pre_hook(…)")
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
@@ -84,6 +119,13 @@ class Keeping(Settings):
         """
         project = self.project_configuration
         place = checkpoints.place_to_save(project, output_dir, self._session)
+        if self._save_hooks:
+            # Rank 0 may still be counting those that are numbered.
+            self.wait_for_everyone()
+            place.mkdir(parents=True, exist_ok=True)
+            weights = [self.get_state_dict(one) for one in self._models]
+            for hook in self._save_hooks.values():
+                hook(self._models, weights, str(place))
         checkpoints.save(place, self._session, self.step, self._schedulers, self._custom_objects)
         project.iteration += 1
         return str(place)
@@ -93,7 +135,14 @@ class Keeping(Settings):
     ) -> None:
         """Take over what :meth:`save_state` has written. Collective."""
         place = checkpoints.place_to_load(self.project_configuration, input_dir)
+        models = [*self._models]
+        for hook in self._load_hooks.values():
+            hook(models, str(place))
+        left_out = [one for one in self._models if one not in models]
+        states = [copy.deepcopy(one.state_dict()) for one in left_out]
         self.step = checkpoints.load(place, self._session, self._schedulers, self._custom_objects)
+        for model, state in zip(left_out, states, strict=True):
+            model.load_state_dict(state)
 
     @property
     def log_with(self) -> list[str]:
