@@ -116,14 +116,17 @@ def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], N
     of this rank's samples, which only FSDP's reduction makes the global batch's.
 
     Returns:
-        What takes that back. Numbers of shards, and ``torch.autograd.grad`` over them, are refused
-        as long as there are any.
+        What takes that back. Numbers of shards, and gradients that are asked for of some of them,
+        are refused as long as there are any.
     """
     # A private table, which torch's own loss_parallel changes, too (torch 2.13,
     # distributed/tensor/parallel/loss.py).
     dispatcher: Any = DTensor._op_dispatcher  # pyright: ignore[reportAttributeAccessIssue]
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number_of
-    torch.autograd.grad = _grad_of_no_shard
+    # Whoever has imported torch.autograd.grad by its name goes through this, too. It has two names
+    # (torch 2.13, compiler/__init__.py, which replaces both for as long as it traces).
+    torch.autograd._engine_run_backward = _run_to_no_shard  # pyright: ignore
+    torch.autograd.graph._engine_run_backward = _run_to_no_shard
     divided = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
     _SHARDS.update({parameter: (name, strategy) for name, parameter in divided})
     draw_for_whole(parameter for _, parameter in divided)
@@ -154,26 +157,29 @@ def _number_of(op: Any, args: Any, kwargs: Any) -> Any:
 
 _SHARDS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Parameters of which this rank has a shard, with their names and the strategy's."""
-_grad = torch.autograd.grad
+_run_backward: Any = torch.autograd.graph._engine_run_backward
 
 
-@wraps(_grad)
-def _grad_of_no_shard(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+@wraps(_run_backward)
+def _run_to_no_shard(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse ``torch.autograd.grad`` over shards, which no graph leads to.
 
-    It would be an error without a name, or ``None`` with ``allow_unused=True``.
+    It would be an error without a name, or ``None`` with ``allow_unused=True``; and
+    ``backward(inputs=…)`` would leave no gradient.
     """
-    for one in (inputs,) if isinstance(inputs, torch.Tensor) else (inputs := tuple(inputs)):
+    # torch 2.8 to 2.13: gradients of the outputs, retain_graph, create_graph, inputs, …
+    for one in args[3]:
         if isinstance(one, torch.Tensor) and (found := _SHARDS.get(one)) is not None:
             name, strategy = found
+            asked = "backward(inputs=…)" if kwargs.get("accumulate_grad") else "torch.autograd.grad"
             raise ConfigError(
-                f"torch.autograd.grad was asked for the gradient of parameter '{name}'. Under "
+                f"{asked} was asked for the gradient of parameter '{name}'. Under "
                 f"strategy '{strategy}' this rank holds a shard of it, and models compute with "
                 "what is gathered of all ranks. Gradients of a model's inputs can be taken; for "
                 "those of its parameters, as in MAML or a penalty on their norm, use "
                 "strategy='ddp'."
             )
-    return _grad(outputs, inputs, *args, **kwargs)
+    return _run_backward(outputs, *args, **kwargs)
 
 
 def discard_gradients(root: Any, strategy: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.autograd import grad
 from torch.distributed.tensor import DTensor
 
 import unipar
@@ -145,6 +146,21 @@ def test_a_part_of_the_model_that_is_called_by_itself_is_told(world_pool: Any) -
     assert whole == ["torch.Size([8, 1])"] * 2
 
 
+def differentiated_by_name(engine: Engine, data: torch.Tensor) -> None:
+    # Of this module's own name for it, which was there before any model was divided.
+    grad(engine(data).square().mean(), [*engine.module.parameters()], allow_unused=True)
+
+
+def differentiated_in_batch(engine: Engine, data: torch.Tensor) -> None:
+    out = engine(data)
+    every = torch.ones(2, *out.shape)
+    grad(out, engine.module.weight, every, is_grads_batched=True)  # pyright: ignore
+
+
+def left_to_some(engine: Engine, data: torch.Tensor) -> None:
+    engine(data).square().mean().backward(inputs=[*engine.module.parameters()])
+
+
 def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -> str:
     try:
         with unipar.Session("fsdp", placement=placement) as session:
@@ -174,6 +190,9 @@ def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -
             ),
         ),
         (differentiated, ["autograd.grad was asked for the gradient of parameter 'weight'"]),
+        (differentiated_by_name, ["autograd.grad was asked for the gradient of parameter"]),
+        (differentiated_in_batch, ["autograd.grad was asked for the gradient of parameter"]),
+        (left_to_some, ["backward(inputs=…) was asked for the gradient of parameter 'weight'"]),
     ],
 )
 def test_a_shard_used_as_if_it_were_the_parameter_is_refused(
