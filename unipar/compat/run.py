@@ -278,7 +278,8 @@ _WAITED = (
     "unipar: rank {rank} waited for another one, which has ended, is stuck, or calls something "
     "else. If that one shows an error of its own, it is the cause. If not: backward passes, steps, "
     "saves, gathers and barriers are for all ranks, as often and in the same order on each; none "
-    "of them stands under an `if` that only some ranks take."
+    "of them stands under an `if` that only some ranks take. Where parameters are divided (fsdp, "
+    "zero3), so is each block of a pass: no rank leaves out one that others compute (LayerDrop)."
 )
 
 

@@ -46,6 +46,7 @@ from unipar.engine.state import (
 from unipar.engine.step import StepEngine
 from unipar.engine.stepper import OptimizerStepper, Stepper, Update, scale_gradients
 from unipar.engine.summing import sum_shards
+from unipar.engine.trail import USE_THE_SAME, Trail
 from unipar.engine.transforms import (
     Undo,
     compile_modules,
@@ -62,6 +63,7 @@ from unipar.engine.weights import keep_weights_in_place, refuse_changed_weights
 
 __all__ = [
     "COMPUTE_DTYPES",
+    "USE_THE_SAME",
     "AbsentTensor",
     "AsDTensors",
     "ByTensor",
@@ -84,6 +86,7 @@ __all__ = [
     "StepEngine",
     "Stepper",
     "TimedSchedule",
+    "Trail",
     "Undo",
     "Update",
     "WholeLosses",

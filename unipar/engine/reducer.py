@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from unipar.engine.broadcast import share_buffers
+from unipar.engine.trail import Trail
 from unipar.world import World
 
 
@@ -39,6 +40,8 @@ class Reducer:
             loop, and before the model is asked without gradients by a face.
         reopens: whether a backward pass that seemed to be the last may be followed by another,
             after :meth:`reopen`.
+        trail: what passes came to, where ranks have to come to the same; ``None`` where they need
+            not, or are compared otherwise.
     """
 
     holds_forwards: bool = True
@@ -46,6 +49,7 @@ class Reducer:
     watches_gradients: bool = True
     shares_buffers: bool = False
     reopens: bool = False
+    trail: Trail | None = None
 
     def __init__(
         self,

@@ -17,11 +17,14 @@ import torch
 from torch import nn
 
 from unipar.engine.outputs import tensors_of
+from unipar.engine.trail import Trail
 from unipar.errors import ConfigError
 from unipar.state import changes_of
 
 
-def see_calls(root: nn.Module, strategy: str) -> list[Callable[[], None]]:
+def see_calls(
+    root: nn.Module, strategy: str, trail: Trail | None = None
+) -> list[Callable[[], None]]:
     """Let sharded modules write into what they are given, and FSDP2 see all backward passes.
 
     It hooks the tensors that it finds in an output. One in an object of another class than a few it
@@ -32,6 +35,7 @@ def see_calls(root: nn.Module, strategy: str) -> list[Callable[[], None]]:
     Args:
         root: what ``fully_shard`` was called for, with all parts of it that it was called for.
         strategy: as the user calls it.
+        trail: where to note the calls, if all ranks make the same.
 
     Returns:
         What takes that back.
@@ -45,15 +49,16 @@ def see_calls(root: nn.Module, strategy: str) -> list[Callable[[], None]]:
     for name, part in root.named_modules():
         if isinstance(part, FSDPModule):
             said = f"module '{name}'" if name else "the model"
-            undo += _Calls(part, f"{strategy}: {said}").install()
+            noting = None if trail is None else trail.entering(name)
+            undo += _Calls(part, f"{strategy}: {said}", noting).install()
     return undo
 
 
 class _Calls:
     """Calls of one module; of several at once where it calls itself."""
 
-    def __init__(self, module: Any, said: str) -> None:
-        self._module, self._said = module, said
+    def __init__(self, module: Any, said: str, note: Callable[[], None] | None) -> None:
+        self._module, self._said, self._note = module, said, note
         self._running: list[_Call] = []
 
     def install(self) -> list[Callable[[], None]]:
@@ -66,6 +71,8 @@ class _Calls:
         original = hooks[key]
 
         def enter(module: Any, args: Any, kwargs: Any) -> Any:
+            if self._note is not None:
+                self._note()
             call = _Call((args, kwargs))
             self._running.append(call)
             got = original(module, args, kwargs)

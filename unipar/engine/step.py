@@ -370,6 +370,8 @@ class StepEngine(Engine):
         reduced = self.average.finish()
         if not self.average.alike:
             assert self.optimizer is not None
+            if self.reducer.trail is not None:
+                self.reducer.trail.refuse_unlike()
             refuse_unlike(self.optimizer, self.world)
         if self._loop.summed:
             self.reducer.finish_guessed(lent=self._guard.lends)
@@ -378,9 +380,14 @@ class StepEngine(Engine):
         return reduced
 
     def _fingerprint(self) -> int:
-        """Of the optimizer's hyperparameters, and of those of a step that was not looked at."""
+        """Of the optimizer's hyperparameters, and of those of a step that was not looked at.
+
+        And of what passes came to since the last one, where that has to be alike.
+        """
         assert self.optimizer is not None
         before, self._not_looked_at = self._not_looked_at, 0
+        if self.reducer.trail is not None:
+            before = hash((before, self.reducer.trail.take()))
         return fingerprint(self.optimizer, before)
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
@@ -531,7 +538,8 @@ class StepEngine(Engine):
             self._guard.check(begun=True)
             if self.average.reducing:
                 # What was changed since the last backward pass, the next step finds.
-                self._not_looked_at = self._fingerprint() if self._compares else 0
+                if self._compares and self.optimizer is not None:
+                    self._not_looked_at = fingerprint(self.optimizer)
             else:
                 self._loop.check_step()
                 self.average.start(self._fingerprint() if self._compares else 0)
@@ -686,6 +694,9 @@ class StepEngine(Engine):
         self.check_last_step()
         # Where parameters are gathered for a pass, one that failed may have left them so.
         self._drop_given_up()
+        if self.reducer.trail is not None:
+            # Of the last step: no loss will be reduced after it, perhaps.
+            self.reducer.trail.refuse_unlike()
         self.reducer.share_buffers()
         return self.own_state()
 

@@ -19,6 +19,7 @@ from unipar.engine import (
     Reducer,
     SeenReplica,
     StepEngine,
+    Trail,
     Undo,
     build_optimizer,
     check_divisible,
@@ -216,10 +217,14 @@ class ShardReducer(Reducer):
     def __init__(self, module: nn.Module, world: World, accelerator: Accelerator) -> None:
         super().__init__(module, world, partial(_backward, accelerator))
         self._accelerator = accelerator
-        self._undo = see_calls(module, "accelerate")
+        self.trail = self._trail = Trail("accelerate", world, dict(module.named_parameters()))
+        self._undo = see_calls(module, "accelerate", self._trail)
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self._accelerator.no_sync(self.module)
+
+    def finish(self) -> None:
+        self._trail.look()
 
     def close(self) -> None:
         while self._undo:
@@ -228,6 +233,7 @@ class ShardReducer(Reducer):
     def discard(self) -> None:
         # Those that were not reduced are inside FSDP.
         discard_gradients(self.module, "accelerate")
+        self._trail.clear()
         super().discard()
 
     def probing(self) -> AbstractContextManager[None]:

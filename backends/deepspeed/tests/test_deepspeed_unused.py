@@ -106,6 +106,63 @@ def test_zeros_are_refused_where_they_would_be_something_else(
         )
 
 
+class Skipping(nn.Module):
+    """Blocks of one size, of which each rank leaves out its own from a given step on."""
+
+    def __init__(self, skip: int, after: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+            self.last = nn.Linear(4, 1)
+        self.skip, self.left = skip, after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        for index, layer in enumerate(self.layers):
+            if self.left >= 0 or index != self.skip:
+                x = layer(x).tanh()
+        return self.last(x)
+
+
+def skip_layers(placement: Placement, strategy: str, skip: tuple[int, int], after: int) -> Any:
+    losses = []
+    try:
+        with Session(strategy, device="cpu", placement=placement) as session:
+            model = Skipping(skip[placement.rank], after)
+            engine = session.prepare(model, optimizer=adamw)
+            for batch in session.loader(data(), global_batch_size=8):
+                losses.append(engine.train_step(batch, loss_fn).loss)
+    except ConfigError as error:
+        return len(losses), str(error)
+    return len(losses), ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "after"),
+    [
+        ("zero1", 0),
+        ("zero1", 2),
+        ("zero2", 2),
+        ("zero2:unused_parameters=zero_gradient", 2),
+        # Later, stage 3 gathers ahead what the step before has used, and other sizes meet.
+        ("zero3", 0),
+    ],
+)
+def test_ranks_that_use_different_ones_are_told(
+    world_pool: WorldPools, strategy: str, after: int
+) -> None:
+    found = world_pool(2).run(skip_layers, strategy, (1, 2), after)
+    for rank, (steps, said) in enumerate(found):
+        assert steps == after
+        assert f"rank {rank} has used other parameters than another rank" in said
+        assert f"It has not used 'layers.{rank + 1}.weight', 'layers.{rank + 1}.bias'." in said
+
+
+def test_each_rank_may_use_its_own_without_zero(world_pool: WorldPools) -> None:
+    assert world_pool(2).run(skip_layers, "deepspeed:stage=0", (1, 2), 0) == [(8, "")] * 2
+
+
 def thaw(placement: Placement, strategy: str) -> str:
     with Session(strategy, device="cpu", placement=placement) as session:
         model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1))

@@ -98,7 +98,7 @@ class ReplicaReducer(Reducer):
     ) -> None:
         super().__init__(module, world, deepspeed.backward)
         self._deepspeed, self._bucket_size = deepspeed, bucket_size
-        self._unused = Unused(module, world)
+        self._unused = Unused(module, world, alike=False)
 
     def finish(self) -> None:
         unused = self._unused.take()

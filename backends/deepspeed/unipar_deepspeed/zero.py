@@ -47,7 +47,7 @@ class ZeROReducer(Reducer):
     ) -> None:
         super().__init__(module, world, deepspeed.backward)
         self._deepspeed, self._swapping = deepspeed, swapping
-        self._unused = Unused(module, world) if refuse_unused else None
+        self._unused, self._refuse_unused = Unused(module, world), refuse_unused
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._stage_3 = is_stage_3(deepspeed.zero)
         # DeepSpeed 0.19.8 counts, for each module of stage 3, the backward passes of its last
@@ -80,7 +80,7 @@ class ZeROReducer(Reducer):
     def finish(self) -> None:
         self._check_frozen()
         self._check_places()
-        if self._unused is not None and (names := self._unused.take()):
+        if names := self._unused.take(named=self._refuse_unused):
             raise refusal(names, "deepspeed")
 
     def discard(self) -> None:
@@ -115,14 +115,12 @@ class ZeROReducer(Reducer):
 
     def forget(self) -> None:
         self._calls = 0
-        if self._unused is not None:
-            self._unused.clear()
+        self._unused.clear()
 
     def close(self) -> None:
         while self._undo:
             self._undo.pop()()
-        if self._unused is not None:
-            self._unused.stop()
+        self._unused.stop()
 
     def _saw_call(self, *_: Any) -> None:
         if torch.is_grad_enabled():

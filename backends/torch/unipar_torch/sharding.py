@@ -25,6 +25,7 @@ from unipar.engine import (
     PrecisionPolicy,
     Reducer,
     StepEngine,
+    Trail,
     Undo,
     WholeLosses,
     build_optimizer,
@@ -273,7 +274,11 @@ class ShardReducer(Reducer):
         self.strategy, self._every, self._keeps = strategy, every, keeps
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self._groups = [group for part in parts for group in sharded_groups(part)]
-        self._undo = see_calls(module, strategy)
+        named = module.named_parameters()
+        # Of experts a rank has its own, and perhaps no sample for them.
+        summed = {name: p for name, p in named if not _is_of_experts(p)}
+        self.trail = self._trail = Trail(strategy, world, summed)
+        self._undo = see_calls(module, strategy, self._trail)
         if keeps:
             self._undo += let_go_without_backward(module)
 
@@ -287,6 +292,7 @@ class ShardReducer(Reducer):
 
     def finish(self) -> None:
         refuse_unreduced(self._groups, self.strategy)
+        self._trail.look()
         if self._keeps:
             # By a forward pass after the last backward pass: the optimizer makes it old.
             reshard(self.module)
@@ -298,6 +304,7 @@ class ShardReducer(Reducer):
     def discard(self) -> None:
         # Those that were not reduced are inside FSDP.
         discard_gradients(self.module, self.strategy)
+        self._trail.clear()
         super().discard()
 
     def probing(self) -> AbstractContextManager[None]:
@@ -345,6 +352,11 @@ def is_copy(parameter: nn.Parameter) -> bool:
         return True
     # Of a layer that other ranks divide it is still a part.
     return parameter.device_mesh.mesh_dim_names in {("tp",), ("ep",)}
+
+
+def _is_of_experts(parameter: nn.Parameter) -> bool:
+    axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else None
+    return not {"ep", "efsdp"}.isdisjoint(axes or ())
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
