@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -35,11 +35,16 @@ def fingerprint(optimizer: Optimizer, before: int = 0) -> int:
     return hash((before, *(value for _, value in _numbers(optimizer)))) % FINGERPRINTS
 
 
-def refuse_unlike(optimizer: Optimizer, world: World) -> NoReturn:
+def refuse_unlike(optimizer: Optimizer, world: World, *, explained: bool = False) -> None:
     """Say which hyperparameter differs between ranks. Collective.
 
+    Args:
+        optimizer: as :func:`fingerprint` has it.
+        world: the joined processes.
+        explained: whether something else may be all that ranks do not have in common.
+
     Raises:
-        ConfigError: always.
+        ConfigError: one does, or nothing else can.
     """
     first, *others = world.gather(dict(_numbers(optimizer)))
     told = "they did so in the step before, and are alike again"
@@ -53,6 +58,9 @@ def refuse_unlike(optimizer: Optimizer, world: World) -> NoReturn:
                 f"and {own.get(unlike[0])} on rank {rank}"
             )
             break
+    else:
+        if explained:
+            return
     raise ConfigError(
         f"the ranks would step by different hyperparameters: {told}. Nothing was updated by this "
         "step. Change them on all ranks alike: by what all of them have, as the loss of "

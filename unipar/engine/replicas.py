@@ -8,7 +8,9 @@ of replicas. No loss shows it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import struct
+import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -18,12 +20,16 @@ from unipar.world import World
 
 log = logging.getLogger("unipar")
 
+_Marks = dict[str, float]
 _ROUNDING = 1e-5
 """Relative difference up to which unlike devices may have come to unlike weights."""
 
 
 class Replicas:
-    """Looks at a module in those of its steps whose number is a power of two.
+    """Looks at a module in the first, second, fourth, eighth, … step.
+
+    What ranks have goes into the number that they compare with each loss, so nobody waits for
+    another one where it is the same.
 
     Args:
         module: the user's, whose buffers each rank has whole.
@@ -33,7 +39,9 @@ class Replicas:
 
     def __init__(self, module: nn.Module, world: World, *, weights: bool) -> None:
         self._module, self._world, self._weights = module, world, weights
-        self._steps, self._told = 0, False
+        self._before: int | None = None
+        self._told = False
+        self._kinds: dict[str, _Marks] = {}
 
     @classmethod
     def of(cls, module: nn.Module, world: World, *, weights: bool) -> Replicas | None:
@@ -42,30 +50,46 @@ class Replicas:
             return None
         return cls(module, world, weights=weights)
 
-    def look(self) -> None:
-        """Compare what ranks have, after a forward pass in training. Collective in some steps.
+    def take(self, steps: int) -> int:
+        """Look, if this step is to be looked at; a number that is the same on ranks that are alike.
+
+        Args:
+            steps: how many were taken before this one, of which the forward passes are done.
+        """
+        self._kinds = {}
+        if self._before is None:
+            self._before = steps
+        number = steps - self._before + 1
+        if number & (number - 1):
+            return 0
+        if self._weights:
+            self._kinds["weights"] = _marks_of(self._module.named_parameters(), self._world)
+        if not self._told:
+            self._kinds["buffers"] = _marks_of(self._module.named_buffers(), self._world)
+        values = [one for marks in self._kinds.values() for one in marks.values()]
+        return zlib.crc32(struct.pack(f"<{len(values)}d", *values))
+
+    def explain(self) -> bool:
+        """Say what ranks do not have in common; whether there was anything to look at. Collective.
 
         Raises:
             ConfigError: they have other weights.
         """
-        self._steps += 1
-        if self._steps & (self._steps - 1):
-            return
-        if self._weights:
-            changed = unlike(self._module.named_parameters(), self._world)
-            if changed:
-                raise ConfigError(
-                    f"the ranks have unlike weights {first_few(changed)}: something other than the "
-                    "optimizer has changed them on each rank by itself, by random numbers or by "
-                    "what it has of a batch, as nn.Embedding(max_norm=…) does. Change them in "
-                    "place under torch.no_grad(), not through weight.data, by values that all "
-                    "ranks have (world.broadcast(…), torch.distributed.all_reduce(…)); in a script "
-                    "that knows nothing of ranks those of rank 0 are taken then."
-                )
-        if not self._told:
-            self._tell(unlike(self._module.named_buffers(), self._world))
-
-    def _tell(self, buffers: list[str]) -> None:
+        found, self._kinds = self._world.gather(self._kinds), {}
+        if not found[0]:
+            return False
+        changed = _unlike([one.get("weights", {}) for one in found])
+        if changed:
+            raise ConfigError(
+                f"the ranks have unlike weights {first_few(changed)}: something other than the "
+                "optimizer has changed them on each rank by itself, by random numbers or by what "
+                "it has of a batch, as nn.Embedding(max_norm=…) does. Change them in place under "
+                "torch.no_grad(), not through weight.data, by values that all ranks have "
+                "(world.broadcast(…), torch.distributed.all_reduce(…)); in a script that knows "
+                "nothing of ranks those of rank 0 are taken then."
+            )
+        buffers = _unlike([one.get("buffers", {}) for one in found])
+        self._told |= bool(buffers)
         if buffers and self._world.is_main:
             log.warning(
                 "the model keeps what it computes of samples in buffers (%s), and each of %d ranks "
@@ -75,7 +99,7 @@ class Replicas:
                 first_few(buffers),
                 self._world.data_size,
             )
-        self._told = bool(buffers)
+        return True
 
 
 def unlike(named: Iterable[tuple[str, torch.Tensor]], world: World) -> list[str]:
@@ -85,12 +109,19 @@ def unlike(named: Iterable[tuple[str, torch.Tensor]], world: World) -> list[str]
         named: those of a module. What is not held whole, by values, is left out.
         world: the joined processes.
     """
+    return _unlike(world.gather(_marks_of(named, world)))
+
+
+def _marks_of(named: Iterable[tuple[str, torch.Tensor]], world: World) -> _Marks:
     held = {name: one.detach() for name, one in named if _is_plain(one)}
-    marks: Mapping[str, float] = {}
-    if held:
-        found = torch.stack([_mark(one).to(world.device) for one in held.values()])
-        marks = dict(zip(held, found.tolist(), strict=True))
-    first, *others = world.gather(marks)
+    if not held:
+        return {}
+    found = torch.stack([_mark(one).to(world.device) for one in held.values()])
+    return dict(zip(held, found.tolist(), strict=True))
+
+
+def _unlike(found: list[_Marks]) -> list[str]:
+    first, *others = found
     return [
         name
         for name, value in first.items()

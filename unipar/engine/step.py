@@ -142,7 +142,8 @@ class StepEngine(Engine):
         self._evaluated = False
         self._given_up = False
         self._reduced: tuple[float, float, float] | None = None
-        self._compares, self._not_looked_at = optimizer is not None and world.size > 1, 0
+        self._compares = optimizer is not None and world.size > 1
+        self._not_looked_at = self._looked_at_late = 0
         self.replicas: Replicas | None = None
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
@@ -330,8 +331,6 @@ class StepEngine(Engine):
         if self._last_step is not None:
             self.check_last_step()
         self.num_steps += 1
-        if self.replicas is not None:
-            self.replicas.look()
         if not math.isfinite(loss) and self.spec.on_nan != "ignore":
             self.reducer.discard()
             return self._not_finite("loss", loss, count)
@@ -372,7 +371,9 @@ class StepEngine(Engine):
             assert self.optimizer is not None
             if self.reducer.trail is not None:
                 self.reducer.trail.refuse_unlike()
-            refuse_unlike(self.optimizer, self.world)
+            stepped_unlike = len(set(self.world.gather(self._looked_at_late))) > 1
+            explained = not stepped_unlike and self.replicas is not None and self.replicas.explain()
+            refuse_unlike(self.optimizer, self.world, explained=explained)
         if self._loop.summed:
             self.reducer.finish_guessed(lent=self._guard.lends)
         else:
@@ -382,12 +383,17 @@ class StepEngine(Engine):
     def _fingerprint(self) -> int:
         """Of the optimizer's hyperparameters, and of those of a step that was not looked at.
 
-        And of what passes came to since the last one, where that has to be alike.
+        And of what passes came to since the last one, and of what each rank has whole, where that
+        has to be alike.
         """
         assert self.optimizer is not None
         before, self._not_looked_at = self._not_looked_at, 0
+        # Of several passes that seem to be a step's last, the first has it.
+        self._looked_at_late = before or self._looked_at_late
         if self.reducer.trail is not None:
             before = hash((before, self.reducer.trail.take()))
+        if self.replicas is not None:
+            before = hash((before, self.replicas.take(self.num_steps)))
         return fingerprint(self.optimizer, before)
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
@@ -428,6 +434,7 @@ class StepEngine(Engine):
         self._loop.clear()
         self._guard.clear()
         self._reduced = None
+        self._looked_at_late = 0
         self.reducer.forget()
 
     def give_up(self) -> None:
