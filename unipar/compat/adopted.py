@@ -98,13 +98,14 @@ class AdoptedModel(PreparedModel):
         """
         if self.divided:
             return
-        before = self.versions
-        if before is not None and not _same(before, self._versions()):
+        before, now = self.versions, self._versions()
+        if before is not None and not _same(before, now):
             self.__dict__["evened"] = self.evened + 1
             if self.evened & (self.evened - 1) == 0 and not self.told_unlike:
                 self._tell_unlike()
             broadcast_tensors(self.module.parameters(), self.world)
-        self.note_step()
+            now = self._versions()
+        self.__dict__["versions"] = now
 
     def _tell_unlike(self) -> None:
         names = unlike(self.module.named_parameters(), self.world)

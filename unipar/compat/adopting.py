@@ -126,13 +126,14 @@ class Adoption:
         if module in self._passed or getattr(module, "_unipar_passes", False):
             return False
         held = {id(parameter) for parameter in module.parameters()}
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            # It may be thawed, as a GAN's networks are in turn.
-            return False
         pending = [one for ref in self._pending if (one := ref()) is not None]
         touching = [one for one in pending if held & _parameters(one) and not _holds(one, pending)]
         found = [one for one in touching if _parameters(one) <= held]
-        if len(touching) != 1 or not found or not self._may_take(module, found[0]):
+        its_own = len(touching) == 1 and bool(found)
+        if its_own and not any(parameter.requires_grad for parameter in module.parameters()):
+            # It may be thawed, as a GAN's networks are in turn.
+            return False
+        if not its_own or not self._may_take(module, found[0]):
             self._passed.add(module)
             return False
         self._take(module, found[0])

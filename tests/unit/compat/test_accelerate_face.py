@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,7 @@ from unipar.compat.accelerate.utils import (
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("unipar.compat.run.file_beside_script", lambda: tmp_path / "unipar.yaml")
-    monkeypatch.chdir(tmp_path)
-    yield
-    current.close()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def parts(accelerator: Accelerator) -> Any:

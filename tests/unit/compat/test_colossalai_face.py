@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,8 @@ from unipar.world import Placement
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("unipar.compat.run.file_beside_script", lambda: tmp_path / "unipar.yaml")
+def _on_cpu(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNIPAR_DEVICE", "cpu")
-    monkeypatch.chdir(tmp_path)
-    yield
-    current.close()
 
 
 def boosted(plugin: Any = None, **asked: Any) -> tuple[Booster, Any, Any]:

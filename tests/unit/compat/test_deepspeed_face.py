@@ -6,7 +6,6 @@ import argparse
 import copy
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,10 @@ from unipar.compat.deepspeed_config import read_config
 from unipar.compat.run import current
 from unipar.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 SGD = {"type": "SGD", "params": {"lr": 0.5}}
 CONFIG = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, "optimizer": SGD}
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("unipar.compat.run.file_beside_script", lambda: tmp_path / "unipar.yaml")
-    monkeypatch.chdir(tmp_path)
-    yield
-    current.close()
 
 
 def start(config: dict[str, Any] | None = None, **given: Any) -> Any:

@@ -7,7 +7,6 @@ import csv
 import functools
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,9 @@ CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
 
 
 @pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("unipar.compat.run.file_beside_script", lambda: tmp_path / "unipar.yaml")
-    monkeypatch.chdir(tmp_path)
+def _seeded(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "0")
-    yield
-    current.close()
 
 
 def parts(fabric: Fabric) -> Any:

@@ -6,7 +6,6 @@ import csv
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 from unipar.compat.fabric import Fabric
 from unipar.compat.fabric.loggers import CSVLogger
 from unipar.compat.fabric.utilities import Throughput, ThroughputMonitor
-from unipar.compat.run import current
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 MADE: list[dict[str, Any]] = [
     {"window_size": 3},
@@ -39,14 +39,6 @@ for made, updates in json.loads(sys.stdin.read()):
         found.append(one.compute())
 print(json.dumps(found))
 """
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr("unipar.compat.run.file_beside_script", lambda: tmp_path / "unipar.yaml")
-    monkeypatch.chdir(tmp_path)
-    yield
-    current.close()
 
 
 def test_rates_are_fabrics() -> None:

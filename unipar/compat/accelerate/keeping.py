@@ -89,11 +89,7 @@ class Keeping(Settings):
         Raises:
             ConfigError: the strategy divides the run's state.
         """
-        if self._session.capabilities.sharded:
-            refuse("register_save_state_pre_hook(…)")
-        handle = RemovableHandle(self._save_hooks)
-        self._save_hooks[handle.id] = hook
-        return handle
+        return self._hooked(self._save_hooks, hook, "register_save_state_pre_hook(…)")
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Have ``hook(models, input_dir)`` called in each :meth:`load_state`.
@@ -103,10 +99,15 @@ class Keeping(Settings):
         Raises:
             ConfigError: the strategy divides the run's state.
         """
+        return self._hooked(self._load_hooks, hook, "register_load_state_pre_hook(…)")
+
+    def _hooked(
+        self, hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any], call: str
+    ) -> RemovableHandle:
         if self._session.capabilities.sharded:
-            refuse("register_load_state_pre_hook(…)")
-        handle = RemovableHandle(self._load_hooks)
-        self._load_hooks[handle.id] = hook
+            refuse(call)
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
         return handle
 
     def save_state(
