@@ -342,14 +342,30 @@ class PreparedOptimizer(Optimizer):
 
     # -- the user's ------------------------------------------------------------------------------
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if closure is not None:
+    def step(self, closure: Any = None) -> Any:
+        if self._accumulating():
+            return None
+        loss = self.run(closure)
+        self.take_step()
+        return loss
+
+    def run(self, closure: Any) -> Any:
+        """Run a closure once, as PyTorch's optimizers do before they step, and give its loss back.
+
+        Raises:
+            ConfigError: the optimizer may run it more often than that.
+        """
+        if closure is None:
+            return None
+        steps = next(kind for kind in type(self.optimizer).__mro__ if "step" in vars(kind))
+        if steps is torch.optim.LBFGS or not steps.__module__.startswith("torch.optim."):
             raise ConfigError(
-                "optimizer.step(closure) runs the model several times in a step, and an engine "
-                "does once. Use an optimizer that steps by the gradient alone."
+                f"optimizer.step(closure): {steps.__name__} may run the model several times in a "
+                "step, and an engine does once. Compute the loss and its gradients before, and "
+                "call optimizer.step(); or use an optimizer of torch.optim other than LBFGS."
             )
-        if not self._accumulating():
-            self.take_step()
+        with torch.enable_grad():
+            return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not self._accumulating():

@@ -85,9 +85,10 @@ class _Optimizer:
         adoption = self._unipar_adoption
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
         if adopted is not None:
+            loss = adopted.run(closure)
             with adoption.engine_calls():
-                adopted.step(closure)
-            return None
+                adopted.step()
+            return loss
         if _WITHIN not in self.__dict__:
             adoption.check_alone(self)
         return super().step() if closure is None else super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]

@@ -56,9 +56,9 @@ REFUSED = Table(
     "calls",
     Row("loss.backward(retain_graph=True)", "refused",
         "An engine's backward pass takes a loss and nothing else. Add losses, and call it once."),
-    Row("optimizer.step(closure) LBFGS", "refused",
-        "On several ranks: an engine runs the model once in a step. Use an optimizer that steps by "
-        "the gradient alone."),
+    Row("LBFGS Own(params).step(closure)", "refused",
+        "On several ranks: an engine runs the model once in a step, as optimizers of torch.optim "
+        "but LBFGS do with a closure. Use one of these."),
     Row("SGD([*a.parameters(),*b.parameters()])", "refused",
         "On several ranks: an engine trains one nn.Module that is called as a whole. Put them into "
         "one."),

@@ -153,6 +153,22 @@ def test_what_cannot_be_kept_is_refused_where_it_is_called(call: Any, said: str)
         call(fabric, model, optimizer, loss)
 
 
+def test_a_closure_is_run_once_for_a_step_and_its_loss_given_back() -> None:
+    fabric = Fabric(**CPU)
+    model, optimizer = parts(fabric)
+    x, passes = torch.randn(4, 3), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        fabric.backward(loss)
+        passes.append(loss.item())
+        return loss
+
+    assert [float(optimizer.step(closure)) for _ in range(3)] == passes
+    assert passes == sorted(passes, reverse=True)
+
+
 def test_gradients_that_torch_would_have_kept_are_missed() -> None:
     fabric = Fabric(**CPU)
     model, optimizer = parts(fabric)

@@ -64,7 +64,7 @@ class EngineOptimizer(PreparedOptimizer):
         assert self._last is not None
         return self._last.grad_norm
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Any = None) -> None:
         refuse("optimizer.step()")
 
     def zero_grad(self, set_to_none: bool = True) -> None:

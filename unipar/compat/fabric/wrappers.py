@@ -264,12 +264,13 @@ class FabricOptimizer(PreparedOptimizer):
         self._stepped = self._mixed = False
         self._value = None
 
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        super().step(closure)
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
         for one in self._callbacks:
             hook = getattr(one, "on_after_optimizer_step", None)
             if callable(hook):
                 hook(strategy=Strategy(), optimizer=self.optimizer)
+        return loss
 
 
 def is_wrapped(obj: object) -> bool:
