@@ -33,21 +33,6 @@ def is_number(node: Any) -> bool:
     return all(len(one.shape) == 0 for one in getattr(node, "_input_metadata", ()))
 
 
-def numbers_of(node: Any) -> Iterator[Any]:
-    """The nodes that a number is computed by from others, down to where each is mean or sum."""
-    seen, todo = set(), [node]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen or not is_number(node):
-            continue
-        seen.add(node)
-        yield node
-        # A sum that is divided so is a mean from there on, and counts otherwise below.
-        mean = node.name().startswith("Div") and (divisor(node) is not None or counts(node))
-        if reduction(node) is None and not mean:
-            todo += nodes_after(node)
-
-
 def reduction(node: Any) -> str | None:
     """How a node makes one number of samples; ``None`` if it does not."""
     if not is_number(node):

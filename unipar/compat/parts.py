@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from unipar.compat.graph_nodes import couples_inside, numbers_of
+from unipar.compat.graph_nodes import couples_inside
 from unipar.compat.reductions import (
     Weight,
     is_of_part,
@@ -125,11 +125,7 @@ class Parts:
                 world.data_size,
             )
             return loss
-        factor = self._factor_of(loss, world)
-        # What it is made of may be read after the backward pass, which leaves no graph to tell.
-        for node in numbers_of(loss.grad_fn):
-            node.metadata.setdefault(_FACTOR, factor)
-        return self._weighed(loss, factor)
+        return self._weighed(loss, self._factor_of(loss, world))
 
     def whole(self, value: torch.Tensor, world: World) -> torch.Tensor:
         """What a value with a graph, as a loss, is of the whole batch. Collective if of a part.
@@ -161,9 +157,12 @@ class Parts:
             if found is None:
                 node.metadata[_FACTOR] = 1.0
             else:
-                node.metadata[_FACTOR] = (
-                    self._by_counts(found, world) if found.counts else found.factor
-                )
+                factor = self._by_counts(found, world) if found.counts else found.factor
+                # What it is made of may be read after the backward pass, which leaves no graph to
+                # tell.
+                for one in found.numbers:
+                    one.metadata.setdefault(_FACTOR, factor)
+                node.metadata[_FACTOR] = factor
         return node.metadata[_FACTOR]
 
     def _by_counts(self, weight: Weight, world: World) -> torch.Tensor | float:

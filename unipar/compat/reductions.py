@@ -11,6 +11,7 @@ from unipar.compat.graph_nodes import (
     counts,
     couples,
     divisor,
+    is_number,
     nodes_after,
     of_inputs,
     passes,
@@ -42,6 +43,8 @@ class Weight(NamedTuple):
             ranks count by them, instead.
         plain: whether there are means over samples beside these.
         unsure: whether one of the counts may be a constant.
+        numbers: the nodes of what the loss is made of, down to its means or sums, which count by
+            the same.
     """
 
     factor: float
@@ -49,6 +52,7 @@ class Weight(NamedTuple):
     counts: tuple[torch.Tensor, ...] = ()
     plain: bool = False
     unsure: bool = False
+    numbers: tuple[Any, ...] = ()
 
 
 def weight_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> Weight | None:
@@ -87,9 +91,10 @@ def weight_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> 
         )
     factor = float(factors.pop())
     samples = next(one[0] for one in shares if one is not None and one[1])
+    numbers = tuple(graph.numbers)
     if kind == "sum":
-        return Weight(factor, samples)
-    return Weight(factor, samples, tuple(graph.counts), graph.plain, graph.unsure)
+        return Weight(factor, samples, numbers=numbers)
+    return Weight(factor, samples, tuple(graph.counts), graph.plain, graph.unsure, numbers)
 
 
 def is_of_part(value: torch.Tensor) -> bool:
@@ -104,6 +109,7 @@ class _Graph:
         self._root: Any = loss.grad_fn
         self.shares: set[tuple[int, int] | None] = set()
         self.counts: list[torch.Tensor] = []
+        self.numbers: list[Any] = []
         self.plain = self.unsure = False
         self._varying: set[Any] = set()
         self._outputs: set[Any] = set()
@@ -115,15 +121,20 @@ class _Graph:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if marks_output(node):
+            # Of a loss that a model computes itself, all is inside of the model.
+            if self._root not in self._outputs and marks_output(node):
                 self._outputs.add(node)
                 self.shares.add(node.metadata.get(_SHARE))
-                continue
+                if node is not self._root:
+                    continue
             if of_inputs(node):
                 inside.append(node)
             for following in nodes_after(node):
                 above.setdefault(following, []).append(node)
                 todo.append(following)
+        # Where no output is found, and in a loss that a model computes itself by layers that are
+        # not known, all of it may be of samples.
+        self._all_vary = not self._outputs or (self._outputs == {self._root} and not inside)
         # A model's activations are of samples, too, also where none of its outputs led to them.
         todo = [*self._outputs, *inside]
         while todo:
@@ -133,9 +144,8 @@ class _Graph:
                 todo += above.get(node, ())
 
     def _varies(self, node: Any) -> bool:
-        # Penalties of weights alone are the same on all ranks; where no output is found, and in
-        # a loss that a model computes itself, all of it may be of samples.
-        return not self._outputs or node in self._varying or self._outputs == {self._root}
+        # Penalties of weights alone are the same on all ranks.
+        return self._all_vary or node in self._varying
 
     def kind(self) -> str:
         """Whether the loss is a mean over samples or a sum."""
@@ -148,30 +158,29 @@ class _Graph:
             if node is None or node in seen:
                 continue
             seen.add(node)
+            if is_number(node):
+                self.numbers.append(node)
             if not self._varies(node):
                 constant = True
                 continue
-            if (kind := reduction(node)) is not None:
+            if (kind := self._reduction(node)) is not None:
                 kinds.add(kind)
                 reduced.append(node)
                 if kind == "mean":
                     self._count(node)
                 continue
             name, following = node.name(), list(nodes_after(node))
-            if name.startswith("Div") and (count := divisor(node)) is not None:
-                kinds.add("mean")
-                self.counts.append(count)
-                self.unsure |= count.is_floating_point()
-                reduced += following
-                continue
-            if name.startswith("Div") and counts(node):
-                kinds.add("mean")
-                self.plain = True
-                reduced += following
-                continue
+            if name.startswith("Div") and self._reduction(following[0]) == "sum":
+                count = divisor(node)
+                if count is not None or counts(node):
+                    kinds.add("mean")
+                    self._note_divisor(count)
+                    reduced += following
+                    continue
             varying = [one for one in following if self._varies(one)]
             self._refuse_counted(node)
-            if not passes(name) or (name.startswith(("Mul", "Div")) and len(varying) > 1):
+            multiplies = name.startswith(("Mul", "Div"))
+            if not passes(name) or (multiplies and len(varying) > 1):
                 raise ConfigError(
                     f"this loss comes to one number by {name.removesuffix('0')}, and each rank has "
                     "a part of the batch: it is neither a mean over samples nor a sum, so what it "
@@ -179,7 +188,7 @@ class _Graph:
                     "reduction='mean', or sums alone; or run on one process."
                 )
             divided |= name.startswith("Div")
-            todo += following
+            todo += varying if multiplies else following
         self._refuse_coupled(reduced, kinds)
         if "sum" not in kinds:
             return "mean"
@@ -196,6 +205,33 @@ class _Graph:
             "batch: what it would be of the whole batch cannot be told. Take means, as in "
             "loss.mean() or reduction='mean', or sums alone; or run on one process."
         )
+
+    def _reduction(self, node: Any) -> str | None:
+        """How a node makes one number of samples; ``None`` if it does not."""
+        kind = reduction(node)
+        return None if kind is not None and self._is_of_numbers(node) else kind
+
+    def _is_of_numbers(self, node: Any) -> bool:
+        """Whether all that varies with samples was one number each before, as losses of tasks."""
+        seen, todo = {node}, [one for one in nodes_after(node) if one in self._varying]
+        while todo:
+            one = todo.pop()
+            if one in seen or is_number(one):
+                seen.add(one)
+                continue
+            seen.add(one)
+            following = [below for below in nodes_after(one) if below in self._varying]
+            if one in self._outputs or not following:
+                return False
+            todo += following
+        return len(seen) > 1
+
+    def _note_divisor(self, count: torch.Tensor | None) -> None:
+        if count is None:
+            self.plain = True
+        else:
+            self.counts.append(count)
+            self.unsure |= count.is_floating_point()
 
     def _count(self, node: Any) -> None:
         """Note what a mean is over, where that may differ from sample to sample."""

@@ -19,6 +19,7 @@ SHARE = (3, 8)
 MEAN, SUM = 3 * 2 / 8, 2
 LABELS = torch.tensor([0, 1, 2])
 WEIGHT = nn.Parameter(torch.randn(5, 4))
+TASKS = nn.Parameter(torch.zeros(2))
 
 
 def weight(loss: Tensor) -> Weight:
@@ -50,6 +51,11 @@ def marked(made: Tensor, share: tuple[int, int] | None) -> Tensor:
         (lambda x: x.abs().sum() / len(x), MEAN),
         (lambda x: x.mean() + 0.1 * WEIGHT.abs().sum(), MEAN),
         (lambda x: x.mean() * WEIGHT.norm(), MEAN),
+        (lambda x: (torch.stack([x.mean(), x.abs().mean()]) * TASKS.exp() + TASKS).sum(), MEAN),
+        (lambda x: (torch.stack([x.mean(), x.abs().mean()]) * TASKS.exp()).sum() / 2, MEAN),
+        (lambda x: (x.mean() * TASKS.exp()).mean() + TASKS.sum(), MEAN),
+        (lambda x: (torch.stack([x.sum(), x.abs().sum()]) * TASKS).sum(), SUM),
+        (lambda x: (x * TASKS.exp().sum()).sum(), SUM),
         (lambda x: x.sum() * 0.01, SUM),
         (lambda x: functional.mse_loss(x, x.detach() + 1, reduction="sum").mean(), SUM),
     ],
@@ -69,6 +75,8 @@ def test_means_count_by_samples_and_sums_as_they_are(
         # An activation that the model has kept, and not given.
         (lambda x: x.mean() + (torch.randn(3, 5) @ WEIGHT).abs().sum(), "added to a mean"),
         (lambda x: x.pow(2).mean().sqrt(), "comes to one number by SqrtBackward"),
+        (lambda x: torch.stack([x.mean(), x.abs().mean()]).square().sum(), "number by PowBackward"),
+        (lambda x: (torch.stack([x.sum(), x.abs().sum()]) + TASKS).sum(), "is the same for every"),
         (lambda x: x.mean() * x.abs().mean(), "comes to one number by MulBackward"),
         (lambda x: x.max(), "comes to one number by MaxBackward"),
         (lambda x: x.mean() * len(x), "multiplied by 3, the number of samples"),
@@ -94,9 +102,19 @@ def test_a_loss_of_several_batches_counts_only_if_they_are_cut_alike() -> None:
     assert weight(first.sum() + ragged.sum()).factor == SUM
 
 
-def test_a_loss_that_a_model_computes_is_read_inside_of_it() -> None:
-    loss = output().pow(2).sum()
-    assert weight(marked(loss, SHARE)).factor == SUM
+@pytest.mark.parametrize(
+    ("loss", "factor"),
+    [
+        (lambda x: x.pow(2).sum(), SUM),
+        (lambda x: x.pow(2).mean() + WEIGHT.norm(), MEAN),
+        (lambda x: (torch.stack([x.mean(), x.abs().mean()]) * TASKS.exp() + TASKS).sum(), MEAN),
+    ],
+)
+def test_a_loss_that_a_model_computes_is_read_inside_of_it(
+    loss: Callable[[Tensor], Tensor], factor: float
+) -> None:
+    inside = torch.randn(3, 5) @ WEIGHT
+    assert weight(marked(loss(inside), SHARE)).factor == factor
 
 
 MASK = torch.tensor([True, False, True])
