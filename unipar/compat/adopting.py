@@ -479,6 +479,16 @@ class Adoption:
         if self.inside or current.placement().size == 1:
             return
         kind = type(optimizer).__name__
+        if not self.aware and not self.parts.any_cut and current.session is None:
+            # Each rank does what one process would do.
+            if current.placement().rank == 0:
+                self.parts.tell(
+                    "this %s updates no module that was called as a whole, and no DataLoader of "
+                    "torch's gives this script its batches, so each of %d ranks trains by itself, "
+                    "without the strategy: results are those of one process, and no faster.",
+                    kind, current.placement().size,
+                )  # fmt: skip
+            return
         holder = _holder_of(optimizer)
         if holder is not None:
             raise ConfigError(

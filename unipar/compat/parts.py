@@ -53,6 +53,11 @@ class Parts:
         return bool(self._read) and self._read[-1] is not None and self._read[-1][1] > 0
 
     @property
+    def any_cut(self) -> bool:
+        """Whether one of the batches that were read last is a part."""
+        return any(part is not None and part[1] for part in self._read)
+
+    @property
     def samples(self) -> int:
         """How many of the batch that was read last this rank has; 0 where it is a whole one."""
         part = self._read[-1] if self._read else None
@@ -201,12 +206,12 @@ class Parts:
         Raises:
             ConfigError: batches are cut up among ranks.
         """
-        if any(part is not None and part[1] for part in self._read):
+        if self.any_cut:
             raise ConfigError(
                 "this loss is of a part of a batch, as each rank has one, and of no module that an "
                 "optimizer of torch.optim updates: nothing would sum its gradients over the ranks. "
-                "Train an nn.Module that is called as a whole, by such an optimizer; or run on one "
-                "process."
+                "Train an nn.Module that is called as a whole, by such an optimizer: model(x), and "
+                "not model.forward(x) or another method; or run on one process."
             )
 
     # -- batch norms ---------------------------------------------------------------------------

@@ -60,8 +60,8 @@ REFUSED = Table(
         "On several ranks: an engine runs the model once in a step, as optimizers of torch.optim "
         "but LBFGS do with a closure. Use one of these."),
     Row("SGD([*a.parameters(),*b.parameters()])", "refused",
-        "On several ranks: an engine trains one nn.Module that is called as a whole. Put them into "
-        "one."),
+        "On several ranks that share batches: an engine trains one nn.Module that is called as a "
+        "whole. Put them into one."),
     Row("loss.backward();opt1.step();opt2.step()", "refused",
         "A loss trains one model. Put both into one nn.Module with one optimizer."),
     Row("p.grad", "refused",

@@ -267,6 +267,22 @@ def test_what_no_engine_trains_on_several_ranks_is_said(
         made(torch.ones(1, 1))
 
 
+def test_two_networks_of_one_optimizer_train_on_each_rank_if_all_have_all_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    coarse, fine = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*coarse.parameters(), *fine.parameters()], lr=0.1)
+    monkeypatch.setattr(adopting.current, "placement", lambda *args: Placement(size=2))
+    before = fine.bias.item()
+    (coarse(torch.ones(1, 1)) + fine(torch.ones(1, 1))).sum().backward()
+    optimizer.step()
+    assert fine.bias.item() == pytest.approx(before - 0.1)
+    assert "each of 2 ranks trains by itself, without the strategy" in caplog.text
+    adopting.adoption.parts.read((1, 2))
+    with pytest.raises(ConfigError, match="this SGD updates no module that was called"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
