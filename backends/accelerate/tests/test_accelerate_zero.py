@@ -65,7 +65,10 @@ def numbers_under(placement: Placement, strategy: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 4), (3, 1)])
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [(0, 2), (1, 2), pytest.param(2, 4, marks=pytest.mark.thorough), (3, 1)],
+)
 def test_clipping_accumulation_and_scheduler_are_the_runs(
     world_pool: WorldPools, stage: int, ranks: int
 ) -> None:

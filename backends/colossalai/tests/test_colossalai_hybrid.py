@@ -72,17 +72,22 @@ WINDOW = {"kind": "Mistral", "sliding_window": 4}
     [
         (TP, 2, None, {}),
         (TP, 2, 3, TIED),
-        (TP, 4, 1, TIED),
         (PP, 2, None, {}),
         (PP, 2, 3, TIED),
         (PP, 4, 1, {}),
         (BOTH, 4, 3, TIED),
         (TP + ",native={make_vocab_size_divisible_by: 1}", 2, None, {}),
         (TP, 2, None, SDPA),
-        (PP, 2, 3, SDPA),
-        (TP, 2, 3, WINDOW),
-        (PP, 2, 3, WINDOW | SDPA),
         (BOTH, 4, None, WINDOW | TIED),
+        *(
+            pytest.param(*one, marks=pytest.mark.thorough)
+            for one in (
+                (TP, 4, 1, TIED),
+                (PP, 2, 3, SDPA),
+                (TP, 2, 3, WINDOW),
+                (PP, 2, 3, WINDOW | SDPA),
+            )
+        ),
     ],
 )
 def test_losses_and_gradient_norms_are_those_of_a_plain_loop(

@@ -123,7 +123,14 @@ def save_or_resume(
         return done
 
 
-@pytest.mark.parametrize("kind", NEW)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # These are divided as GPT-2 and Llama are.
+        pytest.param(kind, marks=pytest.mark.thorough if kind in ("GPTJ", "Qwen2") else [])
+        for kind in NEW
+    ],
+)
 def test_a_checkpoint_goes_on_whole_and_divided(
     kind: str, world_pool: WorldPools, tmp_path: Path
 ) -> None:

@@ -165,6 +165,7 @@ def step_without(placement: Placement, left_out: str) -> str:
     return "it runs"
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("new_interpreters")
 def test_without_stand_ins_it_cannot_be_imported() -> None:
     code = "import warnings; warnings.simplefilter('ignore'); import colossalai.booster"

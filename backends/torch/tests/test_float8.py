@@ -135,7 +135,12 @@ def test_what_is_done_to_the_model_besides_changes_nothing(spec: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("strategy", "model"), [("ddp", None), ("fsdp", None), ("fsdp:wrap=[Linear]", build)]
+    ("strategy", "model"),
+    [
+        pytest.param("ddp", None, marks=pytest.mark.thorough),
+        ("fsdp", None),
+        ("fsdp:wrap=[Linear]", build),
+    ],
 )
 def test_ranks_compute_what_torchao_does(world_pool: Any, strategy: str, model: Any) -> None:
     found = world_pool(2).run(partial(train, model=model), strategy)

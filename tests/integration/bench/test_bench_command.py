@@ -134,7 +134,14 @@ def test_beside_busy_processes_no_winner_is_named_and_less_does_not_replace_more
     assert again.job.repeats == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.thorough),
+        signal.SIGKILL,
+    ],
+)
 def test_ending_it_leaves_no_process_and_an_interrupt_leaves_a_report(
     directory: Path, number: signal.Signals, still_running
 ) -> None:

@@ -22,4 +22,11 @@ STRATEGIES = [
     # On four ranks two pipelines, whose stages are sharded over each other.
     "mesh:pp=2",
 ]
-BRIEF = ["fsdp:sharding=grad_op", "fsdp:sharding=hybrid", "mesh:ep=2", "mesh:cp=2", "mesh:pp=2"]
+BRIEF = [
+    "ddp:shard_optimizer=true",
+    "fsdp:sharding=grad_op",
+    "fsdp:sharding=hybrid",
+    "mesh:ep=2",
+    "mesh:cp=2",
+    "mesh:pp=2",
+]

@@ -32,6 +32,7 @@ def python_that(directory: Path, does: str) -> Path:
     return other
 
 
+@pytest.mark.thorough
 def test_strategies_lie_on_one_curve_and_the_rest_say_why_not(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

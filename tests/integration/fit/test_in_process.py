@@ -283,6 +283,7 @@ def test_recomputed_activations_change_nothing(run: Run, strategy: str, policy: 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_compiling_changes_nothing(run: Run):
     model = build()
     assert_same_run(run(model, compile=True, steps=3), reference(3)[0])

@@ -81,7 +81,11 @@ def proofs(collected: str) -> set[str]:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "pytest --pyargs unipar.testing --strategy NAME[:option=value,…]"),
+        pytest.param(
+            (),
+            "pytest --pyargs unipar.testing --strategy NAME[:option=value,…]",
+            marks=pytest.mark.thorough,
+        ),
         (("--strategy", "fsd"), "Did you mean 'fsdp'?"),
         (("--strategy", "ddp", "--world-sizes", "two"), "give whole numbers from 1, like 1,2,4"),
     ],
