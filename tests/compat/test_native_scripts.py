@@ -425,6 +425,56 @@ def test_what_a_loss_is_made_of_is_read_as_that_of_whole_batches_after_its_backw
     assert sorted(found) == sorted(wanted + [f"1{line[1:]}" for line in wanted])
 
 
+WEIGHED_BY_TASKS = """\
+import os
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.log_variances = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs):
+        return self.body(inputs)
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(18, 3), torch.arange(18))
+model = Net()
+last = model.body[2].weight
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+lines = []
+for inputs, targets in DataLoader(data, batch_size=4):
+    output = model(inputs)
+    fit, size = nn.functional.mse_loss(output, inputs), output.abs().mean()
+    one, = torch.autograd.grad(fit, last, retain_graph=True)
+    other = torch.autograd.grad(size, [last], retain_graph=True)[0]
+    balance = (one.norm() / (other.norm() + 1e-4)).detach()
+    near = nn.functional.mse_loss(output, inputs.flip(1))
+    losses = torch.stack([fit, balance * size, near])
+    loss = (torch.exp(-model.log_variances) * losses + model.log_variances).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    lines.append(f"{loss.item():.4f} {near.item():.4f} {balance:.4f}")
+rank = os.environ.get("RANK", "0")
+print("".join(f"{rank}: {line}\\n" for line in lines), end="", flush=True)
+"""
+
+
+def test_losses_of_tasks_that_are_weighed_by_their_gradients_are_those_of_one_process(
+    tmp_path: Path,
+) -> None:
+    """As by each task's uncertainty, and as VQGAN weighs its discriminator's loss."""
+    alone, both = alone_and_on_two(WEIGHED_BY_TASKS, tmp_path, "ddp")
+    wanted = alone.stdout.splitlines()
+    assert sorted(both.stdout.splitlines()) == sorted(wanted + [f"1{line[1:]}" for line in wanted])
+    (told,) = both.stderr.splitlines()
+    assert "no ranks of its own" in told
+
+
 BY_HAND = """\
 import os
 import torch

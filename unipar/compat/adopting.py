@@ -12,7 +12,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +26,14 @@ from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import frozen_in, trained_by
 from unipar.compat.parts import Parts, warn_of_hooks
+from unipar.compat.reductions import is_of_part
 from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current, explain_spawned
 from unipar.compat.sample_flow import SampleFlow
 from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES, StepEngine
 from unipar.engine.inner import in_backward_pass
+from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
 from unipar.launch import detect
 from unipar.session import Session
@@ -385,6 +387,41 @@ class Adoption:
                 likely_last=self.sums_in_backward and not self.accumulates,
             )
         return True
+
+    def gradients(
+        self, take: Callable[[], Any], outputs: Any, inputs: Any, options: dict[str, Any]
+    ) -> Any:
+        """Gradients of weights that a script asks for by itself, as those of the whole batch.
+
+        Collective where a rank's part of the batch led to them.
+        """
+        asked = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        session, losses = current.session, list(tensors_of(outputs))
+        of_weights = any(isinstance(one, nn.Parameter) for one in asked)
+        if session is None or self.aware or not (self.parts.any_cut and of_weights):
+            return take()
+        if in_backward_pass() or not any(is_of_part(one) for one in losses if one.grad_fn):
+            return take()
+        factor = None
+        if len(losses) == 1 and losses[0].numel() == 1 and options.get("grad_outputs") is None:
+            with contextlib.suppress(ConfigError):
+                factor = self.parts.factor_of(losses[0], session.world)
+        if factor is None or options.get("create_graph"):
+            self.parts.tell(
+                "%s takes gradients of weights that are of this rank's part of a batch, and what "
+                "they are of the whole batch cannot be told: what is made of them is not as on one "
+                "process.",
+                reading.line(through_torch=True),
+            )
+            return take()
+        found = take()
+        with self.engine_calls():
+            return tuple(
+                self.parts.summed(grad, factor, session.world)
+                if grad is not None and isinstance(one, nn.Parameter)
+                else grad
+                for one, grad in zip(asked, found, strict=True)
+            )
 
     def _check_flow(self, values: Any, what: str, *, reduced: bool = True) -> None:
         """Refuse what is computed of samples in relation to each other, of which a rank has some.

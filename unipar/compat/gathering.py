@@ -7,7 +7,10 @@ the names of the parameters, so that files of such scripts load under any strate
 from __future__ import annotations
 
 import contextlib
+import inspect
+import logging
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ from unipar.strategy import Engine
 from unipar.utils.json_state import from_json, to_json
 from unipar.world import World
 
+log = logging.getLogger("unipar")
+_UNIPAR = Path(__file__).parents[1]
+
 
 class _Gathered:
     """The state of an engine, for state dicts that are whole.
@@ -35,6 +41,49 @@ class _Gathered:
     def __init__(self, engine: Engine, world: World, *, rank0_only: bool) -> None:
         self._engine, self._world = engine, world
         self._kept = world.is_main or not rank0_only
+
+
+class OnRank0(dict[str, Any]):
+    """What a rank has of a state dict that rank 0 alone has: nothing.
+
+    A script that reads it there is told so, once; to libraries it is an empty dict, for they are
+    given it on all ranks where rank 0 is to write.
+    """
+
+    _told = False
+
+    def _tell(self) -> None:
+        caller: Any = inspect.currentframe()
+        for _ in range(2):
+            caller = caller and caller.f_back
+        file = Path(caller.f_code.co_filename) if caller else _UNIPAR
+        if OnRank0._told or "site-packages" in file.parts or file.is_relative_to(_UNIPAR):
+            return
+        OnRank0._told = True
+        log.warning(
+            "%s:%d reads a state dict that is empty here: where ranks divide a model, rank 0 "
+            "alone has its whole weights. Send on what is made of them, or use a strategy that "
+            "leaves weights whole, such as ddp or zero2.",
+            file.name, caller.f_lineno,
+        )  # fmt: skip
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+def _telling(name: str) -> Any:
+    own = getattr(dict, name)
+
+    def method(self: OnRank0, *args: Any) -> Any:
+        self._tell()
+        return own(self, *args)
+
+    method.__name__, method.__doc__ = name, own.__doc__
+    return method
+
+
+for _name in ("__iter__", "__getitem__", "__contains__", "get", "items", "keys", "values"):
+    setattr(OnRank0, _name, _telling(_name))
 
 
 class GatheredModel(_Gathered):

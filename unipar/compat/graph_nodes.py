@@ -71,18 +71,29 @@ def size_before(node: Any) -> int:
     return node._saved_self.numel() if found is None else found
 
 
-def counts(node: Any) -> bool:
-    """Whether a sum is divided by the number of what it sums, so that it is a mean."""
+def counts(node: Any, samples: set[int]) -> bool:
+    """Whether a sum is divided by the number of what it sums, so that it is a mean.
+
+    Args:
+        node: a quotient.
+        samples: of parts of batches.
+    """
     following = next(nodes_after(node))
     by = scalar(node)
-    if by is None or reduction(following) != "sum" or not following.name().startswith("Sum"):
+    if by is None or reduction(following) != "sum":
         return False
-    sizes = following._saved_self_sym_sizes
-    return len(sizes) > 0 and by in (math.prod(sizes), sizes[0])
+    if following.name().startswith("Sum"):
+        sizes = following._saved_self_sym_sizes
+        samples = samples | {math.prod(sizes), sizes[0]}
+    return by in samples
 
 
 def divisor(node: Any) -> torch.Tensor | None:
-    """The tensor that a sum is divided by, as by the sum of a mask; ``None`` for a number."""
+    """The tensor that a sum is divided by, as by the sum of a mask; ``None`` for a number.
+
+    Args:
+        node: a quotient, or a product with the inverse of the tensor.
+    """
     other = getattr(node, "_saved_other", None)
     (summed, _), (divisor, _) = (*node.next_functions, (None, 0))[:2]
     if divisor is not None or summed is None or reduction(summed) != "sum":
@@ -92,7 +103,18 @@ def divisor(node: Any) -> torch.Tensor | None:
     # A number of Python's is a tensor here, too, but gives way to any other of its kind.
     small = torch.float16 if other.is_floating_point() else torch.int16
     least = torch.zeros((), dtype=small, device=other.device)
-    return None if torch.result_type(other, least) == small else other.detach()
+    if torch.result_type(other, least) == small:
+        return None
+    if node.name().startswith("Mul"):
+        # What is no inverse of a count is a weight.
+        return None if inverse(other.item()) is None else other.detach().reciprocal()
+    return other.detach()
+
+
+def inverse(number: float) -> int | None:
+    """The whole number above 1 that a float is the inverse of."""
+    whole = round(1 / number) if number > 0 else 0
+    return whole if whole > 1 and math.isclose(whole * number, 1, rel_tol=1e-5) else None
 
 
 def scalar(node: Any) -> int | float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +31,12 @@ class Seer(Protocol):
         """Whether a backward pass is done."""
         ...
 
+    def gradients(
+        self, take: Callable[[], Any], outputs: Any, inputs: Any, options: dict[str, Any]
+    ) -> Any:
+        """What ``torch.autograd.grad`` is to give, which ``take`` gives of this rank's samples."""
+        ...
+
 
 _seer: Any = None
 
@@ -40,6 +48,7 @@ def put(seer: Seer) -> None:
     Optimizer.__init__ = _noting  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.backward = _routed  # pyright: ignore[reportAttributeAccessIssue]
     torch.autograd.backward = _routed_function
+    torch.autograd.grad = _taken
 
 
 def take_back() -> None:
@@ -47,6 +56,7 @@ def take_back() -> None:
     Optimizer.__init__ = _init  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.backward = _backward  # pyright: ignore[reportAttributeAccessIssue]
     torch.autograd.backward = _backward_function
+    torch.autograd.grad = _grad
 
 
 def watch(calls: bool) -> None:
@@ -55,7 +65,7 @@ def watch(calls: bool) -> None:
 
 
 _init, _call, _backward = Optimizer.__init__, nn.Module.__call__, torch.Tensor.backward
-_backward_function = torch.autograd.backward
+_backward_function, _grad = torch.autograd.backward, torch.autograd.grad
 
 
 def _noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -105,6 +115,19 @@ def _routed_function(
         if isinstance(loss, torch.Tensor) and _seer.backward(loss, given):
             return
     _backward_function(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+
+@functools.wraps(_grad)
+def _taken(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def take() -> Any:
+        return _grad(outputs, inputs, *args, **kwargs)
+
+    if _seer.inside:
+        return take()
+    names = ("grad_outputs", "retain_graph", "create_graph")
+    return _seer.gradients(
+        take, outputs, inputs, {**dict(zip(names, args, strict=False)), **kwargs}
+    )
 
 
 def _given(asked: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from unipar.compat.fp32_outputs import fp32
-from unipar.compat.gathering import GatheredModel
+from unipar.compat.gathering import GatheredModel, OnRank0
 from unipar.compat.run import own_randomness
 from unipar.engine import StepEngine, broadcast_tensors
 from unipar.engine.outputs import tensors_of
@@ -221,8 +221,9 @@ class PreparedModel(nn.Module):
         training = self.training_by
         if training is None or "parameters" not in self._session.capabilities.sharded:
             return self.module.state_dict()
-        gathered = GatheredModel(training.engine, self._session.world, rank0_only=True)
-        return gathered.state_dict()
+        world = self._session.world
+        found = GatheredModel(training.engine, world, rank0_only=True).state_dict()
+        return found if world.is_main else OnRank0()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if self.training_by is not None and self._session.capabilities.sharded:

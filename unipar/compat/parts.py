@@ -130,7 +130,7 @@ class Parts:
                 world.data_size,
             )
             return loss
-        return self._weighed(loss, self._factor_of(loss, world))
+        return self._weighed(loss, self.factor_of(loss, world))
 
     def whole(self, value: torch.Tensor, world: World) -> torch.Tensor:
         """What a value with a graph, as a loss, is of the whole batch. Collective if of a part.
@@ -142,8 +142,19 @@ class Parts:
         node: Any = value.grad_fn
         if not self._read or (_FACTOR not in node.metadata and not is_of_part(value)):
             return value.detach()
-        factor = self._factor_of(value, world)
-        found = self._weighed(value.detach(), factor).double()
+        return self.summed(value.detach(), self.factor_of(value, world), world)
+
+    def summed(
+        self, value: torch.Tensor, factor: torch.Tensor | float, world: World
+    ) -> torch.Tensor:
+        """What values of ranks' parts are of the whole batch. Collective.
+
+        Args:
+            value: of a loss of this rank's part, or of its gradient; without a graph.
+            factor: what that loss counts by, as :meth:`factor_of` gives it.
+            world: the joined processes.
+        """
+        found = self._weighed(value, factor).double()
         dist.all_reduce(found)
         return (found / world.size).to(value.dtype)
 
@@ -154,7 +165,7 @@ class Parts:
             return torch.where(factor > 0, loss, torch.zeros_like(loss)) * factor.to(loss.dtype)
         return loss if factor == 1 else loss * factor
 
-    def _factor_of(self, loss: torch.Tensor, world: World) -> torch.Tensor | float:
+    def factor_of(self, loss: torch.Tensor, world: World) -> torch.Tensor | float:
         """What a loss counts by; kept on its graph, which tells it before a backward pass alone."""
         node: Any = loss.grad_fn
         if _FACTOR not in node.metadata:

@@ -11,6 +11,7 @@ from unipar.compat.graph_nodes import (
     counts,
     couples,
     divisor,
+    inverse,
     is_number,
     nodes_after,
     of_inputs,
@@ -72,7 +73,7 @@ def weight_of(loss: torch.Tensor, size: int, latest: tuple[int, int] | None) -> 
         ConfigError: a rank's part does not tell what the loss would be of the whole.
     """
     graph = _Graph(loss)
-    shares = graph.shares or {latest}
+    shares = graph.shares = graph.shares or {latest}
     if not any(one is not None and one[1] for one in shares):
         return None
     kind = graph.kind()
@@ -111,6 +112,7 @@ class _Graph:
         self.counts: list[torch.Tensor] = []
         self.numbers: list[Any] = []
         self.plain = self.unsure = False
+        self._weight: float | None = None
         self._varying: set[Any] = set()
         self._outputs: set[Any] = set()
         above: dict[Any, list[Any]] = {}
@@ -143,6 +145,11 @@ class _Graph:
                 self._varying.add(node)
                 todo += above.get(node, ())
 
+    @property
+    def _samples(self) -> set[int]:
+        """How many samples this rank has of batches."""
+        return {one[0] for one in self.shares if one is not None and one[1]}
+
     def _varies(self, node: Any) -> bool:
         # Penalties of weights alone are the same on all ranks.
         return self._all_vary or node in self._varying
@@ -170,16 +177,16 @@ class _Graph:
                     self._count(node)
                 continue
             name, following = node.name(), list(nodes_after(node))
-            if name.startswith("Div") and self._reduction(following[0]) == "sum":
+            multiplies = name.startswith(("Mul", "Div"))
+            if multiplies and self._reduction(following[0]) == "sum":
                 count = divisor(node)
-                if count is not None or counts(node):
+                if count is not None or (name.startswith("Div") and counts(node, self._samples)):
                     kinds.add("mean")
                     self._note_divisor(count)
                     reduced += following
                     continue
             varying = [one for one in following if self._varies(one)]
             self._refuse_counted(node)
-            multiplies = name.startswith(("Mul", "Div"))
             if not passes(name) or (multiplies and len(varying) > 1):
                 raise ConfigError(
                     f"this loss comes to one number by {name.removesuffix('0')}, and each rank has "
@@ -192,6 +199,13 @@ class _Graph:
         self._refuse_coupled(reduced, kinds)
         if "sum" not in kinds:
             return "mean"
+        if self._weight is not None:
+            raise ConfigError(
+                f"this loss is a sum over samples that is multiplied by {self._weight:.4g}, and "
+                f"this rank has {inverse(self._weight)} samples of the batch: whether that divides "
+                "it by their number, or is a weight, cannot be told. Take a mean, or divide by "
+                "len(x), for the one, and a weight that is a little different for the other."
+            )
         if kinds == {"sum"} and not divided and not constant:
             return "sum"
         how = (
@@ -258,20 +272,21 @@ class _Graph:
 
     def _refuse_counted(self, node: Any) -> None:
         by = scalar(node) if node.name().startswith("Mul") else None
-        if not isinstance(by, int):
-            return
-        if any(one is not None and one[0] < one[1] and one[0] == by for one in self.shares):
+        parts = {one[0] for one in self.shares if one is not None and one[0] < one[1]}
+        if isinstance(by, int) and by in parts:
             raise ConfigError(
                 f"this loss is multiplied by {by}, the number of samples that this rank "
                 "has of the batch. Take reduction='sum' where that is meant, or write a weight "
                 "that happens to be the same as a float."
             )
+        if isinstance(by, float) and inverse(by) in parts:
+            self._weight = by
 
     def _refuse_coupled(self, reduced: list[Any], kinds: set[str]) -> None:
         """Refuse what compares samples of a batch with each other before they are reduced."""
         if not self._outputs or self._root in self._outputs:
             return
-        samples = {one[0] for one in self.shares if one is not None and one[1]}
+        samples = self._samples
         seen, todo = set(), [one for node in reduced for one in nodes_after(node)]
         while todo:
             node = todo.pop()

@@ -40,9 +40,10 @@ def broadcast_tensors(
 def share_buffers(module: nn.Module, world: World) -> None:
     """Give every rank the buffers of rank 0 (ranks see different batches in BatchNorm). Collective.
 
-    One message for each dtype and device, or several where they are large.
+    One message for each dtype and device, or several where they are large. As in DDP, a backward
+    pass that is to follow may have saved them: it is told of no change.
     """
-    broadcast_tensors(module.buffers(), world)
+    broadcast_tensors((one.data for one in module.buffers()), world)
 
 
 def in_pieces(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:

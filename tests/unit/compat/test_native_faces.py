@@ -113,6 +113,16 @@ def test_what_replaces_a_name_takes_its_arguments(name: str) -> None:
     assert shared == expected[: len(shared)]
 
 
+def test_modules_of_fsdp_share_weights_also_after_these_were_put_on_a_device() -> None:
+    with torch.device("meta"):
+        model: Any = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4, bias=False))
+    model[1].weight = model[0].weight
+    importlib.import_module(f"{FACE}.distributed.fsdp").fully_shard(model)
+    model.to_empty(device="cpu")
+    assert model[1].weight is model[0].weight
+    assert model[1].weight.device.type == "cpu"
+
+
 def test_every_name_of_horovods_has_one_fate() -> None:
     pytest.importorskip("horovod")
     listing = (
@@ -178,7 +188,8 @@ def test_copies_and_files_are_of_the_scripts_own_class() -> None:
 
 def losses_of_closures() -> list[float]:
     """Losses of steps by closures, all but the first where no gradients are noted around them."""
-    model, optimizer = trained(momentum=0.9)
+    model = trained()[0]
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -186,9 +197,9 @@ def losses_of_closures() -> list[float]:
         loss.backward()
         return loss
 
-    first = optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+    first = optimizer.step(closure)
     with torch.no_grad():
-        rest = [optimizer.step(closure) for _ in range(2)]  # pyright: ignore[reportArgumentType]
+        rest = [optimizer.step(closure) for _ in range(2)]
     return [float(one) for one in (first, *rest)]
 
 

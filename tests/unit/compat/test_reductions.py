@@ -56,6 +56,7 @@ def marked(made: Tensor, share: tuple[int, int] | None) -> Tensor:
         (lambda x: (x.mean() * TASKS.exp()).mean() + TASKS.sum(), MEAN),
         (lambda x: (torch.stack([x.sum(), x.abs().sum()]) * TASKS).sum(), SUM),
         (lambda x: (x * TASKS.exp().sum()).sum(), SUM),
+        (lambda x: x.mean() * (1 / 3), MEAN),
         (lambda x: x.sum() * 0.01, SUM),
         (lambda x: functional.mse_loss(x, x.detach() + 1, reduction="sum").mean(), SUM),
     ],
@@ -80,6 +81,7 @@ def test_means_count_by_samples_and_sums_as_they_are(
         (lambda x: x.mean() * x.abs().mean(), "comes to one number by MulBackward"),
         (lambda x: x.max(), "comes to one number by MaxBackward"),
         (lambda x: x.mean() * len(x), "multiplied by 3, the number of samples"),
+        (lambda x: x.sum() * (1.0 / len(x)), "by 0.3333, and this rank has 3 samples"),
         (lambda x: x.std(0).mean(), "compares the samples of a batch"),
         (lambda x: x.sum(1).topk(2)[0].mean(), "compares the samples of a batch"),
         (lambda x: x.mean(0).sum(), "compares the samples of a batch"),
@@ -133,6 +135,8 @@ CLASSES = torch.tensor([1.0, 2.0, 3.0, 4.0])
         (lambda x: functional.cross_entropy(x, LABELS) + x.mean(), [3], True),
         (lambda x: x[:, 0].mean(), [], True),
         (lambda x: x.sum() / len(x), [], True),
+        (lambda x: functional.cross_entropy(x, LABELS, reduction="sum") / len(x), [], True),
+        (lambda x: (x.sum(1) * MASK).sum() * (1 / MASK.sum()), [2], False),
     ],
 )
 def test_means_over_some_count_by_these(

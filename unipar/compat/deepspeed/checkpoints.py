@@ -157,10 +157,11 @@ class Keeping(nn.Module):
         if exclude_frozen_parameters:
             frozen = {n for n, one in self.module.named_parameters() if not one.requires_grad}
             state = {name: one for name, one in state.items() if name not in frozen}
-        named = {f"{prefix}{name}": one for name, one in state.items()}
+        if prefix:
+            state = {f"{prefix}{name}": one for name, one in state.items()}
         if destination is None:
-            return named
-        destination.update(named)
+            return state
+        destination.update(state)
         return destination
 
     def load_module_state_dict(

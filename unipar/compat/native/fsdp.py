@@ -35,6 +35,19 @@ class FSDPModule:
         """Say whether a step is likely to follow the next backward passes."""
         adoption.accumulates = not requires_gradient_sync
 
+    def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
+        # The parameters of FSDP are what they were after to_empty(), so modules share them still.
+        shared: dict[int, list[tuple[Any, str]]] = {}
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    shared.setdefault(id(parameter), []).append((module, name))
+        super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
+        for (first, name), *others in shared.values():
+            for module, other in others:
+                module._parameters[other] = first._parameters[name]
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name in FSDPModule._NOTHING:
             return lambda *args, **kwargs: None
