@@ -41,6 +41,7 @@ class EngineOptimizer(PreparedOptimizer):
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:
         super().takes_up(model, **asked)
         self._all.add(self)
+        self.optimizer.register_step_pre_hook(_zero_unused)
 
     def backward(self, loss: torch.Tensor, *, likely_last: bool = False) -> None:
         if len(self._all) > 1:
@@ -74,6 +75,17 @@ class EngineOptimizer(PreparedOptimizer):
                 "drops there depends on ZeRO's stage. Leave it out: engine.step() clears."
             )
         self.drop()
+
+
+def _zero_unused(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give parameters that no rank has used a gradient of zero, by which AdamW decays them.
+
+    As DeepSpeed 0.19.8 does in every stage (runtime/engine.py, _get_gradients_for_reduction).
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 class Unlogged:

@@ -206,22 +206,39 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
 # -- exchange ------------------------------------------------------------------------------------
 
 
+class _Exchange(torch.autograd.Function):
+    """What ranks exchange, with the gradient that Horovod gives it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, exchange: Any, back: Any) -> torch.Tensor:
+        ctx.back = back
+        return exchange(tensor.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return ctx.back(grad_outputs[0].detach()), None, None
+
+
 def allreduce(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None,
     compression: Any = None, op: int | None = None, prescale_factor: float = 1.0,
     postscale_factor: float = 1.0, process_set: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """One tensor made of all ranks', without gradient. Collective."""
+    """One tensor made of all ranks', whose gradient is made likewise. Collective."""
     _check_set(process_set)
     op = op if op is not None else Sum if average is False else Average
-    result = tensor.detach().clone()
-    result = result * prescale_factor if prescale_factor != 1 else result
-    if size() > 1:
-        current.world()
-        dist.all_reduce(result, _OPS[op])
-    if op == Average and size() > 1:
-        result = result / size() if result.is_floating_point() else result // size()
-    return result * postscale_factor if postscale_factor != 1 else result
+
+    def reduce(one: torch.Tensor) -> torch.Tensor:
+        result = one.clone(memory_format=torch.contiguous_format)
+        result = result * prescale_factor if prescale_factor != 1 else result
+        if size() > 1:
+            current.world()
+            dist.all_reduce(result, _OPS[op])
+        if op == Average and size() > 1:
+            result = result / size() if result.is_floating_point() else result // size()
+        return result * postscale_factor if postscale_factor != 1 else result
+
+    return _Exchange.apply(tensor, reduce, reduce)
 
 
 def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -233,8 +250,8 @@ def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 def allreduce_async(
     tensor: torch.Tensor, average: bool | None = None, name: str | None = None, **kwargs: Any
 ) -> torch.Tensor:
-    """Likewise; :func:`synchronize` gives the result."""
-    return allreduce(tensor, average, name, **kwargs)
+    """Likewise, without gradient; :func:`synchronize` gives the result."""
+    return allreduce(tensor.detach(), average, name, **kwargs)
 
 
 def allreduce_async_(
@@ -257,13 +274,23 @@ def grouped_allreduce_(tensors: Iterable[torch.Tensor], *args: Any, **kwargs: An
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: Any = None
 ) -> torch.Tensor:
-    """All ranks' tensors, one behind the other, without gradient. Collective."""
+    """All ranks' tensors, one behind the other. Collective, and so is its backward pass."""
     _check_set(process_set)
-    parts = current.world().gather(tensor.detach().cpu())
-    return torch.cat([one if one.dim() else one[None] for one in parts]).to(tensor.device)
+    own = tensor if tensor.dim() else tensor[None]
+    parts = current.world().gather(own.detach().cpu())
+    first = sum(len(one) for one in parts[: rank()])
+
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        return allreduce(grad)[first : first + len(own)]
+
+    return _Exchange.apply(own, lambda one: torch.cat(parts).to(one.device), back)
 
 
-allgather_async = allgather
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: Any = None
+) -> torch.Tensor:
+    """Likewise, without gradient; :func:`synchronize` gives the result."""
+    return allgather(tensor.detach(), name, process_set)
 
 
 def grouped_allgather(tensors: Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -279,8 +306,14 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
 ) -> torch.Tensor:
-    """One rank's tensor. Collective."""
-    return broadcast_(tensor.detach().clone(), root_rank, name, process_set)
+    """One rank's tensor. Collective, and so is its backward pass."""
+
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        return allreduce(grad) * (rank() == root_rank)
+
+    return _Exchange.apply(
+        tensor, lambda one: broadcast_(one.clone(), root_rank, name, process_set), back
+    )
 
 
 def broadcast_(
@@ -298,7 +331,14 @@ def broadcast_(
     return tensor
 
 
-broadcast_async, broadcast_async_ = broadcast, broadcast_
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: Any = None
+) -> torch.Tensor:
+    """Likewise, without gradient; :func:`synchronize` gives the result."""
+    return broadcast(tensor.detach(), root_rank, name, process_set)
+
+
+broadcast_async_ = broadcast_
 
 
 def broadcast_object(
