@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from unipar.compat.gathering import GatheredModel, GatheredOptimizer
+from unipar.compat.gathering import GatheredModel, GatheredOptimizer, outer
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.engine import broadcast_tensors
@@ -242,8 +242,8 @@ class AdoptedOptimizer(PreparedOptimizer):
         """The whole state, whatever ranks divide. Collective."""
         found = self.gathered().state_dict()
         state = {
-            number: found["state"][name] for number, name in enumerate(self._names())
-            if name in found["state"]
+            number: found["state"][outer(name)] for number, name in enumerate(self._names())
+            if outer(name) in found["state"]
         }  # fmt: skip
         groups, first = [], 0
         for group, names in zip(self.optimizer.param_groups, self._numbered, strict=True):

@@ -60,6 +60,7 @@ class Adoption:
         parts: of batches, which a rank has where the script knows nothing of ranks.
         flow: of samples of such a part through what the script computes.
         inside: whether what is called now is called by an engine.
+        retains: whether the backward pass under way is to leave its graph.
         through: whether a model is called through the wrapper that the script has put around it.
         gathers: whether the script takes state dicts on all ranks, as under FSDP.
         rank0_only: whether only the first of them wants those.
@@ -68,7 +69,7 @@ class Adoption:
     """
 
     def __init__(self) -> None:
-        self.aware = self.inside = self.through = False
+        self.aware = self.inside = self.retains = self.through = False
         self.sums_in_backward = self.by_ddp = self.accumulates = False
         self.gathers = self.rank0_only = self._reads_losses = False
         self.synchronized = self.scripts_precision = False
@@ -371,15 +372,18 @@ class Adoption:
                 self.parts.refuse_alone()
                 return False
             one = called[0]
-        if given:
-            raise ConfigError(
-                f"loss.backward({', '.join(given)}=…): an engine's backward pass takes a loss and "
-                "nothing else. Add losses, and call backward once."
-            )
         size = one.world.data_size
+        retains = given.pop("retain_graph", None) is not None
+        if given or (retains and not (one.lends_gradients and one.alike)):
+            raise ConfigError(
+                f"loss.backward({', '.join(given) or 'retain_graph'}=…): an engine's backward pass "
+                "takes a loss and nothing else. Add losses, and call backward once"
+                + ("." if given else "; or use a strategy that leaves gradients whole, such as "
+                   "ddp, in a script that leaves the division of data to it.")
+            )  # fmt: skip
         self._check_flow(loss, "this loss", reduced=False)
         self._tell_of_around(one)
-        with self.engine_calls():
+        with self.engine_calls(), _While(self, "retains") if retains else _NOTHING:
             if size > 1 and not self.aware:
                 loss = self.parts.weigh(loss, one.world)
             one.add(

@@ -95,7 +95,7 @@ class GatheredModel(_Gathered):
         found = gather(state.weights, self._world, kept=self._kept)
         if self._kept:
             found |= {name: found[stored] for name, stored in state.aliases.items()}
-        return found
+        return {outer(name): tensor for name, tensor in found.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Take over weights of full shape.
@@ -106,8 +106,10 @@ class GatheredModel(_Gathered):
         Raises:
             CheckpointError: names or shapes differ.
         """
-        tied = self._engine.export_state().aliases
-        weights = {name: t for name, t in state_dict.items() if name not in tied}
+        state = self._engine.export_state()
+        inner = {outer(name): name for name in (*state.aliases, *(t.name for t in state.weights))}
+        given = {inner.get(name, name): t for name, t in state_dict.items()}
+        weights = {name: t for name, t in given.items() if name not in state.aliases}
         source = _Source(weights, {}, {}, self._world)
         self._engine.import_state(source, optimizer=False)
 
@@ -132,11 +134,11 @@ class GatheredOptimizer(_Gathered):
         state: dict[str, dict[str, Any]] = {}
         for name, tensor in moments.items():
             parameter, _, key = name.rpartition(".")
-            state.setdefault(parameter, {})[key] = tensor
+            state.setdefault(outer(parameter), {})[key] = tensor
         for parameter, scalars in exported.extra.get("scalars", {}).items():
-            state.setdefault(parameter, {}).update(scalars)
+            state.setdefault(outer(parameter), {}).update(scalars)
         groups = [
-            {**from_json(dict(one.hyperparameters)), "params": list(one.params)}
+            {**from_json(dict(one.hyperparameters)), "params": list(map(outer, one.params))}
             for one in exported.groups
         ]
         return {"state": state, "param_groups": groups}
@@ -161,7 +163,13 @@ class GatheredOptimizer(_Gathered):
             )
         moments: dict[str, torch.Tensor] = {}
         scalars: dict[str, dict[str, Any]] = {}
-        for name, values in state_dict.get("state", {}).items():
+        trained = [name for one in self._engine.export_state().groups for name in one.params]
+        inner = {outer(name): name for name in trained}
+        groups = [
+            {**one, "params": [inner.get(name, name) for name in one["params"]]} for one in groups
+        ]
+        for stored, values in state_dict.get("state", {}).items():
+            name = inner[stored] if stored in inner else str(stored)
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
                     moments[f"{name}.{key}"] = value
@@ -173,6 +181,14 @@ class GatheredOptimizer(_Gathered):
             "groups": [to_json(dict(one), "param_groups") for one in groups],
         }
         self._engine.import_state(_Source({}, moments, told, self._world))
+
+
+def outer(name: str) -> str:
+    """A parameter's name without what wraps its module so that it is computed again.
+
+    torch's own state dicts leave it out (distributed/checkpoint/state_dict.py).
+    """
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 @contextlib.contextmanager

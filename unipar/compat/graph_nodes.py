@@ -47,6 +47,22 @@ def reduction(node: Any) -> str | None:
     return "mean" if name.startswith("Mean") else "sum"
 
 
+def over_samples(node: Any, samples: set[int]) -> str | None:
+    """How a node makes a row of numbers of samples, along their dimension alone.
+
+    Args:
+        node: of a graph.
+        samples: how many there are; a dimension of as many is known by being the only one.
+    """
+    name = node.name()
+    if not name.startswith(("Mean", "Sum")) or not couples(node, samples, set()):
+        return None
+    sizes: tuple[int, ...] = tuple(getattr(node, "_saved_self_sym_sizes", ()))
+    if not sizes or any(one in samples for one in sizes[1:]):
+        return None
+    return "mean" if name.startswith("Mean") else "sum"
+
+
 def of_inputs(node: Any) -> bool:
     """Whether a node is a layer's that computes of what needs no gradient, as of a batch."""
     layer = node.name().startswith(("Addmm", "Mm", "Convolution", "Embedding"))

@@ -16,9 +16,11 @@ class Seer(Protocol):
 
     Attributes:
         inside: whether an engine calls, so that all is left to torch.
+        retains: whether the script wants the graph to be left by the engine's backward pass.
     """
 
     inside: bool
+    retains: bool
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that has just been built."""
@@ -93,7 +95,7 @@ def _routed(
                  "create_graph": create_graph, "inputs": inputs}  # fmt: skip
         if _seer.backward(self, _given(asked)):
             return
-    _backward(self, gradient, retain_graph, create_graph, inputs)
+    _backward(self, gradient, retain_graph or _seer.retains or None, create_graph, inputs)
 
 
 def _routed_function(

@@ -192,8 +192,8 @@ class Parts:
         ranks = world.gather((*own, *([weight.samples] if weight.plain else ())))
         columns = list(zip(*ranks, strict=True))
         shares = [[one / (sum(column) or 1) for one in column] for column in columns]
-        differ = any(len(set(column)) > 1 for column in columns)
-        self._counted |= differ and not weight.plain
+        # The last column of a loss with plain means is of samples.
+        self._counted |= any(len(set(one)) > 1 for one in columns[: len(weight.counts)])
         if weight.unsure and not self._counted:
             raise ConfigError(
                 "this loss is a sum that is divided by a tensor which is the same on all ranks: "
@@ -206,8 +206,9 @@ class Parts:
             raise ConfigError(
                 "this loss adds means over different numbers, as of targets that are not ignored "
                 "and of samples, of which ranks have other proportions: what each counts for "
-                "cannot be told once they are added. Call backward() on each; or run on one "
-                "process."
+                "cannot be told once they are added. Call backward() on each, with "
+                "retain_graph=True on the first, under a strategy that leaves gradients whole; or "
+                "run on one process."
             )
         return first[world.rank] * world.size
 

@@ -15,6 +15,7 @@ from unipar.compat.graph_nodes import (
     is_number,
     nodes_after,
     of_inputs,
+    over_samples,
     passes,
     reduction,
     scalar,
@@ -221,16 +222,16 @@ class _Graph:
         )
 
     def _reduction(self, node: Any) -> str | None:
-        """How a node makes one number of samples; ``None`` if it does not."""
-        kind = reduction(node)
+        """How a node makes one number, or a row of them, of samples; ``None`` if it does not."""
+        kind = reduction(node) or over_samples(node, self._samples)
         return None if kind is not None and self._is_of_numbers(node) else kind
 
     def _is_of_numbers(self, node: Any) -> bool:
-        """Whether all that varies with samples was one number each before, as losses of tasks."""
+        """Whether all that varies with samples was reduced before, as losses of tasks."""
         seen, todo = {node}, [one for one in nodes_after(node) if one in self._varying]
         while todo:
             one = todo.pop()
-            if one in seen or is_number(one):
+            if one in seen or is_number(one) or over_samples(one, self._samples):
                 seen.add(one)
                 continue
             seen.add(one)

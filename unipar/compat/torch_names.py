@@ -55,7 +55,8 @@ def holds_face(module: str) -> bool:
 REFUSED = Table(
     "calls",
     Row("loss.backward(retain_graph=True)", "refused",
-        "An engine's backward pass takes a loss and nothing else. Add losses, and call it once."),
+        "Under a strategy that divides gradients, and in a script with ranks of its own. Add "
+        "losses, and call it once."),
     Row("LBFGS Own(params).step(closure)", "refused",
         "On several ranks: an engine runs the model once in a step, as optimizers of torch.optim "
         "but LBFGS do with a closure. Use one of these."),

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from unipar.compat import adopting
 from unipar.compat.horovod_names import HOROVOD
@@ -121,6 +122,22 @@ def test_modules_of_fsdp_share_weights_also_after_these_were_put_on_a_device() -
     model.to_empty(device="cpu")
     assert model[1].weight is model[0].weight
     assert model[1].weight.device.type == "cpu"
+
+
+def test_state_dicts_name_modules_that_are_recomputed_as_torchs_do(alone: None) -> None:
+    states = importlib.import_module(f"{FACE}.distributed.checkpoint.state_dict")
+    model: Any = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 3)), nn.Linear(3, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = list(states.get_optimizer_state_dict(model, optimizer)["state"])
+    step(model, optimizer)
+    weights, state = states.get_state_dict(model, optimizer)
+    assert before == list(weights) == list(state["state"]) == state["param_groups"][0]["params"]
+    assert before == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    moment = state["state"]["0.weight"]["exp_avg"].clone()
+    step(model, optimizer)
+    states.set_optimizer_state_dict(model, optimizer, state)
+    found = optimizer.state[model[0].weight]["exp_avg"]
+    assert torch.equal(found, moment)
 
 
 def test_every_name_of_horovods_has_one_fate() -> None:
@@ -297,7 +314,7 @@ def test_two_networks_of_one_optimizer_train_on_each_rank_if_all_have_all_batche
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("loss(model).backward(retain_graph=True)", "takes a loss and nothing else"),
+        ("loss(model).backward(create_graph=True)", "takes a loss and nothing else"),
         ("loss(model).backward(); optimizer.zero_grad(); optimizer.step()", "without a gradient"),
         ("with torch.autocast('cpu', torch.bfloat16): loss(model)", "in one precision"),
         ("scaler.scale(loss(model)).backward(); utils.clip_grad_norm_(model.parameters(), 1.0)",
@@ -352,6 +369,8 @@ BY_HAND = {
     "seen.append(model[2].weight.grad.norm().item())",
     "a second loss": "[p.grad.mul_(0.5) for p in model.parameters()]; "
     "model(torch.eye(4)).square().mean().backward()",
+    "a second loss of one graph": "out = model(torch.eye(4)); "
+    "out.mean().backward(retain_graph=True); out.square().mean().backward()",
     "read after the step": "optimizer.step(); seen.append(model[2].weight.grad.norm().item()); "
     "optimizer.zero_grad(); model(torch.eye(4)).square().mean().backward()",
     "two steps": "optimizer.step(); model(torch.eye(4)).square().mean().backward()",

@@ -57,6 +57,8 @@ def marked(made: Tensor, share: tuple[int, int] | None) -> Tensor:
         (lambda x: (torch.stack([x.sum(), x.abs().sum()]) * TASKS).sum(), SUM),
         (lambda x: (x * TASKS.exp().sum()).sum(), SUM),
         (lambda x: x.mean() * (1 / 3), MEAN),
+        (lambda x: x.abs().mean(0).sum(), MEAN),
+        (lambda x: (x.sum(0) * 2).mean(), SUM),
         (lambda x: x.sum() * 0.01, SUM),
         (lambda x: functional.mse_loss(x, x.detach() + 1, reduction="sum").mean(), SUM),
     ],
@@ -84,7 +86,9 @@ def test_means_count_by_samples_and_sums_as_they_are(
         (lambda x: x.sum() * (1.0 / len(x)), "by 0.3333, and this rank has 3 samples"),
         (lambda x: x.std(0).mean(), "compares the samples of a batch"),
         (lambda x: x.sum(1).topk(2)[0].mean(), "compares the samples of a batch"),
-        (lambda x: x.mean(0).sum(), "compares the samples of a batch"),
+        (lambda x: x.mean(0).square().sum(), "comes to one number by PowBackward"),
+        # Of as many features as samples, it cannot be told which of them is along a dimension.
+        (lambda x: x[:, :3].mean(0).sum(), "compares the samples of a batch"),
         (
             lambda x: functional.cross_entropy(x @ x.t(), torch.arange(3)),
             "compares the samples of a batch",
