@@ -129,6 +129,7 @@ def test_goes_on_as_if_undisturbed(
         assert losses == pytest.approx(expected, rel=RELATIVE)
 
 
+@pytest.mark.thorough
 def test_stage_0_gives_its_weights_and_says_so(
     plain: dict[str, Path], world_pool: WorldPools, tmp_path: Path
 ) -> None:

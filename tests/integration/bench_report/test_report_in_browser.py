@@ -143,6 +143,7 @@ def test_a_request_would_be_seen_and_refused(browser: Browser, report: Path) -> 
         assert any("Content Security Policy" in one for one in page.complaints())
 
 
+@pytest.mark.thorough
 def test_a_telephone_shows_it_without_scrolling_sideways(browser: Browser, report: Path) -> None:
     with browser.open(report, width=360) as page:
         assert page.value("document.documentElement.scrollWidth") == 360

@@ -40,8 +40,9 @@ def to_run(page: Path) -> list[str]:
     return [line for line in commands(page) if line not in earlier]
 
 
-# Its command is the one of doctor.md, for every strategy at once.
-THOROUGH = ROOT / "docs" / "gpu.md"
+# The command of the one is that of doctor.md, for every strategy at once; what the other runs,
+# tests of the benchmark run likewise.
+THOROUGH = [ROOT / "docs" / "gpu.md", ROOT / "docs" / "how-to" / "bench.md"]
 
 
 def named(page: Path) -> str:
@@ -62,7 +63,7 @@ def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.thorough] if page == THOROUGH else [])
+        pytest.param(page, marks=[pytest.mark.thorough] if page in THOROUGH else [])
         for page in PAGES
         if blocks(page, "python") or to_run(page)
     ],

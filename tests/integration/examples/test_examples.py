@@ -79,6 +79,7 @@ def test_own_loop_under_spawn_and_torchrun(tmp_path: Path) -> None:
     assert done.stdout == spawned
 
 
+@pytest.mark.thorough
 def test_own_loop_goes_on_under_another_strategy(tmp_path: Path) -> None:
     run("own_loop.py", "--epochs", "2", directory=tmp_path)
     said = run(

@@ -51,6 +51,7 @@ def test_installed_strategy_is_proved_and_measured(tmp_path: Path) -> None:
     assert max(row["loss"], row["grad_norm"], row["weights"]) <= 1e-5
 
 
+@pytest.mark.thorough
 def test_what_is_not_thorough_is_all_cases_on_one_number_of_ranks_and_some_on_others(
     tmp_path: Path,
 ) -> None:
