@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -601,6 +602,45 @@ def test_behind_horovods_face_each_rank_keeps_the_statistics_of_its_own_batches(
     by_hand = [0.081 * a + 0.09 * (a + 1) + 0.1 * (a + 2) for a in (1, 11)]
     found = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     assert found == [f"rank {rank} mean {mean:.4f}" for rank, mean in enumerate(by_hand)]
+
+
+EXCHANGED = """\
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+hvd.init()
+torch.manual_seed(0)
+model = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+inputs = torch.randn(2, 4, 3)[hvd.rank()][: 2 + hvd.rank()]
+for step in range(4):
+    output = model(inputs)
+    mean = hvd.allreduce(output.mean(0).contiguous(), name="mean")
+    everybody = hvd.allgather(output, name="everybody")
+    first = hvd.broadcast(output[:2].contiguous(), root_rank=0, name="first")
+    loss = output.pow(2).mean() + (mean - 1).pow(2).sum() + (everybody + 1).pow(2).mean()
+    loss = loss + (first - 2).pow(2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"rank {hvd.rank()} {step} {loss.item():.4f}\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_what_ranks_exchange_has_the_gradient_that_horovod_gives_it(tmp_path: Path) -> None:
+    pytest.importorskip("horovod")
+    (tmp_path / "plain.py").write_text(EXCHANGED)
+    (tmp_path / "train.py").write_text(by_face(EXCHANGED))
+    said = []
+    for start, name in ((HOROVODRUN, "plain.py"), (TORCHRUN, "train.py")):
+        done = run_script(start, name, tmp_path, "ddp")
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append(sorted(re.findall(r"rank \d \d [\d.]+", done.stdout)))
+    assert len(said[0]) == 8
+    assert said[0] == said[1]
 
 
 READ_AHEAD = """\

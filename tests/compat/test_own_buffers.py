@@ -54,3 +54,35 @@ def test_by_default_they_begin_each_step_as_those_of_rank_0(world_pool: Any, str
     # Of the other rank's own batches the last alone is in them.
     mixed = torch.stack([*DATA[:2, 0], DATA[2, 1]])
     torch.testing.assert_close(second, by_hand(mixed))
+
+
+def with_targets(ddp: bool) -> list[float]:
+    """Losses of steps whose targets are the model's own, of a pass in eval mode."""
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if ddp:
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for shares in DATA:
+        share = shares[accelerator.process_index]
+        output = model(share)
+        model.eval()
+        with torch.no_grad():
+            targets = model(share)
+        model.train()
+        loss = (output - targets - 1).square().mean()
+        loss.backward() if ddp else accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_an_evaluation_may_come_between_forward_and_backward_pass(world_pool: Any) -> None:
+    assert world_pool(2).run(under, "ddp", with_targets, False) == [
+        pytest.approx(one) for one in world_pool(2).run(under, "ddp", with_targets, True)
+    ]

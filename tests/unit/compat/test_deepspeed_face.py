@@ -69,6 +69,24 @@ def test_weights_are_updated_after_so_many_micro_batches() -> None:
     assert [name for name, _ in engine.named_parameters()] == ["module.weight", "module.bias"]
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken, self.left = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.taken(x)
+
+
+def test_parameters_that_a_step_leaves_out_are_decayed_as_by_deepspeed() -> None:
+    decaying = {"type": "SGD", "params": {"lr": 0.5, "weight_decay": 0.1}}
+    model = Heads()
+    before = model.left.weight.detach().clone()
+    config = {**CONFIG, "optimizer": decaying}
+    step(deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0])
+    torch.testing.assert_close(model.left.weight.detach(), before * 0.95)
+
+
 def test_clipping_to_one_is_the_default() -> None:
     model, (engine, *_) = start({"gradient_clipping": 1.0, "steps_per_print": 1})
     assert engine.get_global_grad_norm() is None
