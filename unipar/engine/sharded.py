@@ -35,8 +35,8 @@ _CHANGED = "is a view and is being modified inplace"
 _FREED = "are out of bounds for storage of size 0"
 
 _REMEDIES = (
-    "Under ddp and zero2, which leave weights whole, it runs as it stands. Under this strategy, for "
-    "a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
+    "Under ddp and zero2, which leave weights whole, it runs as it stands. Under this strategy, "
+    "for a loss: leave the parameters out of it. An L2 penalty c·Σp² is weight_decay=2c of SGD or "
     "Adam (but not of AdamW); any other is computed in the forward of the module that holds them, "
     "where they are whole, and returned with its output. For a moving average or a target network: "
     "build it once the model is prepared, as [p.detach().clone() for p in model.parameters()], "
