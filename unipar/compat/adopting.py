@@ -12,7 +12,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -399,7 +399,9 @@ class Adoption:
 
         Collective where a rank's part of the batch led to them.
         """
-        asked = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        named = isinstance(inputs, Mapping)
+        given = inputs.values() if named else inputs
+        asked = [given] if isinstance(given, torch.Tensor) else list(given)
         session, losses = current.session, list(tensors_of(outputs))
         of_weights = any(isinstance(one, nn.Parameter) for one in asked)
         if session is None or self.aware or not (self.parts.any_cut and of_weights):
@@ -407,7 +409,8 @@ class Adoption:
         if in_backward_pass() or not any(is_of_part(one) for one in losses if one.grad_fn):
             return take()
         factor = None
-        if len(losses) == 1 and losses[0].numel() == 1 and options.get("grad_outputs") is None:
+        alone = len(losses) == 1 and losses[0].numel() == 1 and not named
+        if alone and options.get("grad_outputs") is None:
             with contextlib.suppress(ConfigError):
                 factor = self.parts.factor_of(losses[0], session.world)
         if factor is None or options.get("create_graph"):

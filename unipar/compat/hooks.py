@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +95,7 @@ def _routed(
                  "create_graph": create_graph, "inputs": inputs}  # fmt: skip
         if _seer.backward(self, _given(asked)):
             return
-    _backward(self, gradient, retain_graph or _seer.retains or None, create_graph, inputs)
+    _backward(self, gradient, True if _seer.retains else retain_graph, create_graph, inputs)
 
 
 def _routed_function(
@@ -121,6 +121,12 @@ def _routed_function(
 
 @functools.wraps(_grad)
 def _taken(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    # They are looked at before torch does, and model.parameters() can be gone through once.
+    if isinstance(outputs, Iterator):
+        outputs = tuple(outputs)
+    if isinstance(inputs, Iterator):
+        inputs = tuple(inputs)
+
     def take() -> Any:
         return _grad(outputs, inputs, *args, **kwargs)
 

@@ -357,10 +357,12 @@ class PreparedOptimizer(Optimizer):
         """
         if closure is None:
             return None
-        steps = next(kind for kind in type(self.optimizer).__mro__ if "step" in vars(kind))
-        if steps is torch.optim.LBFGS or not steps.__module__.startswith("torch.optim."):
+        kind = type(self.optimizer)
+        if issubclass(kind, torch.optim.LBFGS) or not kind.step.__module__.startswith(
+            "torch.optim."
+        ):
             raise ConfigError(
-                f"optimizer.step(closure): {steps.__name__} may run the model several times in a "
+                f"optimizer.step(closure): {kind.__name__} may run the model several times in a "
                 "step, and an engine does once. Compute the loss and its gradients before, and "
                 "call optimizer.step(); or use an optimizer of torch.optim other than LBFGS."
             )

@@ -229,12 +229,14 @@ class _Graph:
     def _is_of_numbers(self, node: Any) -> bool:
         """Whether all that varies with samples was reduced before, as losses of tasks."""
         seen, todo = {node}, [one for one in nodes_after(node) if one in self._varying]
+        samples = self._samples
         while todo:
             one = todo.pop()
-            if one in seen or is_number(one) or over_samples(one, self._samples):
-                seen.add(one)
+            if one in seen:
                 continue
             seen.add(one)
+            if is_number(one) or over_samples(one, samples):
+                continue
             following = [below for below in nodes_after(one) if below in self._varying]
             if one in self._outputs or not following:
                 return False

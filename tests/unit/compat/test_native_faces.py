@@ -203,6 +203,29 @@ def test_copies_and_files_are_of_the_scripts_own_class() -> None:
     assert torch.equal(loaded.state_dict()["0.weight"], model.state_dict()["0.weight"])
 
 
+def test_gradients_are_taken_of_parameters_that_can_be_gone_through_once() -> None:
+    model, optimizer = trained()
+    step(model, optimizer)
+    loss = model(torch.ones(2, 4)).square().mean()
+    once: Any = (one for one in [loss]), model.parameters()
+    found = torch.autograd.grad(*once, retain_graph=True)
+    adopting.stop()
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    assert [one.tolist() for one in found] == [one.tolist() for one in expected]
+
+
+class Plain(torch.optim.Adagrad):
+    """A class of a script's own, which steps as torch's does."""
+
+
+def test_a_closure_is_run_by_optimizers_derived_from_torchs() -> None:
+    model = nn.Linear(4, 1)
+    optimizer: Any = Plain(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step(lambda: model(torch.ones(2, 4)).square().mean().backward())
+    assert adopting.adoption.trained
+
+
 def losses_of_closures() -> list[float]:
     """Losses of steps by closures, all but the first where no gradients are noted around them."""
     model = trained()[0]

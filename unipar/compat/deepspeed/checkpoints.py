@@ -154,10 +154,11 @@ class Keeping(nn.Module):
         Where they do, only rank 0 has it, and the others get an empty one.
         """
         state = self._model.whole_state_dict()
-        if exclude_frozen_parameters:
+        # The empty one of another rank says so itself where it is read.
+        if exclude_frozen_parameters and state:
             frozen = {n for n, one in self.module.named_parameters() if not one.requires_grad}
             state = {name: one for name, one in state.items() if name not in frozen}
-        if prefix:
+        if prefix and state:
             state = {f"{prefix}{name}": one for name, one in state.items()}
         if destination is None:
             return state
