@@ -21,19 +21,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.compat import hooks, reading
+from unipar.compat import hooks
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
+from unipar.compat.common_seed import CommonSeed
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import frozen_in, trained_by
-from unipar.compat.parts import Parts, warn_of_hooks
-from unipar.compat.reductions import is_of_part
 from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current, explain_spawned
-from unipar.compat.sample_flow import SampleFlow
+from unipar.compat.shares import mean_over
+from unipar.compat.splitting import Splitting, check_alike, is_looked_at
 from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES, StepEngine
 from unipar.engine.inner import in_backward_pass
-from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
 from unipar.launch import detect
 from unipar.session import Session
@@ -57,8 +56,7 @@ class Adoption:
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
         own_buffers: optimizers whose models have each rank's own batch statistics.
-        parts: of batches, which a rank has where the script knows nothing of ranks.
-        flow: of samples of such a part through what the script computes.
+        seed: that ranks draw by which know nothing of each other.
         inside: whether what is called now is called by an engine.
         retains: whether the backward pass under way is to leave its graph.
         through: whether a model is called through the wrapper that the script has put around it.
@@ -70,22 +68,25 @@ class Adoption:
 
     def __init__(self) -> None:
         self.aware = self.inside = self.retains = self.through = False
+        self.seed: CommonSeed | None = None
         self.sums_in_backward = self.by_ddp = self.accumulates = False
-        self.gathers = self.rank0_only = self._reads_losses = False
+        self.gathers = self.rank0_only = False
         self.synchronized = self.scripts_precision = False
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
         self.own_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.parts = Parts()
-        self.flow = SampleFlow(lambda: self.inside or in_backward_pass())
         self._pending: list[weakref.ref[Optimizer]] = []
         self._trained: list[weakref.ref[AdoptedOptimizer]] = []
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+        self._splittings: weakref.WeakKeyDictionary[AdoptedModel, Splitting] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._told: set[str] = set()
         self._told_of_around = False
-        self._names = 0
+        self._names = self._passes = 0
 
     # -- what the script builds ------------------------------------------------------------------
 
@@ -103,7 +104,14 @@ class Adoption:
         self._wrapped.add(one)
         if isinstance(one, nn.Module):
             self._frozen[one] = frozen_in(one)
+        self.note_aware()
+
+    def note_aware(self) -> None:
+        """Take notice of a script that divides its data among ranks itself."""
         self.aware = True
+        if self.seed is not None:
+            self.seed.give_back()
+            self.seed = None
 
     def ask(self, **settings: Any) -> None:
         """Ask for settings of the run, unless it is open."""
@@ -121,8 +129,14 @@ class Adoption:
 
     # -- taking up -------------------------------------------------------------------------------
 
-    def takes(self, module: nn.Module) -> bool:
-        """Put a module under the strategy if it is what an optimizer updates. Collective if so."""
+    def takes(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Put a module under the strategy if it is what an optimizer updates. Collective if so.
+
+        Args:
+            module: what is called.
+            args: what it is called with.
+            kwargs: likewise.
+        """
         # Before training, a model computes by itself; how training is meant is seen when it begins.
         if self.inside or not torch.is_grad_enabled():
             return False
@@ -139,14 +153,14 @@ class Adoption:
         if not its_own or not self._may_take(module, found[0]):
             self._passed.add(module)
             return False
-        self._take(module, found[0])
+        self._take(module, found[0], args, kwargs)
         return True
 
     def _may_take(self, module: nn.Module, optimizer: Optimizer) -> bool:
         alone = current.placement().size == 1
         scripted = isinstance(module, torch.jit.ScriptModule)
         odd = scripted or isinstance(optimizer, torch.optim.LBFGS)
-        if odd and not alone:
+        if odd and not alone and self.aware:
             raise ConfigError(
                 f"{type(module).__name__} is a scripted module, and on several ranks an engine "
                 "trains it, which takes a module of Python. Leave torch.jit.script out."
@@ -157,7 +171,7 @@ class Adoption:
             )
         return not odd
 
-    def _take(self, module: nn.Module, optimizer: Any) -> None:
+    def _take(self, module: nn.Module, optimizer: Any, args: Any, kwargs: Any) -> None:
         alone = current.placement().size == 1
         known = any(one in self._wrapped for one in (module, optimizer))
         if self.aware and not alone and not known:
@@ -167,8 +181,6 @@ class Adoption:
                 "Wrap it: DistributedDataParallel(model), or hvd.DistributedOptimizer(optimizer)."
             )
         session = self._open(module)
-        if not self.aware and session.world.data_size > 1 and session.world.is_main:
-            warn_of_hooks(module)
         self._names += 1
         name = "model" if "model" not in session.engines else f"model{self._names}"
         if self.synchronized and not getattr(session.strategy.options, "sync_batchnorm", False):
@@ -189,7 +201,13 @@ class Adoption:
             adopted.alike = alone or not self.aware
             adopted.same_parameters = self.by_ddp
             adopted.frozen = self._frozen.get(module)
+            splitting = None
+            if not self.aware and session.world.data_size > 1:
+                splitting = self._splittings[model] = Splitting(model, self.tell)
+                splitting.look_at(args, kwargs)
             adopted.take_over(model, name=name, compile=compiled)
+            if splitting is not None:
+                splitting.begin()
         optimizer.routed(adopted)
         pending: list[Any] = [one for ref in self._pending if (one := ref()) is not None]
         around = [one for one in pending if _holds(one, [optimizer])]
@@ -220,7 +238,7 @@ class Adoption:
             "leaves both whole, such as ddp or horovod."
         )
 
-    def _again(self, model: AdoptedModel) -> nn.Module | None:
+    def _again(self, model: AdoptedModel, args: Any, kwargs: Any) -> nn.Module | None:
         """A model that the script has built another optimizer for, taken up with that one."""
         pending = [one for ref in self._pending if (one := ref()) is not None]
         found = [
@@ -244,7 +262,7 @@ class Adoption:
         self._trained = [ref for ref in self._trained if (one := ref()) and one.model is not model]
         del module.__dict__["_unipar"]
         module.__class__ = type(module)._unipar_kind  # pyright: ignore[reportAttributeAccessIssue]
-        self._take(module, found[0])
+        self._take(module, found[0], args, kwargs)
         return module
 
     def _open(self, module: nn.Module) -> Session:
@@ -296,13 +314,11 @@ class Adoption:
     def compute(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
         """A forward pass of an adopted model."""
         if self._pending and torch.is_grad_enabled():
-            again = self._again(model)
+            again = self._again(model, args, kwargs)
             if again is not None:
                 return again(*args, **kwargs)
         model.__dict__["wrapped"] = self.through
         if torch.is_grad_enabled():
-            if model.learns:
-                self._check_flow((args, kwargs), f"what {type(model.module).__name__} is given")
             model.__dict__["around"] = not self.through and (model.around or not model.called)
         kind = model.world.device.type
         if self.gathers and kind != "cpu":
@@ -322,16 +338,13 @@ class Adoption:
         elif under and not half:
             asked = torch.autocast(kind, enabled=False)
         with asked, self.engine_calls():
-            if not self.aware and model.world.data_size > 1:
-                self.parts.even_out(model.module, model.world)
+            splitting = self._splittings.get(model)
+            if splitting is None:
+                output = model.forward(*args, **kwargs)
+            else:
                 model.even_out_weights()
-            output = model.forward(*args, **kwargs)
+                output = splitting.compute(args, kwargs)
         model.note(output, (args, kwargs))
-        if torch.is_grad_enabled() and not self.aware:
-            self.parts.uses += model.learns
-            self.parts.note(model.module, output, (args, kwargs))
-        if not self.aware:
-            self.flow.computed(output, (args, kwargs), self.parts.samples)
         return output
 
     def _in_fp32(self, model: AdoptedModel) -> contextlib.AbstractContextManager[Any]:
@@ -341,7 +354,7 @@ class Adoption:
             return _NOTHING
         if engine.precision.autocasts:
             return engine.precision.left_out()
-        self.parts.tell(
+        self.tell(
             "an evaluation under no autocast is computed in half precision as training is: the "
             "strategy has weights in that. Use ddp, which rounds them in the pass alone."
         )
@@ -359,9 +372,7 @@ class Adoption:
         if in_backward_pass():
             return False
         trained = self.trained
-        self.parts.uses += 1
         if not trained:
-            self.parts.refuse_alone()
             return False
         if led_to([loss]):
             one = trained_by(loss, trained)
@@ -369,7 +380,6 @@ class Adoption:
             called = [one for one in trained if isinstance(one.model, AdoptedModel)
                       and one.model.called]  # fmt: skip
             if len(called) != 1:
-                self.parts.refuse_alone()
                 return False
             one = called[0]
         size = one.world.data_size
@@ -381,11 +391,12 @@ class Adoption:
                 + ("." if given else "; or use a strategy that leaves gradients whole, such as "
                    "ddp, in a script that leaves the division of data to it.")
             )  # fmt: skip
-        self._check_flow(loss, "this loss", reduced=False)
         self._tell_of_around(one)
         with self.engine_calls(), _While(self, "retains") if retains else _NOTHING:
             if size > 1 and not self.aware:
-                loss = self.parts.weigh(loss, one.world)
+                self._passes += 1
+                if is_looked_at(self._passes):
+                    check_alike({"the loss": loss}, one.world)
             one.add(
                 loss * size if one.summed else loss,
                 likely_last=self.sums_in_backward and not self.accumulates,
@@ -397,60 +408,21 @@ class Adoption:
     ) -> Any:
         """Gradients of weights that a script asks for by itself, as those of the whole batch.
 
-        Collective where a rank's part of the batch led to them.
+        Collective where ranks have computed parts of it.
         """
         named = isinstance(inputs, Mapping)
-        given = inputs.values() if named else inputs
+        given = list(inputs.values()) if named else inputs
         asked = [given] if isinstance(given, torch.Tensor) else list(given)
-        session, losses = current.session, list(tensors_of(outputs))
-        of_weights = any(isinstance(one, nn.Parameter) for one in asked)
-        if session is None or self.aware or not (self.parts.any_cut and of_weights):
-            return take()
-        if in_backward_pass() or not any(is_of_part(one) for one in losses if one.grad_fn):
-            return take()
-        factor = None
-        alone = len(losses) == 1 and losses[0].numel() == 1 and not named
-        if alone and options.get("grad_outputs") is None:
-            with contextlib.suppress(ConfigError):
-                factor = self.parts.factor_of(losses[0], session.world)
-        if factor is None or options.get("create_graph"):
-            self.parts.tell(
-                "%s takes gradients of weights that are of this rank's part of a batch, and what "
-                "they are of the whole batch cannot be told: what is made of them is not as on one "
-                "process.",
-                reading.line(through_torch=True),
-            )
-            return take()
         found = take()
+        if in_backward_pass() or not self._splittings or not any(map(_is_weight, asked)):
+            return found
+        shares = next(iter(self._splittings.values())).shares
         with self.engine_calls():
-            return tuple(
-                self.parts.summed(grad, factor, session.world)
-                if grad is not None and isinstance(one, nn.Parameter)
-                else grad
-                for one, grad in zip(asked, found, strict=True)
-            )
-
-    def _check_flow(self, values: Any, what: str, *, reduced: bool = True) -> None:
-        """Refuse what is computed of samples in relation to each other, of which a rank has some.
-
-        Raises:
-            ConfigError: it is known to be.
-        """
-        found = self.flow.coupled(values, reduced=reduced) if self.flow.follows else None
-        if found is None:
-            return
-        if found.known:
-            raise ConfigError(
-                f"{what} compares the samples of a batch with each other ({found.how}), and each "
-                "rank has a part of the batch: what it would be of the whole batch cannot be told. "
-                "Run on one process, or divide data yourself, with DistributedDataParallel."
-            )
-        self.parts.tell(
-            "%s is computed by an operation of which it is not known whether it compares the "
-            "samples of a batch with each other, or leaves some out by their place (%s), and each "
-            "rank has a part of the batch: if it does, results are not those of one process.",
-            what, found.how,
-        )  # fmt: skip
+            grads = [
+                mean_over(grad, shares) if grad is not None and _is_weight(one) else grad
+                for one, grad in zip(asked, found.values() if named else found, strict=True)
+            ]
+        return dict(zip(inputs, grads, strict=True)) if named else tuple(grads)
 
     def _tell_of_around(self, trained: AdoptedOptimizer) -> None:
         """Warn once of gradients that DDP would leave to each rank."""
@@ -476,62 +448,19 @@ class Adoption:
         finally:
             self.accumulates = before
 
-    def read(self, value: torch.Tensor, leaves: bool) -> torch.Tensor:
-        """What a script gets that reads a value on the host. Collective if it is a part's loss.
-
-        Args:
-            value: a tensor.
-            leaves: whether it leaves the device, and so may be decided by.
-        """
-        if self.inside or in_backward_pass() or type(value) is not torch.Tensor:
-            return value
-        session = current.session
-        if session is None or not self.trained or (value.is_leaf and value.requires_grad):
-            return value
-        with self.engine_calls():
-            if value.grad_fn is not None and value.numel() == 1:
-                try:
-                    found = self.parts.whole(value, session.world)
-                except (ConfigError, RuntimeError):
-                    # What cannot be told is refused where it is trained on.
-                    if leaves and (line := reading.line()):
-                        self.parts.tell(
-                            "%s reads a figure of a training batch on the host, and what it is of "
-                            "the whole batch cannot be told: it is of this rank's part, and ranks "
-                            "may decide differently by it. Read it before backward(), which frees "
-                            "the graph that tells; or decide by the loss.",
-                            line,
-                        )
-                    return value
-                self._reads_losses = True
-                return found if leaves or value.requires_grad else value
-            # A sum of losses that were detached is of whole batches already.
-            figure = leaves and not (value.is_floating_point() and self._reads_losses)
-            inside = self.parts.giving or torch.is_grad_enabled()
-            if figure and self.parts.cut and inside and (line := reading.line()):
-                self.parts.tell(
-                    "%s reads a figure on the host that has no graph of its own. If it is of a "
-                    "training batch, it is of this rank's part, and ranks may decide differently "
-                    "by it: decide by the loss, or by a figure over the validation data, read "
-                    "under torch.no_grad().",
-                    line,
-                )
-        return value
-
     def check_alone(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that several ranks would have to sum."""
         if self.inside or current.placement().size == 1:
             return
         kind = type(optimizer).__name__
-        if not self.aware and not self.parts.any_cut and current.session is None:
+        if not self.aware:
             # Each rank does what one process would do.
-            if current.placement().rank == 0:
-                self.parts.tell(
-                    "this %s updates no module that was called as a whole, and no DataLoader of "
-                    "torch's gives this script its batches, so each of %d ranks trains by itself, "
-                    "without the strategy: results are those of one process, and no faster.",
-                    kind, current.placement().size,
-                )  # fmt: skip
+            self.tell(
+                "this %s updates no module that was called as a whole, so each of %d ranks trains "
+                "by itself what it updates, without the strategy: results are those of one "
+                "process, and no faster.",
+                kind, current.placement().size,
+            )  # fmt: skip
             return
         holder = _holder_of(optimizer)
         if holder is not None:
@@ -547,6 +476,13 @@ class Adoption:
             "gradients, and trains the parameters of one nn.Module that is called as a whole. Put "
             "them into one, with one optimizer."
         )
+
+    def tell(self, message: str, *args: Any) -> None:
+        """Warn on rank 0, once of each thing."""
+        said = message % args
+        if said not in self._told and current.placement().rank == 0:
+            log.warning("%s", said)
+        self._told.add(said)
 
     def refuse_parts(self, call: str) -> None:
         """Refuse what only some ranks may call, of what ranks have parts of.
@@ -595,13 +531,9 @@ class _While:
     def __enter__(self) -> None:
         self._before = getattr(self._of, self._name)
         setattr(self._of, self._name, True)
-        # Compilers leave alone what is followed.
-        self._paused = self._name == "inside" and self._of.flow.pause()
 
     def __exit__(self, *error: Any) -> None:
         setattr(self._of, self._name, self._before)
-        if self._paused:
-            self._of.flow.go_on()
 
 
 _NOTHING = contextlib.nullcontext()
@@ -616,6 +548,8 @@ def start() -> None:
         own = replace(place, device_type="cuda").device
         if own.index < torch.cuda.device_count():
             torch.cuda.set_device(own)
+    if place is not None and place.size > 1:
+        adoption.seed = CommonSeed(place)
     hooks.put(adoption)
     explain_spawned()
 
@@ -629,10 +563,8 @@ def stop() -> None:
 def close() -> None:
     """End the run; what is built afterwards is of another."""
     current.close()
-    adoption.flow.stop()
     adoption.__init__()
     hooks.watch(False)
-    reading.remove()
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
@@ -668,3 +600,7 @@ def _holder_of(optimizer: Optimizer) -> str | None:
 def _release(session: Session, name: str) -> None:
     if name in session.engines and current.session is session:
         session.release(name)
+
+
+def _is_weight(one: Any) -> bool:
+    return isinstance(one, nn.Parameter)

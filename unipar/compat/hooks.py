@@ -25,7 +25,7 @@ class Seer(Protocol):
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that has just been built."""
 
-    def takes(self, module: nn.Module) -> bool:
+    def takes(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Whether a module that is called has another class now."""
         ...
 
@@ -76,7 +76,7 @@ def _noting(self: Optimizer, *args: Any, **kwargs: Any) -> None:
 
 
 def _watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _seer.takes(self):
+    if _seer.takes(self, args, kwargs):
         # It has another class now.
         return self(*args, **kwargs)
     return _call(self, *args, **kwargs)

@@ -14,7 +14,6 @@ REPLACED: dict[str, tuple[str, str]] = {
     "torch.nn.parallel.distributed": (f"{_NATIVE}.wrappers", "DistributedDataParallel"),
     "torch.nn.utils": (f"{_NATIVE}.calls", "clip_grad_norm_ clip_grad_value_"),
     "torch.nn.utils.clip_grad": (f"{_NATIVE}.calls", "clip_grad_norm_ clip_grad_value_"),
-    "torch.optim.lr_scheduler": (f"{_NATIVE}.scheduling", "ReduceLROnPlateau"),
     "torch.distributed": (
         f"{_NATIVE}.calls",
         "destroy_process_group get_backend get_rank get_world_size init_process_group "
@@ -41,8 +40,6 @@ REPLACED: dict[str, tuple[str, str]] = {
     "torch.amp.grad_scaler": (f"{_NATIVE}.scaling", "GradScaler"),
     "torch.cuda.amp": (f"{_NATIVE}.scaling", "GradScaler"),
     "torch.cuda.amp.grad_scaler": (f"{_NATIVE}.scaling", "GradScaler"),
-    "torch.utils.data": (f"{_NATIVE}.data", "DataLoader"),
-    "torch.utils.data.dataloader": (f"{_NATIVE}.data", "DataLoader"),
 }
 """By module of PyTorch: the module that has the face's, and their names."""
 
@@ -58,11 +55,11 @@ REFUSED = Table(
         "Under a strategy that divides gradients, and in a script with ranks of its own. Add "
         "losses, and call it once."),
     Row("LBFGS Own(params).step(closure)", "refused",
-        "On several ranks: an engine runs the model once in a step, as optimizers of torch.optim "
-        "but LBFGS do with a closure. Use one of these."),
+        "On ranks with data of their own: an engine runs the model once in a step, as optimizers "
+        "of torch.optim but LBFGS do with a closure. Use one of these."),
     Row("SGD([*a.parameters(),*b.parameters()])", "refused",
-        "On several ranks that share batches: an engine trains one nn.Module that is called as a "
-        "whole. Put them into one."),
+        "On such ranks: an engine trains one nn.Module that is called as a whole. Put them into "
+        "one."),
     Row("loss.backward();opt1.step();opt2.step()", "refused",
         "A loss trains one model. Put both into one nn.Module with one optimizer."),
     Row("p.grad", "refused",
@@ -72,16 +69,9 @@ REFUSED = Table(
     Row("loss.backward()", "refused",
         "After optimizer.step() without optimizer.zero_grad(), under such a strategy: PyTorch "
         "would add to the gradients of the last step."),
-    Row("loss.sum()/n sqrt(loss) out.std(0) x-x.mean(0) x.flip(0) out@out.t()", "refused",
-        "In a script that knows nothing of ranks, on several: what is neither a mean over samples "
-        "nor a sum, or compares samples of a batch, cannot be told from a part of it. Take "
-        "loss.mean(), or the sum alone; or run on one process."),
-    Row("DataLoader(…)", "refused",
-        "In such a script: of a loader that is read to its end while no model is trained, each "
-        "rank has had a part. Read it under torch.no_grad(), or after model.eval()."),
-    Row("p-=lr*p.grad", "refused",
-        "In such a script, over batches of a DataLoader: nothing would sum the gradients. Use an "
-        "optimizer of torch.optim."),
+    Row("model(x)", "refused",
+        "In a script that knows nothing of ranks, where x is another on each of them: seed what it "
+        "draws."),
     Row("clip_grad_value_ clip_grad_norm_(norm_type=1)", "refused",
         "Under a strategy that divides gradients, as of some parameters of a model alone: these "
         "clip by the 2-norm of all. Use clip_grad_norm_, or ddp."),
@@ -102,7 +92,8 @@ REFUSED = Table(
         "The strategy divides the state: strategy: {name: ddp, shard_optimizer: true}."),
     Row("Join", "refused", "Ranks run as many steps as each other. Use a DistributedSampler."),
     Row("torch.jit.script", "refused",
-        "Of a model that is trained, on several ranks. Leave it out, or use torch.compile."),
+        "Of a model that is trained, on ranks with data of their own. Leave it out, or use "
+        "torch.compile."),
     Row("model.state_dict() optimizer.state_dict()", "refused",
         "In a script with ranks of its own, under a strategy that divides state: call "
         "unipar.compat.torch.whole_state_dict(model) on all ranks."),

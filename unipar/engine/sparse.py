@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from unipar.utils.torch_versions import all_gather
+
 
 def sparse_parameters(module: nn.Module) -> dict[nn.Parameter, str]:
     """The parameters whose gradients are sparse, with their names."""
@@ -50,7 +52,7 @@ class SparseSum:
         self._parameter, self._size, self._dtype = parameter, own.shape, own.dtype
         rows = torch.tensor([len(own.values()) if used else _UNUSED], device="cpu")
         gathered = torch.empty(dist.get_world_size(group), dtype=rows.dtype, device="cpu")
-        dist.all_gather_into_tensor(gathered, rows, group=group)
+        all_gather(gathered, rows, group=group)
         self.used = bool((gathered != _UNUSED).any())
         self._rows: list[int] = gathered.clamp(min=0).tolist()
         indices, finding = self._gather(own.indices().mT, group)
@@ -64,7 +66,7 @@ class SparseSum:
         sent = own.new_zeros(longest, *own.shape[1:])
         sent[: len(own)] = own
         received = own.new_empty(len(self._rows), *sent.shape)
-        work = dist.all_gather_into_tensor(received.flatten(0, 1), sent, group=group, async_op=True)
+        work = all_gather(received.flatten(0, 1), sent, group=group, async_op=True)
         assert work is not None
         return received, work
 

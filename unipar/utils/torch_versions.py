@@ -15,12 +15,20 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from unipar.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def all_gather(received: torch.Tensor, sent: torch.Tensor, **how: Any) -> Any:
+    """``torch.distributed.all_gather_single``, by the name that this version has for it."""
+    # torch 2.13 has renamed all_gather_into_tensor, and warns of the older name.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(received, sent, **how)
 
 
 def meta_device() -> torch.device:

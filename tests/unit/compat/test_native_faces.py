@@ -461,7 +461,7 @@ def test_what_gloo_joins_may_compute_on_gpus_where_there_are_any(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(run, "join", join)
     monkeypatch.setattr(calls, "detect", lambda: object())
-    monkeypatch.setattr(calls, "adoption", types.SimpleNamespace(aware=False))
+    monkeypatch.setattr(calls, "adoption", types.SimpleNamespace(note_aware=lambda: None))
     monkeypatch.setattr(calls, "current", own)
     calls.init_process_group("gloo")
     assert asked == [("cpu", moves)]

@@ -40,7 +40,8 @@ def init_process_group(
             f"init_process_group(world_size={world_size}) comes after a model was trained, which "
             f"is a run of {current.placement().size} already. Call it before that."
         )
-    adoption.aware, current.unasked = True, False
+    adoption.note_aware()
+    current.unasked = False
     if detect() is None:
         _describe(init_method or "env://", world_size, rank, store)
     # What gloo joins may be CPUs on a machine with GPUs, or GPUs.

@@ -47,7 +47,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if comm or process_sets:
         CALLS.refuse("process_set=…", "hvd.init of some ranks")
     start()
-    adoption.aware = True
+    adoption.note_aware()
     current.world(asked=False)
 
 

@@ -1,0 +1,69 @@
+"""Batch norms of a model of which each rank computes a part of the batch: over that of all ranks.
+
+``torch.nn.SyncBatchNorm`` has no kernel for CPUs, and is another class, which scripts would see.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unipar.compat.shares import sum_over
+
+_own_forward: Any = _BatchNorm.forward
+_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+
+
+def normalize_over(group: Any, module: nn.Module) -> None:
+    """Compute the statistics in a module over a group from now on; over no other for ``None``.
+
+    What a backward pass computes once more, as checkpoints do, needs them as they were, so they
+    stay until told otherwise.
+    """
+    # The class itself, for copies and files of modules are to have nothing of this.
+    _BatchNorm.forward = _forward
+    for one in module.modules():
+        if isinstance(one, _BatchNorm):
+            if group is None:
+                _groups.pop(one, None)
+            else:
+                _groups[one] = group
+
+
+def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+    group = _groups.get(self)
+    if group is None or not (self.training or self.running_mean is None):
+        return _own_forward(self, input)
+    self._check_input_dim(input)
+    along = [dim for dim in range(input.dim()) if dim != 1]
+    shape = [1, -1, *[1] * (input.dim() - 2)]
+    # In fp32, as torch's kernels.
+    wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    count = wide.new_full((1,), wide.numel() / wide.shape[1])
+    sums = sum_over(torch.cat([wide.sum(along), count]), group)
+    total = sums[-1].detach()
+    mean = sums[:-1] / total
+    centered = wide - mean.view(shape)
+    variance = sum_over(centered.square().sum(along), group) / total
+    if self.training and self.running_mean is not None:
+        _keep(self, mean.detach(), variance.detach() * total / (total - 1))
+    found = centered * torch.rsqrt(variance + self.eps).view(shape)
+    if self.weight is not None:
+        found = found * self.weight.view(shape)
+    if self.bias is not None:
+        found = found + self.bias.view(shape)
+    return found.to(input.dtype)
+
+
+def _keep(module: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:
+    with torch.no_grad():
+        module.num_batches_tracked += 1
+        by: Any = module.momentum
+        if by is None:
+            by = 1 / module.num_batches_tracked.to(mean.dtype)
+        module.running_mean.lerp_(mean.to(module.running_mean.dtype), by)
+        module.running_var.lerp_(variance.to(module.running_var.dtype), by)

@@ -1,0 +1,139 @@
+"""Parts of tensors that ranks hold, and whole ones made of them, with gradients.
+
+Ranks that compute one and the same loss of a whole tensor each have its whole gradient. Gradients
+of weights are averaged over ranks, so what goes into a rank's part counts as often as there are
+ranks, and what comes out of it once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from unipar.utils.torch_versions import all_gather
+
+
+class Shares(NamedTuple):
+    """How a dimension is divided among ranks.
+
+    Attributes:
+        sizes: of each rank's part, in their order along the dimension.
+        rank: this one's place among them.
+        group: theirs.
+    """
+
+    sizes: tuple[int, ...]
+    rank: int
+    group: Any
+
+    @classmethod
+    def of(cls, length: int, rank: int, size: int, group: Any) -> Shares:
+        """As equal parts as there can be."""
+        ends = [length * (one + 1) // size for one in range(size)]
+        sizes = tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+        return cls(sizes, rank, group)
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's part begins."""
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def own(self) -> int:
+        """The size of this rank's part."""
+        return self.sizes[self.rank]
+
+    def times(self, factor: int) -> Shares:
+        """Of a dimension with so many entries for each one of this one's."""
+        return self._replace(sizes=tuple(size * factor for size in self.sizes))
+
+
+def part_of(whole: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
+    """This rank's part of a tensor that all have; a view where it needs no gradient.
+
+    The backward pass is collective if it does need one.
+    """
+    if whole.requires_grad and torch.is_grad_enabled():
+        return _Part.apply(whole, dim, shares)
+    return whole.narrow(dim, shares.begin, shares.own)
+
+
+def whole_of(part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
+    """What all ranks' parts make, on each. Collective."""
+    return _Whole.apply(part, dim, shares)
+
+
+def mean_over(value: torch.Tensor, shares: Shares) -> torch.Tensor:
+    """The mean over ranks. Collective."""
+    return _Mean.apply(value, shares)
+
+
+def sum_over(value: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over ranks, each of which goes on with it by itself. Collective, backward too."""
+    return _Sum.apply(value, group)
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
+        ctx.dim, ctx.shares = dim, shares
+        return whole.narrow(dim, shares.begin, shares.own).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Whole.apply(grads[0] / len(ctx.shares.sizes), ctx.dim, ctx.shares), None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
+        ctx.dim, ctx.shares = dim, shares
+        return _gathered(part, dim, shares)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Part.apply(grads[0] * len(ctx.shares.sizes), ctx.dim, ctx.shares), None, None
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, shares: Shares) -> torch.Tensor:
+        found = value.clone()
+        dist.all_reduce(found, group=shares.group)
+        return found / len(shares.sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        found = value.clone()
+        dist.all_reduce(found, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _Sum.apply(grads[0], ctx.group), None
+
+
+def _gathered(part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
+    """Parts of all ranks; uneven ones are filled up, for collectives take even ones alone."""
+    # Not every backend knows these.
+    sent = part.view(torch.uint8) if part.dtype is torch.bool else part
+    sent = sent.movedim(dim, 0).contiguous()
+    most, own = max(shares.sizes), shares.own
+    if own < most:
+        sent = torch.cat([sent, sent.new_zeros((most - own, *sent.shape[1:]))])
+    found = sent.new_empty((most * len(shares.sizes), *sent.shape[1:]))
+    all_gather(found, sent, group=shares.group)
+    if min(shares.sizes) < most:
+        rows = found.unflatten(0, (len(shares.sizes), most))
+        found = torch.cat([row[:size] for row, size in zip(rows, shares.sizes, strict=True)])
+    found = found.movedim(0, dim).contiguous()
+    return found.view(torch.bool) if part.dtype is torch.bool else found
