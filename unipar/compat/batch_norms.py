@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -14,8 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unipar.compat.shares import sum_over
 
+_OVER = "_unipar_over"
+"""Set on a module to its own identity, which no copy of it has. Compilers see it change."""
 _own_forward: Any = _BatchNorm.forward
-_groups: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_groups: list[Any] = [None]
 
 
 def normalize_over(group: Any, module: nn.Module) -> None:
@@ -24,20 +25,21 @@ def normalize_over(group: Any, module: nn.Module) -> None:
     What a backward pass computes once more, as checkpoints do, needs them as they were, so they
     stay until told otherwise.
     """
-    # The class itself, for copies and files of modules are to have nothing of this.
+    # torch 2.13, torch/nn/modules/batchnorm.py. The class itself, for copies and files of modules
+    # are to have nothing of this.
     _BatchNorm.forward = _forward
+    if group is not None:
+        _groups[0] = group
     for one in module.modules():
         if isinstance(one, _BatchNorm):
-            if group is None:
-                _groups.pop(one, None)
-            else:
-                _groups[one] = group
+            one.__dict__[_OVER] = None if group is None else id(one)
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    group = _groups.get(self)
-    if group is None or not (self.training or self.running_mean is None):
+    over = getattr(self, _OVER, None) == id(self)
+    if not over or not (self.training or self.running_mean is None):
         return _own_forward(self, input)
+    group = _groups[0]
     self._check_input_dim(input)
     along = [dim for dim in range(input.dim()) if dim != 1]
     shape = [1, -1, *[1] * (input.dim() - 2)]

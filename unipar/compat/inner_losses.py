@@ -50,7 +50,11 @@ def share_of(loss: torch.Tensor, shares: Shares) -> torch.Tensor | float | str:
         return str(why)
     if count is None:
         return float(size) if kind == "sum" else shares.own * size / sum(shares.sizes)
-    own = torch.as_tensor(count, dtype=torch.float64, device=loss.device)
+    own = (
+        count.double()
+        if isinstance(count, torch.Tensor)
+        else torch.full((), count, dtype=torch.float64, device=loss.device)
+    )
     total = own.clone()
     dist.all_reduce(total, group=shares.group)
     return (own * size / total.clamp(min=1e-300)).to(loss.dtype)

@@ -308,7 +308,7 @@ class Splitting:
 
     def _tried(
         self, whole: _Trial, inputs: tuple[int | None, ...], args: Any, kwargs: Any,
-        given: Sequence[Any],
+        given: Sequence[Any], *, first: bool = True,
     ) -> tuple[_Plan | None, str]:  # fmt: skip
         """Whether parts that are cut up so make the whole, as all ranks find. Collective."""
         plan = _Plan(inputs, ())
@@ -327,11 +327,11 @@ class Splitting:
         # A graph without a backward pass is nothing for what divides weights.
         whole_weights = self._model.training_by is None or not self._model.divided
         if whole_weights and any(kind.dim == _LOSS for kind in outputs):
-            why = self._agreed(self._tried_losses(whole, plan, shares, args, kwargs))
+            why = self._agreed(self._tried_losses(whole, plan, shares, args, kwargs, first))
         return (None, why) if why else (plan, "")
 
     def _tried_losses(
-        self, whole: _Trial, plan: _Plan, shares: Shares, args: Any, kwargs: Any
+        self, whole: _Trial, plan: _Plan, shares: Shares, args: Any, kwargs: Any, first: bool
     ) -> str:
         """Why losses that the model computes cannot be put together, if they cannot. Collective."""
         part = self._run(*_cut((args, kwargs), plan, shares), graph=True)
@@ -342,7 +342,8 @@ class Splitting:
             if kind.dim != _LOSS:
                 continue
             why = why_unsure(one, shares)
-            factor = why or share_of(one, shares)
+            # What an earlier batch has told, this one need not.
+            factor = why if why and (first or why != UNSURE) else share_of(one, shares)
             if isinstance(factor, str):
                 return f"it gives a loss that {factor}"
             if not _close(mean_over(one.detach() * factor, shares), expected, self._rounding):
@@ -352,7 +353,7 @@ class Splitting:
     def _try_again(self, plan: _Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> None:
         normalize_over(None, self._model.module)
         whole = self._run(args, kwargs)
-        again, why = self._tried(whole, plan.inputs, args, kwargs, given)
+        again, why = self._tried(whole, plan.inputs, args, kwargs, given, first=False)
         if again != plan:
             raise ConfigError(
                 f"{type(self._model.module).__name__} computed each sample of a batch by itself, "
@@ -446,11 +447,16 @@ def _own_weights(module: nn.Module, *, first: bool) -> Iterator[list[str]]:
         The names of those that were changed within, known at the end.
     """
     changed: list[str] = []
+    held = [(part, dict(part._parameters)) for part in module.modules()]
     named = [(name, one, one._version) for name, one in module.named_parameters()]
     copies = [one.detach().clone() for _, one, _ in named] if first else []
     yield changed
+    now = dict(module.named_parameters())
     # What is changed through `.data` has no other version.
-    changed += [name for name, one, version in named if one._version != version]
+    changed += [name for name, one, version in named
+                if now.get(name) is not one or one._version != version]  # fmt: skip
+    for part, parameters in held:
+        part._parameters.update(parameters)
     with torch.no_grad():
         for (name, one, _), copy in zip(named, copies, strict=False):
             if not torch.equal(one, copy):

@@ -1,0 +1,531 @@
+"""Models that ranks compute in parts, held against plain PyTorch on one process."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+from unipar.compat import adopting
+from unipar.compat.run import current
+from unipar.errors import ConfigError
+from unipar.world import Placement
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+Found = tuple[list[float], list[str]]
+"""Numbers that a script has computed, and what it was told."""
+
+
+def plainly(placement: Placement, strategy: str, act: Callable[[], list[float]]) -> Found | str:
+    """Act as a script that knows nothing of ranks; or the error that it ends by."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("UNIPAR_STRATEGY", strategy)
+    current.stand(placement, Path("unipar.yaml"))
+    logging.getLogger("unipar").addHandler(handler)
+    adopting.start()
+    try:
+        return act(), told
+    except ConfigError as error:
+        return str(error)
+    finally:
+        adopting.stop()
+        current.close()
+        logging.getLogger("unipar").removeHandler(handler)
+        monkeypatch.undo()
+
+
+def train(
+    model: nn.Module,
+    loss_of: Callable[[Any, torch.Tensor], torch.Tensor],
+    batches: list[torch.Tensor],
+) -> list[float]:
+    """Losses, a number drawn after each, and at last what is in the model's state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found = []
+    for batch in batches:
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += [loss.item(), torch.rand(()).item()]
+    with torch.no_grad():
+        return found + [one.double().sum().item() for one in model.state_dict().values()]
+
+
+def batches(*sizes: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(size, 6) for size in sizes]
+
+
+UNEVEN = (4, 5, 7, 1, 4)
+"""Parts of these are unlike; one sample is all of a batch."""
+
+
+def check(found: list[Found | str], act: Callable[[], list[float]], told: str = "") -> None:
+    """Each rank has what one process has without unipar, and is told so much, or nothing."""
+    expected = act()
+    for rank, one in enumerate(found):
+        assert isinstance(one, tuple), one
+        assert one[0] == pytest.approx(expected, rel=2e-4, abs=1e-5)
+        if rank == 0 and told:
+            assert any(told in line for line in one[1]), one[1]
+        else:
+            assert not one[1]
+
+
+# -- in parts ------------------------------------------------------------------------------------
+
+
+class Contrast(nn.Module):
+    """Batch norms of both kinds of averages, one of them computed once more in backward passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.second = nn.Sequential(
+            nn.Linear(8, 6), nn.BatchNorm1d(6, momentum=None, affine=False), nn.Linear(6, 4)
+        )
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden: Any = checkpoint(self.first, x, use_reentrant=False)
+        return {"hidden": hidden, "output": self.second(hidden)}
+
+
+def contrast() -> list[float]:
+    torch.manual_seed(1)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        one, other = model(x), model(x[torch.randperm(len(x))].flip(1))
+        near = one["output"] @ other["output"].T
+        return functional.cross_entropy(near, torch.arange(len(x))) + one["hidden"].std()
+
+    return train(Contrast(), loss_of, batches(4, 5, 7, 4))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Embedding(9, 6), nn.LSTM(6, 5), nn.Linear(5, 9)
+
+    def forward(self, words: torch.Tensor, state: Any = None) -> Any:
+        output, state = self.rnn(self.embed(words), state)
+        return self.head(output), state
+
+
+def time_first() -> list[float]:
+    """A state that is handed on from piece to piece of long sequences."""
+    torch.manual_seed(1)
+    text, state = torch.randint(9, (4, 3, 5)), None
+
+    def loss_of(model: nn.Module, index: torch.Tensor) -> torch.Tensor:
+        nonlocal state
+        words = text[int(index)]
+        output, state = model(words) if state is None else model(words, state)
+        state = tuple(one.detach() for one in state)
+        return functional.cross_entropy(output[:-1].flatten(0, 1), words[1:].flatten())
+
+    return train(Recurrent(), loss_of, [torch.tensor(one) for one in range(4)])
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Tagger(nn.Module):
+    """Its loss is a mean over words that are known, of which ranks have unlike numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 6), nn.Linear(6, 9)
+
+    def forward(self, words: torch.Tensor, *, labels: torch.Tensor, sizes: list[int]) -> Output:
+        weights = torch.tensor(sizes).float()[:, None, None]
+        logits = self.head(self.embed(words).tanh() / weights)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=0)
+        return Output(loss, logits)
+
+
+def inner_loss() -> list[float]:
+    torch.manual_seed(1)
+    text = torch.randint(9, (4, 5, 3))
+    text[:, 0] = 0
+
+    def loss_of(model: nn.Module, index: torch.Tensor) -> torch.Tensor:
+        words = text[int(index)]
+        output = model(words, labels=words, sizes=list(range(1, 1 + len(words))))
+        return output.loss + 0.01 * output.logits.square().sum()
+
+    return train(Tagger(), loss_of, [torch.tensor(one) for one in range(4)])
+
+
+def penalties() -> list[float]:
+    """A critic's gradient penalty through both networks, and gradients of weights with a graph."""
+    torch.manual_seed(1)
+    maker = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    critic = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    making = torch.optim.SGD(maker.parameters(), lr=0.02)
+    judging = torch.optim.SGD(critic.parameters(), lr=0.02)
+    first, last = list(critic.parameters())[0:3:2]
+    found = []
+    for x in batches(*UNEVEN):
+        made = maker(torch.randn_like(x))
+        inputs = (0.5 * x + 0.5 * made.detach()).requires_grad_()
+        slope = torch.autograd.grad(critic(inputs).sum(), inputs, create_graph=True)[0]
+        loss = critic(made.detach()).mean() - critic(x).mean()
+        loss = loss + (slope.norm(dim=1) - 1).pow(2).mean()
+        steep = torch.autograd.grad(loss, last, create_graph=True, retain_graph=True)[0]
+        judging.zero_grad()
+        (loss + steep.square().sum()).backward()
+        judging.step()
+        making.zero_grad()
+        fooled = -critic(made).mean() + 0.1 * first.square().sum()
+        fooled.backward()
+        making.step()
+        found += [loss.item(), fooled.item(), steep.norm().item()]
+    weights = [*maker.parameters(), *critic.parameters()]
+    return found + [one.double().sum().item() for one in weights]
+
+
+IN_PARTS = [contrast, time_first, inner_loss, penalties]
+
+
+@pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)
+def test_two_ranks_compute_parts_of_what_one_process_does(
+    world_pool: Any, act: Callable[[], list[float]]
+) -> None:
+    check(world_pool(2).run(plainly, "ddp", act), act)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["fsdp", "zero2", "horovod"])
+@pytest.mark.parametrize("act", IN_PARTS[:3], ids=lambda one: one.__name__)
+def test_so_do_they_under_other_strategies(
+    world_pool: Any, act: Callable[[], list[float]], strategy: str
+) -> None:
+    # Where weights are divided, what a model gives is tried as it is first called alone.
+    told = "it was called otherwise at first, when its weights were whole"
+    stated = act is time_first and strategy == "fsdp"
+    check(world_pool(2).run(plainly, strategy, act), act, told if stated else "")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)
+def test_three_ranks_compute_unlike_parts(world_pool: Any, act: Callable[[], list[float]]) -> None:
+    check(world_pool(3).run(plainly, "ddp", act), act)
+
+
+# -- whole on each rank --------------------------------------------------------------------------
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+
+class Keeping(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.activations = self.linear(x)
+        return self.activations.relu()
+
+
+class Moving(Base):
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        self.mean.lerp_(output.detach().mean(0), 0.1)
+        return output
+
+
+class Renormalized(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 6, max_norm=0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.table((x[:, 0] > 0).long())
+
+
+class Clamped(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear.weight.data.clamp_(-0.2, 0.2)
+        return self.linear(x)
+
+
+class Attending(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        return (output @ output.T).softmax(1) @ output
+
+
+class Noisy(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + torch.randn_like(x)
+
+
+class Mixing(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * float(np.random.rand()) * random.random()
+
+
+class InPlace(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.mul_(0.5))
+
+
+class Packed(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = 1 + (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+        packed = pack_padded_sequence(
+            self.linear(x).unflatten(1, (3, 2)), lengths, batch_first=True, enforce_sorted=False
+        )
+        return pad_packed_sequence(packed, batch_first=True, total_length=3)[0].flatten(1)
+
+
+class OddLoss(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).square().mean().sqrt()
+
+
+class Divided(Base):
+    """As many are asked for in each part, so it may be a constant."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        asked = torch.ones(len(x))
+        return (self.linear(x).square().mean(1) * asked).sum() / asked.sum()
+
+
+class Hooked(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.register_forward_hook(lambda module, args, output: output - output.mean(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+RELATED = "it sets the samples of a batch in relation to each other"
+WHOLE: list[tuple[type[nn.Module], str]] = [
+    (Keeping, "keeps what it computes of a batch in attributes (activations)"),
+    (Moving, "keeps what it computes of a batch in buffers (mean)"),
+    (Renormalized, "changes its weights as it computes (table.weight)"),
+    (Clamped, "changes its weights as it computes (linear.weight)"),
+    (Attending, RELATED),
+    (Noisy, "draws random numbers otherwise than for dropout"),
+    (Mixing, "draws random numbers by random or NumPy"),
+    (InPlace, "changes what it is given in place"),
+    (OddLoss, "gives a loss that comes to one number by SqrtBackward"),
+    (Divided, "divided by a tensor that may count what is summed, or be a constant"),
+    (Hooked, "hooks in it are to see whole batches"),
+]
+
+
+def whole() -> list[float]:
+    found = []
+    for kind, _ in WHOLE:
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        found += train(kind(), lambda model, x: model(x).square().mean(), batches(*[4] * 11))
+    return found
+
+
+def test_what_parts_do_not_make_each_rank_computes_whole_and_says_why(world_pool: Any) -> None:
+    found, expected = world_pool(2).run(plainly, "ddp", whole), whole()
+    for rank, one in enumerate(found):
+        assert isinstance(one, tuple), one
+        assert one[0] == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        assert len(one[1]) == (0 if rank else len(WHOLE)), one[1]
+    for line, (kind, why) in zip(found[0][1], WHOLE, strict=True):
+        assert f"each of 2 ranks computes all of every batch by {kind.__name__}: " in line
+        assert why in line
+        assert line.endswith("Results are those of one process, and no faster.")
+
+
+def hooked_later() -> list[float]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[Any] = []
+    found = []
+    for step, x in enumerate(batches(4, 4, 4)):
+        if step == 1:
+            model[0].register_forward_hook(lambda module, args, output: seen.append(output))
+        optimizer.zero_grad()
+        loss = model(x).square().mean() + sum(one.std() for one in seen)
+        loss.backward()
+        optimizer.step()
+        found += [loss.item(), len(seen)]
+        seen.clear()
+    return found
+
+
+def by_parts_of_it() -> list[float]:
+    """By a method other than forward, by two networks at once, by tensors in no module."""
+    torch.manual_seed(1)
+    one, other, weight = nn.Linear(6, 6), nn.Linear(6, 1), torch.ones(6, requires_grad=True)
+    both = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.05)
+    alone = torch.optim.LBFGS([weight], lr=0.05)
+    found = []
+    for x in batches(4, 5):
+        both.zero_grad()
+        loss = other(one(x)).square().mean()
+        loss.backward()
+        both.step()
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            alone.zero_grad()
+            found = (x @ weight).square().mean()
+            found.backward()
+            return found
+
+        found += [loss.item(), float(alone.step(closure))]
+    return found
+
+
+def test_what_no_engine_trains_each_rank_trains_whole(world_pool: Any) -> None:
+    told = "updates no module that was called as a whole, so each of 2 ranks trains by itself"
+    check(world_pool(2).run(plainly, "ddp", by_parts_of_it), by_parts_of_it, told)
+
+
+@pytest.mark.thorough
+def test_a_hook_that_comes_later_sees_whole_batches(world_pool: Any) -> None:
+    check(world_pool(2).run(plainly, "ddp", hooked_later), hooked_later, "hooks in it are to see")
+
+
+class Zero(Base):
+    """It gives nothing at first, so that any parts of it would do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).cumsum(0)
+
+
+def zero() -> list[float]:
+    torch.manual_seed(1)
+    return train(Zero(), lambda model, x: (model(x) - x).square().mean(), batches(4, 4, 4))
+
+
+def test_nothing_is_concluded_from_a_model_that_gives_the_same_for_all(world_pool: Any) -> None:
+    check(world_pool(2).run(plainly, "ddp", zero), zero, RELATED)
+
+
+# -- what a script is told, and what is refused --------------------------------------------------
+
+
+class Drops(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.calls = nn.Dropout(0.5), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.dropout(self.linear(x))
+
+
+def drops() -> list[float]:
+    torch.manual_seed(1)
+    model = Drops()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    kept = []
+    for x in batches(400, 400):
+        output = model(x)
+        optimizer.zero_grad()
+        output.square().sum().backward()
+        optimizer.step()
+        one, other = (output == 0).flatten().chunk(2)
+        kept += [float((one & ~other).sum()), float((one & other).sum()), torch.rand(()).item()]
+    return [*kept, model.calls]
+
+
+def test_ranks_drop_others_and_then_draw_the_same(world_pool: Any) -> None:
+    first, second = world_pool(2).run(plainly, "ddp", drops)
+    assert first[0] == second[0]
+    for apart in (0, 1, 3, 4):
+        assert first[0][apart] == pytest.approx(300, abs=75)
+    assert first[0][2] != first[0][5]
+    assert first[0][-1] == 2
+    (line,) = first[1]
+    assert "Drops draws random numbers, as for dropout: each rank draws others" in line
+
+
+def apart(what: str) -> list[float]:
+    torch.manual_seed(1)
+    rank = current.placement().rank
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    xs = batches(4, 4)
+    if what == "batch":
+        xs[1][3] += rank
+    target = rank if what == "loss" else 0
+    return train(model, lambda model, x: (model(x) - target).square().mean(), xs)
+
+
+@pytest.mark.parametrize(("what", "said"), [("batch", "input 0"), ("loss", "the loss")])
+def test_ranks_with_unlike_batches_are_refused(world_pool: Any, what: str, said: str) -> None:
+    for one in world_pool(2).run(plainly_with, "ddp", apart, what):
+        assert f"ranks do not have the same batch ({said}" in one
+        assert "Seed what it draws by, before anything is drawn: random.seed(0)" in one
+
+
+def plainly_with(placement: Placement, strategy: str, act: Callable[..., Any], what: str) -> Any:
+    return plainly(placement, strategy, lambda: act(what))
+
+
+class Turning(Base):
+    """It begins to compare samples after some steps; or to give as much as its inputs say."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.calls, self.how = 0, how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        if self.how == "shape":
+            return output[:, : 3 + int((x > 0)[:, 0].sum() > 1)]
+        self.calls += 1
+        return output - output.mean(0) if self.calls > 2 else output
+
+
+def turns(what: str) -> list[float]:
+    torch.manual_seed(1)
+    xs = [x.abs() for x in batches(4, 4, 4, 4, 6)]
+    xs[-1][:3] *= -1
+    return train(Turning(what), lambda model, x: model(x).square().mean(), xs)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("relation", "computed each sample of a batch by itself, and does not any longer: it sets"),
+        ("shape", "gives parts of a batch that do not fit together"),
+    ],
+)
+def test_a_model_that_turns_out_otherwise_is_refused(world_pool: Any, how: str, said: str) -> None:
+    for one in world_pool(2).run(plainly_with, "ddp", turns, how):
+        assert f"Turning {said}" in one
