@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from unipar.compat import hooks
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
-from unipar.compat.common_seed import CommonSeed
+from unipar.compat.common_draws import CommonDraws
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import frozen_in, trained_by
 from unipar.compat.routed import model_class, optimizer_class
@@ -56,7 +56,7 @@ class Adoption:
         compiled: modules that the script compiles.
         sums: optimizers that step by the sum over ranks, and not by the mean.
         own_buffers: optimizers whose models have each rank's own batch statistics.
-        seed: that ranks draw by which know nothing of each other.
+        draws: random numbers of ranks that know nothing of each other.
         inside: whether what is called now is called by an engine.
         retains: whether the backward pass under way is to leave its graph.
         through: whether a model is called through the wrapper that the script has put around it.
@@ -68,7 +68,7 @@ class Adoption:
 
     def __init__(self) -> None:
         self.aware = self.inside = self.retains = self.through = False
-        self.seed: CommonSeed | None = None
+        self.draws: CommonDraws | None = None
         self.sums_in_backward = self.by_ddp = self.accumulates = False
         self.gathers = self.rank0_only = False
         self.synchronized = self.scripts_precision = False
@@ -109,9 +109,9 @@ class Adoption:
     def note_aware(self) -> None:
         """Take notice of a script that divides its data among ranks itself."""
         self.aware = True
-        if self.seed is not None:
-            self.seed.give_back()
-            self.seed = None
+        if self.draws is not None:
+            self.draws.give_back()
+            self.draws = None
 
     def ask(self, **settings: Any) -> None:
         """Ask for settings of the run, unless it is open."""
@@ -549,7 +549,7 @@ def start() -> None:
         if own.index < torch.cuda.device_count():
             torch.cuda.set_device(own)
     if place is not None and place.size > 1:
-        adoption.seed = CommonSeed(place)
+        adoption.draws = CommonDraws(place)
     hooks.put(adoption)
     explain_spawned()
 

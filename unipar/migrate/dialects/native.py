@@ -18,7 +18,6 @@ _IMPORTS = (
     Row("import torch.distributed as dist", f"import {FACE}.distributed as dist"),
     Row("from torch.nn.parallel import DistributedDataParallel as DDP",
         f"from {FACE}.nn.parallel import DistributedDataParallel as DDP"),
-    Row("from torch.utils.data import DataLoader", f"from {FACE}.utils.data import DataLoader"),
 )  # fmt: skip
 
 

@@ -1,0 +1,64 @@
+"""Random numbers of a script that seeds nothing: those of rank 0 on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from unipar.engine.trials import host_generators, set_host_generators
+from unipar.world import Placement
+
+_WAIT = timedelta(minutes=10)
+"""How long rank 0 may take to import what stands before the face."""
+
+
+class CommonDraws:
+    """Gives a process the generators of rank 0, as they are when the face is imported.
+
+    What a script draws of them from then on is alike on all ranks, as the split of a dataset. The
+    processes have not joined yet, so torchrun's store hands them on; other launchers have none, and
+    there a script has to seed.
+
+    Args:
+        placement: where this process stands.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._own = self._given = _states()
+        # torch 2.13, distributed/rendezvous.py: set where torchrun's agent keeps the store.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return
+        with contextlib.suppress(RuntimeError, KeyError, ValueError):
+            store: Any = TCPStore(
+                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                wait_for_workers=False, timeout=_WAIT,
+            )  # fmt: skip
+            key = f"unipar/generators/{placement.restart}"
+            if placement.rank == 0:
+                store.set(key, pickle.dumps(self._own))
+            else:
+                self._given = pickle.loads(store.get(key))
+            _set_states(self._given)
+
+    def give_back(self) -> None:
+        """Let a script with ranks of its own draw others on each, unless it has seeded."""
+        if self._own[0] != self._given[0] and torch.initial_seed() == self._given[0]:
+            _set_states(self._own)
+
+
+def _states() -> tuple[int, Any, Any]:
+    return torch.initial_seed(), torch.get_rng_state(), host_generators()
+
+
+def _set_states(states: tuple[int, Any, Any]) -> None:
+    seed, own, host = states
+    torch.set_rng_state(own)
+    # Those of GPUs have no seed of their own that could be known before they are used.
+    torch.cuda.manual_seed_all(seed)
+    set_host_generators(host)
