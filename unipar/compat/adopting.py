@@ -380,6 +380,7 @@ class Adoption:
             called = [one for one in trained if isinstance(one.model, AdoptedModel)
                       and one.model.called]  # fmt: skip
             if len(called) != 1:
+                self._refuse_around(loss)
                 return False
             one = called[0]
         size = one.world.data_size
@@ -402,6 +403,24 @@ class Adoption:
                 likely_last=self.sums_in_backward and not self.accumulates,
             )
         return True
+
+    def _refuse_around(self, loss: torch.Tensor) -> None:
+        """Refuse a loss whose gradients the engine of a model would clear as its step begins."""
+        own = {id(p): one.module for one in self.models() for p in one.module.parameters()}
+        seen, todo = set[Any](), [loss.grad_fn]
+        while todo:
+            node: Any = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            module = own.get(id(getattr(node, "variable", None)))
+            if module is not None:
+                raise ConfigError(
+                    f"this loss is made of weights of {type(module).__name__}, and not of a call "
+                    "of it, so its gradients would be none of a step of its engine's. Add it to a "
+                    "loss that is, and call backward() on the sum."
+                )
+            todo += [one for one, _ in node.next_functions]
 
     def gradients(
         self, take: Callable[[], Any], outputs: Any, inputs: Any, options: dict[str, Any]

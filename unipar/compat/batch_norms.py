@@ -13,8 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from unipar.compat.shares import sum_over
 
-_OVER = "_unipar_over"
+OVER = "_unipar_over"
 """Set on a module to its own identity, which no copy of it has. Compilers see it change."""
+ALONE = "alone"
+"""In the place of a group: over this rank's part, as if it were all."""
 _own_forward: Any = _BatchNorm.forward
 _groups: list[Any] = [None]
 
@@ -32,11 +34,16 @@ def normalize_over(group: Any, module: nn.Module) -> None:
         _groups[0] = group
     for one in module.modules():
         if isinstance(one, _BatchNorm):
-            one.__dict__[_OVER] = None if group is None else id(one)
+            one.__dict__[OVER] = None if group is None else id(one)
+
+
+def has_batch_norms(module: nn.Module) -> bool:
+    """Whether there are any in a module that computes statistics of a batch."""
+    return any(isinstance(one, _BatchNorm) and one.training for one in module.modules())
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    over = getattr(self, _OVER, None) == id(self)
+    over = getattr(self, OVER, None) == id(self)
     if not over or not (self.training or self.running_mean is None):
         return _own_forward(self, input)
     group = _groups[0]
@@ -46,11 +53,11 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     # In fp32, as torch's kernels.
     wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     count = wide.new_full((1,), wide.numel() / wide.shape[1])
-    sums = sum_over(torch.cat([wide.sum(along), count]), group)
+    sums = _summed(torch.cat([wide.sum(along), count]), group)
     total = sums[-1].detach()
     mean = sums[:-1] / total
     centered = wide - mean.view(shape)
-    variance = sum_over(centered.square().sum(along), group) / total
+    variance = _summed(centered.square().sum(along), group) / total
     if self.training and self.running_mean is not None:
         _keep(self, mean.detach(), variance.detach() * total / (total - 1))
     found = centered * torch.rsqrt(variance + self.eps).view(shape)
@@ -59,6 +66,10 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     if self.bias is not None:
         found = found + self.bias.view(shape)
     return found.to(input.dtype)
+
+
+def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:
+    return values if group == ALONE else sum_over(values, group)
 
 
 def _keep(module: Any, mean: torch.Tensor, variance: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ UNSURE = "is divided by a tensor that may count what is summed, or be a constant
 """What a later batch may tell."""
 _REDUCTIONS = {1: "mean", 2: "sum"}
 """What torch's loss functions save of ``reduction``."""
-_KINDS = ("mean", "sum", "count")
+_KINDS = ("mean", "sum", "count", "divided")
 _LINEAR = (
     "Add", "Sub", "Rsub", "Neg", "Mul", "Div", "View", "Reshape", "Squeeze", "Unsqueeze", "ToCopy",
     "Clone", "Alias",
@@ -60,6 +60,13 @@ def share_of(loss: torch.Tensor, shares: Shares) -> torch.Tensor | float | str:
     return (own * size / total.clamp(min=1e-300)).to(loss.dtype)
 
 
+def weighed(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """A loss by what :func:`share_of` says; a mean over nothing, which is no number, is nothing."""
+    if isinstance(factor, torch.Tensor):
+        loss = torch.where(factor > 0, loss, torch.zeros_like(loss))
+    return loss * factor
+
+
 def why_unsure(loss: torch.Tensor, shares: Shares) -> str:
     """Why a first loss of a model does not tell what later ones count for, if it does not.
 
@@ -67,8 +74,7 @@ def why_unsure(loss: torch.Tensor, shares: Shares) -> str:
     """
     try:
         kind, count = _read(loss, shares.own)
-        unsure = isinstance(count, torch.Tensor) and count.is_floating_point()
-        found = (kind, float(count) if unsure and count is not None else None)
+        found = (kind, float(count) if kind == "divided" and count is not None else None)
     except _NotTold as why:
         found = (str(why), None)
     ranks: list[Any] = [None] * len(shares.sizes)
@@ -84,12 +90,16 @@ def why_unsure(loss: torch.Tensor, shares: Shares) -> str:
 
 
 def _read(loss: torch.Tensor, samples: int) -> tuple[str, torch.Tensor | int | None]:
-    """Whether a loss is a mean, a sum, or a mean over a count of its own, and that count."""
+    """Whether a loss is a mean, a sum, or a mean over a count of its own, and that count.
+
+    Of a sum that is divided by a tensor it is not known whether that counts.
+    """
     if loss.grad_fn is None:
         raise _NotTold("has no graph")
     kinds: set[str] = set()
     counts: list[torch.Tensor | int] = []
-    divided = False
+    divided = plain = by_tensor = False
+    numels: list[int | None] = []
     seen, todo = set[Any](), [loss.grad_fn]
     while todo:
         node: Any = todo.pop()
@@ -98,8 +108,13 @@ def _read(loss: torch.Tensor, samples: int) -> tuple[str, torch.Tensor | int | N
         seen.add(node)
         kind, name = _reduction(node), node.name()
         if kind is not None:
+            if any(map(_puts_numbers_together, node.next_functions)):
+                raise _NotTold("is a mean or a sum of others")
             kinds.add(kind)
-            counts += _count(node) if kind == "mean" else ()
+            own = _count(node) if kind == "mean" else []
+            counts += own
+            plain |= not own
+            numels += [_numel(node)] if kind == "mean" and not own else []
             continue
         following = [one for one, _ in node.next_functions if one is not None]
         if name.startswith(("Mul", "Div")) and following and _reduction(following[0]) == "sum":
@@ -107,28 +122,51 @@ def _read(loss: torch.Tensor, samples: int) -> tuple[str, torch.Tensor | int | N
             if count is not None:
                 kinds.add("mean")
                 counts += [count]
+                by_tensor |= count.is_floating_point()
                 continue
             if name.startswith("Div") and _counts(node, following[0], samples):
                 kinds.add("mean")
+                plain = True
                 continue
         if not name.startswith(_LINEAR) or (name.startswith("Mul") and len(following) > 1):
             raise _NotTold(f"comes to one number by {name.removesuffix('0')}")
+        other = getattr(node, "_saved_other", None)
+        if len(following) == 1 and isinstance(other, torch.Tensor) and not _is_number(other):
+            raise _NotTold("is multiplied or divided by a tensor")
         divided |= name.startswith("Div")
         todo += following
     if len(kinds) != 1:
         raise _NotTold("adds a mean and a sum" if kinds else "is made of no mean and no sum")
     if kinds == {"sum"} and divided:
         raise _NotTold("is a sum over samples that is divided afterwards")
+    if not counts and len(numels) == 1 and numels[0] is not None:
+        # Also of samples that have unlike numbers of values, as sequences without padding.
+        return "count", numels[0]
+    if any(one is not None and one % samples for one in numels):
+        raise _NotTold("adds means over numbers of their own")
     if not counts:
         return kinds.pop(), None
-    if len(counts) > 1:
+    if len(counts) > 1 or plain:
         raise _NotTold("adds means over numbers of their own")
-    return "count", counts[0]
+    return "divided" if by_tensor else "count", counts[0]
+
+
+def _puts_numbers_together(edge: Any) -> bool:
+    """Whether what is reduced are losses that were reduced before."""
+    node = edge[0]
+    if node is None or not node.name().startswith(("Stack", "Cat")):
+        return False
+    below = [one for one, _ in node.next_functions]
+    return all(one is not None and _is_of_numbers(one) for one in below)
+
+
+def _is_of_numbers(node: Any) -> bool:
+    return not any(len(one.shape) for one in getattr(node, "_input_metadata", ()))
 
 
 def _reduction(node: Any) -> str | None:
     """How a node makes one number of samples; ``None`` if it does not."""
-    if any(len(one.shape) for one in getattr(node, "_input_metadata", ())):
+    if not _is_of_numbers(node):
         return None
     saved = getattr(node, "_saved_reduction", 0)
     if saved in _REDUCTIONS:
@@ -153,17 +191,30 @@ def _count(node: Any) -> list[torch.Tensor | int]:
     return []
 
 
+def _numel(node: Any) -> int | None:
+    """How many numbers a mean is over, if its node tells."""
+    found = getattr(node, "_saved_self_sym_numel", None)
+    if found is None:
+        saved = getattr(node, "_saved_self", None)
+        found = None if saved is None else saved.numel()
+    return found
+
+
 def _divisor(node: Any, following: list[Any]) -> torch.Tensor | None:
     """The tensor that a sum is divided by, as by the sum of a mask; ``None`` for a number."""
     other = getattr(node, "_saved_other", None)
     if len(following) > 1 or not isinstance(other, torch.Tensor) or other.numel() != 1:
         return None
-    # A number of Python's is a tensor here, too, but gives way to any other of its kind.
-    small = torch.float16 if other.is_floating_point() else torch.int16
-    least = torch.zeros((), dtype=small, device=other.device)
-    if node.name().startswith("Mul") or torch.result_type(other, least) == small:
-        return None
-    return other.detach()
+    return None if node.name().startswith("Mul") or _is_number(other) else other.detach()
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether it is a number of Python's, which gives way to any other of its kind."""
+    if tensor.numel() != 1:
+        return False
+    small = torch.float16 if tensor.is_floating_point() else torch.int16
+    least = torch.zeros((), dtype=small, device=tensor.device)
+    return torch.result_type(tensor, least) == small
 
 
 def _counts(node: Any, summed: Any, samples: int) -> bool:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from unipar.utils.torch_versions import all_gather
 
+_SENT = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32}
+
 
 class Shares(NamedTuple):
     """How a dimension is divided among ranks.
@@ -124,9 +126,11 @@ class _Sum(torch.autograd.Function):
 
 def _gathered(part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
     """Parts of all ranks; uneven ones are filled up, for collectives take even ones alone."""
+    if part.is_complex():
+        return torch.view_as_complex(_gathered(torch.view_as_real(part), dim, shares))
     # Not every backend knows these.
-    sent = part.view(torch.uint8) if part.dtype is torch.bool else part
-    sent = sent.movedim(dim, 0).contiguous()
+    sent = part.to(_SENT[part.dtype]) if part.dtype in _SENT else part
+    sent = (sent.movedim(dim, 0) if dim else sent).contiguous()
     most, own = max(shares.sizes), shares.own
     if own < most:
         sent = torch.cat([sent, sent.new_zeros((most - own, *sent.shape[1:]))])
@@ -135,5 +139,6 @@ def _gathered(part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
     if min(shares.sizes) < most:
         rows = found.unflatten(0, (len(shares.sizes), most))
         found = torch.cat([row[:size] for row, size in zip(rows, shares.sizes, strict=True)])
-    found = found.movedim(0, dim).contiguous()
-    return found.view(torch.bool) if part.dtype is torch.bool else found
+    # Nothing that is a view: scripts change what a model gives in place.
+    found = found.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else found
+    return found.to(part.dtype)

@@ -12,20 +12,23 @@ batch in relation to each other shows there, and all ranks then compute the whol
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import logging
+import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from unipar.compat.adopted import AdoptedModel
-from unipar.compat.batch_norms import normalize_over
-from unipar.compat.inner_losses import UNSURE, share_of, why_unsure
+from unipar.compat.batch_norms import ALONE, OVER, has_batch_norms, normalize_over
+from unipar.compat.inner_losses import UNSURE, share_of, weighed, why_unsure
 from unipar.compat.shares import Shares, mean_over, part_of, whole_of
 from unipar.data.move import with_items
 from unipar.engine import StepEngine
@@ -39,10 +42,13 @@ log = logging.getLogger("unipar")
 
 _ALIKE, _LOSS = -1, -2
 """Outputs that are the same of a part as of the whole, and numbers that are made of samples."""
+_HOOKED = "hooks in it are to see whole batches"
 _MOST_TRIALS, _SOON = 12, 8
+_AGAIN = 128
+"""A model is tried again in passes whose number is a power of two, and in one of so many."""
 _OFTEN, _SELDOM = 16, 16
 """So many of the first passes are compared among ranks, and one of so many later on."""
-_ROUNDING, _ROUNDING_HALF = 2e-4, 5e-2
+_ROUNDING, _ROUNDING_HALF = 5e-5, 5e-2
 """Differences up to which parts make the whole, relative to the largest value: what kernels for
 other shapes make."""
 
@@ -76,7 +82,7 @@ class _Trial(NamedTuple):
     """What a model has computed without leaving a trace, or why that cannot be told."""
 
     outputs: list[torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, tuple[torch.Tensor | None, torch.Tensor]]
     why: str = ""
     rest: Any = None
     drew: bool = False
@@ -107,11 +113,14 @@ class Splitting:
         self.shares = Shares.of(0, world.data_rank, world.data_size, self._group)
         self._plans: dict[Any, _Plan | None] = {}
         self._looked_into = False
-        self._untold = 0
+        self._stand_in: nn.Module | None = None
+        self._parameters: list[int] = []
+        self._untold = self._changes = 0
+        self._settings: list[Any] = []
         self._calls: dict[Any, int] = {}
         self._shapes: dict[Any, list[torch.Size]] = {}
         # What the script has put into the model before the strategy has.
-        self._hooked = _described(_hooks_in(model.module))
+        self._hooked = _described(_hooks_in(model.module)) or _draws_by_itself(model.module)
         self._hooks, self._handles = _hooks_in(model.module), RemovableHandle.next_id
 
     def look_at(self, args: Any, kwargs: Any) -> None:
@@ -120,12 +129,13 @@ class Splitting:
         An error in the middle of it would leave what divides weights half way.
         """
         given = _leaves((args, kwargs))
-        if self._has_samples(given) and not self._hooked:
-            self._decide(self._kind(given), args, kwargs, given)
+        if self._has_samples(given) and not self._hooked and all(map(_is_dense, given)):
+            self._decide(self._kind(given, args, kwargs), args, kwargs, given)
 
     def begin(self) -> None:
         """Leave aside what the strategy itself has put into the model."""
         self._hooks, self._handles = _hooks_in(self._model.module), RemovableHandle.next_id
+        self._parameters = [id(one) for one in self._model.module.parameters()]
 
     def compute(self, args: Any, kwargs: Any) -> Any:
         """A forward pass that may be trained on. Collective.
@@ -138,15 +148,22 @@ class Splitting:
         trains = torch.is_grad_enabled() and self._model.learns
         if not trains or not self._has_samples(given):
             return self._whole(args, kwargs)
-        kind = self._kind(given)
+        kind = self._kind(given, args, kwargs)
         calls = self._calls[kind] = self._calls.get(kind, 0) + 1
+        if not all(map(_is_dense, given)):
+            self._tell_whole("it is given tensors that are not dense")
+            return self._whole(args, kwargs)
         if is_looked_at(calls):
             check_alike({f"input {at}": one for at, one in enumerate(given)}, self._world)
+        if self._parameters != [id(one) for one in self._model.module.parameters()]:
+            # As by functional_call, of whose weights each rank is to have the whole gradient.
+            self._tell_whole("it is called with other weights than its own")
+            return self._whole(args, kwargs)
         why = self._hooked or self._new_hooks()
         if why:
-            self._plans[kind] = None
             self._tell_whole(why)
-        elif kind not in self._plans:
+            return self._whole(args, kwargs)
+        if kind not in self._plans:
             if self._model.divided:
                 self._plans[kind] = None
                 self._tell_whole("it was called otherwise at first, when its weights were whole")
@@ -156,15 +173,24 @@ class Splitting:
         shares = None if plan is None else self._shares(plan, given)
         if plan is None or shares is None:
             return self._whole(args, kwargs)
-        if calls > 1 and not calls & (calls - 1):
+        if self._settings_changed() or calls % _AGAIN == 0 or (calls > 1 and _is_power(calls)):
             self._try_again(plan, args, kwargs, given)
         return self._in_parts(plan, shares, args, kwargs, given)
 
-    def _kind(self, given: Sequence[Any]) -> Any:
-        return (*map(_kind, given), self._model.module.training)
+    def _kind(self, given: Sequence[Any], args: Any, kwargs: Any) -> Any:
+        """What tells calls apart that may compute other things."""
+        asked = [(name, one) for name, one in (*enumerate(args), *kwargs.items())
+                 if one is None or isinstance(one, (bool, str))]  # fmt: skip
+        return (*map(_kind, given), *asked, self._model.module.training)
 
     def _decide(self, kind: Any, args: Any, kwargs: Any, given: Sequence[Any]) -> None:
-        plan, why = self._find(args, kwargs, given)
+        # A copy has objects of its own for what the model counts and keeps.
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
+            self._stand_in = copy.deepcopy(self._model.module)
+        try:
+            plan, why = self._find(args, kwargs, given)
+        finally:
+            self._stand_in = None
         if plan is not None or why:
             self._plans[kind] = plan
         if why:
@@ -174,9 +200,14 @@ class Splitting:
     def _world(self) -> World:
         return self._model.world
 
+    @property
+    def _tried_out(self) -> nn.Module:
+        """What computes in trials."""
+        return self._model.module if self._stand_in is None else self._stand_in
+
     def _has_samples(self, given: Sequence[Any]) -> bool:
         first = next((shape for one in given if (shape := _shape(one))), ())
-        return max(first[:2], default=0) >= self._world.data_size
+        return max(first[:2], default=0) >= 2 * self._world.data_size
 
     def _whole(self, args: Any, kwargs: Any) -> Any:
         normalize_over(None, self._model.module)
@@ -192,10 +223,13 @@ class Splitting:
     # -- a pass in parts -------------------------------------------------------------------------
 
     def _shares(self, plan: _Plan, given: Sequence[Any]) -> Shares | None:
-        """How this batch is cut up; ``None`` where it has fewer samples than there are ranks."""
+        """How this batch is cut up; ``None`` where a rank would have less than two samples.
+
+        One alone is often another thing to a model, as where it squeezes dimensions.
+        """
         lengths = {_shape(one)[dim] for one, dim in zip(given, plan.inputs, strict=True)
                    if dim is not None}  # fmt: skip
-        if len(lengths) != 1 or min(lengths) < self._world.data_size:
+        if len(lengths) != 1 or min(lengths) < 2 * self._world.data_size:
             return None
         return Shares.of(lengths.pop(), self._world.data_rank, self._world.data_size, self._group)
 
@@ -221,8 +255,7 @@ class Splitting:
             if kind.dim == _ALIKE:
                 return one
             if kind.dim == _LOSS:
-                factor = self._factor(one, shares)
-                return mean_over(one * factor, shares)
+                return mean_over(weighed(one, self._factor(one, shares)), shares)
             return whole_of(one, kind.dim, shares.times(kind.each))
 
         return _changed(output, whole)
@@ -272,7 +305,7 @@ class Splitting:
         Neither, where that cannot be told yet: the model gives the same for all samples, as one
         whose last layer is zero at first.
         """
-        normalize_over(None, self._model.module)
+        normalize_over(None, self._tried_out)
         whole = self._run(args, kwargs)
         why = self._agreed(whole.why)
         self._looked_into = not why
@@ -297,7 +330,7 @@ class Splitting:
         shapes = list(map(_shape, given))
         first = next(at for at, shape in enumerate(shapes) if shape)
         for along, length in enumerate(shapes[first][:2]):
-            if length < self._world.data_size:
+            if length < 2 * self._world.data_size:
                 continue
             choices = [
                 [along] if at == first
@@ -314,8 +347,17 @@ class Splitting:
         plan = _Plan(inputs, ())
         shares = self._shares(plan, given)
         assert shares is not None
-        normalize_over(self._group, self._model.module)
-        part = self._run(*_cut((args, kwargs), plan, shares))
+        given = _cut((args, kwargs), plan, shares)
+        # A graph without a backward pass is nothing for what divides weights.
+        graph = self._stand_in is not None or not self._model.divided
+        if first and has_batch_norms(self._tried_out):
+            # One that fails leaves others waiting where they normalize.
+            normalize_over(ALONE, self._tried_out)
+            why = self._agreed(self._run(*given).why)
+            if why:
+                return None, why
+        normalize_over(self._group, self._tried_out)
+        part = self._run(*given, graph=graph)
         outputs, why = _compared(whole, part, shares, self._rounding)
         if why and part.drew:
             why = "it draws random numbers otherwise than for dropout"
@@ -324,20 +366,20 @@ class Splitting:
             if reason or others != outputs:
                 return None, reason or "parts of a batch do not make the whole"
         plan = plan._replace(outputs=tuple(outputs))
-        # A graph without a backward pass is nothing for what divides weights.
-        whole_weights = self._model.training_by is None or not self._model.divided
-        if whole_weights and any(kind.dim == _LOSS for kind in outputs):
-            why = self._agreed(self._tried_losses(whole, plan, shares, args, kwargs, first))
+        if any(kind.dim == _LOSS for kind in outputs):
+            if _along(plan) != 0:
+                return (
+                    None,
+                    "it gives a loss, and samples do not lie along the first dimension",
+                )
+            if graph:
+                why = self._agreed(self._tried_losses(whole, part, plan, shares, first))
         return (None, why) if why else (plan, "")
 
     def _tried_losses(
-        self, whole: _Trial, plan: _Plan, shares: Shares, args: Any, kwargs: Any, first: bool
+        self, whole: _Trial, part: _Trial, plan: _Plan, shares: Shares, first: bool
     ) -> str:
         """Why losses that the model computes cannot be put together, if they cannot. Collective."""
-        part = self._run(*_cut((args, kwargs), plan, shares), graph=True)
-        why = self._agreed(part.why)
-        if why:
-            return why
         for kind, one, expected in zip(plan.outputs, part.outputs, whole.outputs, strict=True):
             if kind.dim != _LOSS:
                 continue
@@ -346,7 +388,10 @@ class Splitting:
             factor = why if why and (first or why != UNSURE) else share_of(one, shares)
             if isinstance(factor, str):
                 return f"it gives a loss that {factor}"
-            if not _close(mean_over(one.detach() * factor, shares), expected, self._rounding):
+            # Their sums are more exact than what they are of.
+            if not _close(
+                mean_over(weighed(one.detach(), factor), shares), expected, self._rounding / 5
+            ):
                 return "it gives a loss that is not the mean or the sum of those of parts"
         return ""
 
@@ -363,11 +408,12 @@ class Splitting:
 
     def _run(self, args: Any, kwargs: Any, *, graph: bool = False) -> _Trial:
         """Let the model compute without a trace, for nobody to learn from."""
-        module, training = self._model.module, self._model.training_by
+        module, training = self._tried_out, self._model.training_by
         # Not by a call of the engine, to which one that fails would be a step that has failed.
         called, surrounding = module, contextlib.nullcontext
         if training is not None and isinstance(training.engine, StepEngine):
-            called = module if graph else training.engine.eval_model
+            plain = graph or self._stand_in is not None
+            called = module if plain else training.engine.eval_model
             surrounding = training.engine.precision.forward
         # What it writes into what it is given, the script would find.
         args, kwargs = _changed((args, kwargs), lambda one: one.detach().clone())
@@ -379,24 +425,32 @@ class Splitting:
             torch.set_grad_enabled(graph),
             trial(module, self._world.device) as draws,
             _own_weights(module, first=not self._looked_into) as written,
-            _EvenDraws(),
+            _Watching() as watched,
             surrounding(),
         ):
             warnings.simplefilter("ignore")
             before = _attributes(module)
+            kept = {name: one.clone() for name, one in module.named_buffers()}
             try:
                 output = called(*args, **kwargs)
-            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-                return _Trial([], {}, f"it fails with a part of a batch ({error})"[:300])
+            except Exception as error:
+                return _Trial([], {}, f"it fails where that is tried ({error})"[:300])
             found = _held(output)
             after = _attributes(module)
-            buffers = dict(module.named_buffers())
+            # Strategies have theirs.
+            hooked = watched.hooked and training is None
+            foreign = graph and _has_other_weights(found or [], module)
+            buffers = {name: (kept.get(name), one) for name, one in module.named_buffers()}
         why = ""
-        kept = [name for name, held in after.items() if held and before.get(name) != held]
+        stored = [name for name, held in after.items() if held and before.get(name) != held]
         if written:
             why = f"it changes its weights as it computes ({first_few(written)})"
-        elif kept:
-            why = f"it keeps what it computes of a batch in attributes ({first_few(kept)})"
+        elif stored:
+            why = f"it keeps what it computes of a batch in attributes ({first_few(stored)})"
+        elif hooked:
+            why = _HOOKED
+        elif foreign:
+            why = "it computes with weights that are not its own"
         elif draws.on_host:
             why = "it draws random numbers by random or NumPy"
         elif [one._version for one in copies] != versions:
@@ -410,6 +464,16 @@ class Splitting:
         """The first reason that a rank has. Collective."""
         return next(filter(None, self._world.gather(why)), "")
 
+    def _settings_changed(self) -> bool:
+        """Whether to try again, for numbers that the script sets on modules are others, as flags.
+
+        Where they change in every step, as a rate does, only some changes ask for it.
+        """
+        before = self._settings
+        self._settings = _settings_of(self._model.module)
+        self._changes += bool(before) and before != self._settings
+        return bool(before) and before != self._settings and _is_power(self._changes)
+
     # -- hooks -----------------------------------------------------------------------------------
 
     def _new_hooks(self) -> str:
@@ -417,12 +481,13 @@ class Splitting:
         if RemovableHandle.next_id == self._handles:
             return ""
         self._handles = RemovableHandle.next_id
-        return _described(_hooks_in(self._model.module) - self._hooks)
+        self._hooked = _described(_hooks_in(self._model.module) - self._hooks)
+        return self._hooked
 
 
 def _described(hooks: set[Any]) -> str:
     """Why hooks keep a model from computing parts."""
-    return "hooks in it are to see whole batches" if hooks else ""
+    return _HOOKED if hooks else ""
 
 
 def _hooks_in(module: nn.Module) -> set[Any]:
@@ -430,8 +495,13 @@ def _hooks_in(module: nn.Module) -> set[Any]:
     for one in module.modules():
         for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
             found |= {(kind, number) for number in getattr(one, kind)}
+        # torch has its own, as of weight_norm.
+        found |= {("before", number) for number, hook in one._forward_pre_hooks.items()
+                  if not type(hook).__module__.startswith("torch.")}  # fmt: skip
     for one in module.parameters():
         found |= {("parameter", number) for number in one._backward_hooks or ()}
+        after: Any = getattr(one, "_post_accumulate_grad_hooks", None)
+        found |= {("gradient", number) for number in after or ()}
     return found
 
 
@@ -464,6 +534,20 @@ def _own_weights(module: nn.Module, *, first: bool) -> Iterator[list[str]]:
                 one.data.copy_(copy)
 
 
+def _is_power(number: int) -> bool:
+    return not number & (number - 1)
+
+
+def _settings_of(module: nn.Module) -> list[Any]:
+    """The numbers and texts that are attributes of modules, but for their mode."""
+    return [
+        value
+        for one in module.modules()
+        for key, value in vars(one).items()
+        if _is_plain(value) and key != "training" and key != OVER
+    ]
+
+
 def is_looked_at(number: int) -> bool:
     """Whether what ranks have is compared in this pass."""
     return number <= _OFTEN or number % _SELDOM == 0
@@ -487,7 +571,11 @@ def check_alike(given: dict[str, Any], world: World) -> None:
         if any(len(one) != len(first) or one[at] != first[at] for one in others)
     ]  # fmt: skip
     with torch.no_grad():
-        other = other or unlike(((name, one.detach()) for name, one in tensors.items()), world)
+        marked = [(name, one.detach()) for name, one in tensors.items()]
+        # The sum alone is the same in another order.
+        marked += [(name, _ordered(one)) for name, one in marked if one.numel() > 1]
+        other = other or unlike(marked[: len(tensors)], world)
+        other = other or unlike(marked[len(tensors) :], world)
     if other:
         raise ConfigError(
             f"ranks do not have the same batch ({first_few(other)} of what the model is given). "
@@ -496,6 +584,13 @@ def check_alike(given: dict[str, Any], world: World) -> None:
             "numpy.random.seed(0), torch.manual_seed(0), and generators of its own; and let data "
             "depend on neither the time nor the order of a set or of a directory."
         )
+
+
+def _ordered(one: torch.Tensor) -> torch.Tensor:
+    if one.is_complex():
+        one = torch.view_as_real(one)
+    places = torch.linspace(1, 2, one.numel(), dtype=torch.float64, device=one.device)
+    return one.flatten() * places
 
 
 @contextlib.contextmanager
@@ -511,7 +606,13 @@ def _drawing_apart(world: World) -> Iterator[list[bool]]:
         # The first keeps the stream of the script.
         torch.manual_seed(seed + world.data_rank)
     began = torch_generators(world.device)
-    yield drawn
+    try:
+        yield drawn
+    finally:
+        _draw_alike(world, before, began, seed, drawn)
+
+
+def _draw_alike(world: World, before: Any, began: Any, seed: int, drawn: list[bool]) -> None:
     now = torch_generators(world.device)
     if any(not torch.equal(one, other) for one, other in zip(now, began, strict=True)):
         drawn.append(True)
@@ -522,15 +623,52 @@ def _drawing_apart(world: World) -> Iterator[list[bool]]:
             torch.cuda.set_rng_state(before[1], world.device)
 
 
-class _EvenDraws(TorchFunctionMode):
-    """Lets everything pass where layers of a script's own leave something out, as DropPath."""
+def _has_other_weights(outputs: list[torch.Tensor], module: nn.Module) -> bool:
+    """Whether gradients of outputs go to something else than a module's parameters."""
+    own = {id(one) for one in module.parameters()}
+    seen, todo = set[Any](), [one.grad_fn for one in outputs]
+    while todo:
+        node: Any = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) not in own:
+            return True
+        todo += [one for one, _ in node.next_functions]
+    return False
+
+
+def _draws_by_itself(module: nn.Module) -> str:
+    """Why generators in a module keep it from computing parts, if there are any."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    held = any(isinstance(v, kinds) for one in module.modules() for v in vars(one).values())
+    return "it draws random numbers by a generator of its own" if held else ""
+
+
+class _Watching(TorchFunctionMode):
+    """Lets everything pass where layers of a script's own leave something out, as DropPath.
+
+    Attributes:
+        hooked: whether hooks were put on what was computed.
+    """
+
+    hooked = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.hooked |= func is torch.Tensor.register_hook
         found = func(*args, **(kwargs or {}))
         return found.fill_(1) if func is torch.Tensor.bernoulli_ else found
 
 
+def _is_dense(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) or (
+        leaf.layout is torch.strided and not leaf.is_nested
+    )
+
+
 def _shape(leaf: Any) -> tuple[int, ...]:
+    if not _is_dense(leaf):
+        return (leaf.size(0),)
     return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else (len(leaf),)
 
 
@@ -608,17 +746,47 @@ def _compared(
         if found is None:
             return [], apart
         outputs.append(found)
-    for name, buffer in whole.buffers.items():
-        if not _close(part.buffers[name], buffer, rounding):
+    for name, moved in whole.buffers.items():
+        if name not in part.buffers or not _alike(part.buffers[name], moved, rounding):
             return [], f"it keeps what it computes of a batch in buffers ({name})"
     return outputs, ""
 
 
+def _alike(
+    one: tuple[torch.Tensor | None, torch.Tensor],
+    other: tuple[torch.Tensor | None, torch.Tensor],
+    rounding: float,
+) -> bool:
+    """Whether two buffers, which were the same before, have moved alike."""
+    (before, now), (_, expected) = one, other
+    if before is None or before.shape != now.shape or not now.is_floating_point():
+        return _close(now, expected, rounding)
+    moved = (expected.double() - before.double()).abs().max() if now.numel() else 0.0
+    least = 3e-7 * expected.double().abs().max() if now.numel() else 0.0
+    apart = (now.double() - expected.double()).abs().max() if now.numel() else 0.0
+    return now.dtype == expected.dtype and bool(apart <= rounding * moved + least)
+
+
 def _same(one: Any, other: Any) -> bool:
+    if any(isinstance(leaf, (bool, int, float)) for leaf in _numbers(one)):
+        # It may be made of samples, and is the same by chance.
+        return False
     try:
         return bool(one == other)
     except (ValueError, RuntimeError, TypeError):
         return False
+
+
+def _numbers(value: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(one: Any) -> Any:
+        if isinstance(one, (bool, int, float)):
+            found.append(one)
+        return one if isinstance(one, (bool, int, float, str)) else with_items(one, note)
+
+    note(value)
+    return found
 
 
 def _output(
@@ -630,7 +798,8 @@ def _output(
     if not unlike:
         if whole.dim() == 0 and whole.is_floating_point():
             return _Output(_LOSS)
-        return _Output(_ALIKE) if _close(part, whole, rounding) else None
+        # What is made of samples may be the same by chance.
+        return _Output(_ALIKE) if part.is_leaf and part.requires_grad else None
     each, rest = divmod(whole.shape[unlike[0]], sum(shares.sizes))
     if len(unlike) > 1 or rest or part.shape[unlike[0]] != each * shares.own:
         return None
@@ -643,22 +812,49 @@ def _close(one: torch.Tensor, other: torch.Tensor, rounding: float) -> bool:
         return False
     if not one.is_floating_point() and not one.is_complex():
         return torch.equal(one, other)
-    one, other = one.detach().double(), other.detach().double()
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    one, other = one.detach().to(wide), other.detach().to(wide)
     both = torch.isfinite(one) & torch.isfinite(other)
     if not torch.equal(one[~both].nan_to_num(), other[~both].nan_to_num()):
         return False
     if not both.any():
         return True
-    scale = other[both].abs().max().item()
-    return (one - other)[both].abs().max().item() <= rounding * scale
+    sizes = other[both].abs()
+    # Masks by huge numbers say nothing of the others.
+    usual = sizes[sizes <= 1e4 * (sizes.median() + 1e-30)]
+    scale = usual.max() if usual.numel() else sizes.max()
+    return bool(((one - other)[both].abs() <= rounding * torch.maximum(sizes, scale)).all())
 
 
-def _attributes(module: nn.Module) -> dict[str, list[int]]:
-    """The tensors that attributes of modules hold, beside parameters and buffers."""
+def _along(plan: _Plan) -> int | None:
+    """The dimension of the first input that samples lie along."""
+    return next(dim for dim in plan.inputs if dim is not None)
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """The tensors that attributes of modules hold, and what objects do, as meters."""
     own = set(vars(nn.Module()))
     return {
-        f"{name}.{key}".lstrip("."): [id(one) for one in _in_containers(value)]
+        f"{name}.{key}".lstrip("."): [id(one) for one in _in_containers(value)] or _marks_of(value)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if key not in own
     }
+
+
+def _marks_of(value: Any, depth: int = 2) -> list[Any]:
+    """What tells whether an object was changed within: its numbers and texts, and lengths."""
+    held = getattr(value, "__dict__", None)
+    if held is None or isinstance(value, (nn.Module, type)) or callable(value):
+        return []
+    marks: list[Any] = []
+    for key, one in held.items():
+        if _is_plain(one):
+            marks.append((key, one))
+        elif isinstance(one, torch.Tensor):
+            marks.append((key, id(one), one._version))
+        elif isinstance(one, Sized):
+            marks.append((key, len(one)))
+        elif depth:
+            marks += _marks_of(one, depth - 1)
+    return marks

@@ -147,7 +147,11 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
             # Only what is another: there are dicts that cannot be changed.
             if _ids(value) != ids:
                 value.clear()
-                value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
+                if isinstance(value, dict):
+                    # A Counter's own would count the pairs.
+                    dict.update(value, before)
+                else:
+                    value.update(before) if isinstance(value, set) else value.extend(before)
 
 
 def _ids(value: Any) -> list[int]:

@@ -186,6 +186,12 @@ def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         _save(obj, f, *args, **kwargs)
         return
     world = current.world(asked=False)
+    if hasattr(f, "write") and not hasattr(f, "name"):
+        # Each rank has one of its own in memory.
+        _save(obj, f, *args, **kwargs)
+        return
+    # A file that is open is empty once the last rank has opened it.
+    world.barrier()
     if world.is_main:
         _save(obj, f, *args, **kwargs)
     world.barrier()
