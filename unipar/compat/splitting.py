@@ -115,7 +115,7 @@ class Splitting:
         self._looked_into = False
         self._stand_in: nn.Module | None = None
         self._parameters: list[int] = []
-        self._untold = self._changes = 0
+        self._untold = self._changes = self._small = 0
         self._settings: list[Any] = []
         self._calls: dict[Any, int] = {}
         self._shapes: dict[Any, list[torch.Size]] = {}
@@ -207,7 +207,11 @@ class Splitting:
 
     def _has_samples(self, given: Sequence[Any]) -> bool:
         first = next((shape for one in given if (shape := _shape(one))), ())
-        return max(first[:2], default=0) >= 2 * self._world.data_size
+        enough = 2 * self._world.data_size
+        if first and first[0] < enough:
+            # It may be a small batch, or time; the next ones will tell.
+            self._small += 1
+        return max(first[: 1 + (self._small > _SOON)], default=0) >= enough
 
     def _whole(self, args: Any, kwargs: Any) -> Any:
         normalize_over(None, self._model.module)
