@@ -499,7 +499,7 @@ def _hooks_in(module: nn.Module) -> set[Any]:
     for one in module.modules():
         for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
             found |= {(kind, number) for number in getattr(one, kind)}
-        # torch has its own, as of weight_norm.
+        # torch has its own, as of weight_norm. torch 2.13, nn/modules/module.py.
         found |= {("before", number) for number, hook in one._forward_pre_hooks.items()
                   if not type(hook).__module__.startswith("torch.")}  # fmt: skip
     for one in module.parameters():

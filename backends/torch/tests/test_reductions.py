@@ -477,7 +477,8 @@ class Often(nn.Module):
 
 def often(placement: Placement, strategy: str, named: bool) -> tuple[list[float], int]:
     """The row after a step with a gradient of one, and the most rows that were sent at once."""
-    gather, sent = dist.all_gather_into_tensor, [0]
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather, sent = getattr(dist, name), [0]
 
     def counting(received: torch.Tensor, own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(len(own))
@@ -487,14 +488,14 @@ def often(placement: Placement, strategy: str, named: bool) -> tuple[list[float]
         engine = session.prepare(
             Often(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], 1.0)
         )
-        dist.all_gather_into_tensor = counting
+        setattr(dist, name, counting)
         try:
             with engine.microbatch(last=True) if named else contextlib.nullcontext():
                 loss = engine(torch.zeros(2000, dtype=torch.int64)).mean()
                 engine.backward(loss, num_items=2000)
             engine.step()
         finally:
-            dist.all_gather_into_tensor = gather
+            setattr(dist, name, gather)
         return engine.module.table.weight[0].tolist(), max(sent)  # pyright: ignore
 
 
