@@ -32,6 +32,7 @@ from unipar.compat.shares import mean_over
 from unipar.compat.splitting import Splitting, check_alike, is_looked_at
 from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES, StepEngine
+from unipar.engine.graphs import nodes_behind
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError
 from unipar.launch import detect
@@ -407,12 +408,7 @@ class Adoption:
     def _refuse_around(self, loss: torch.Tensor) -> None:
         """Refuse a loss whose gradients the engine of a model would clear as its step begins."""
         own = {id(p): one.module for one in self.models() for p in one.module.parameters()}
-        seen, todo = set[Any](), [loss.grad_fn]
-        while todo:
-            node: Any = todo.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind([loss.grad_fn]):
             module = own.get(id(getattr(node, "variable", None)))
             if module is not None:
                 raise ConfigError(
@@ -420,7 +416,6 @@ class Adoption:
                     "of it, so its gradients would be none of a step of its engine's. Add it to a "
                     "loss that is, and call backward() on the sum."
                 )
-            todo += [one for one, _ in node.next_functions]
 
     def gradients(
         self, take: Callable[[], Any], outputs: Any, inputs: Any, options: dict[str, Any]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from unipar.compat.shares import Shares
+from unipar.engine.graphs import nodes_behind
 
 UNSURE = "is divided by a tensor that may count what is summed, or be a constant"
 """What a later batch may tell."""
@@ -178,17 +179,9 @@ def _count(node: Any) -> list[torch.Tensor | int]:
     """What a mean is over, where that may differ from sample to sample."""
     if node.name().startswith("NllLoss"):
         return [node._saved_total_weight]
-    seen, todo = set[Any](), [node]
-    while todo:
-        one = todo.pop()
-        if one is None or one in seen:
-            continue
-        seen.add(one)
-        if one.name().startswith(_SELECTING):
-            found = getattr(node, "_saved_self_sym_numel", None)
-            return [node._saved_self.numel() if found is None else found]
-        todo += [below for below, _ in one.next_functions]
-    return []
+    selected = any(one.name().startswith(_SELECTING) for one in nodes_behind([node]))
+    found = _numel(node) if selected else None
+    return [] if found is None else [found]
 
 
 def _numel(node: Any) -> int | None:

@@ -15,6 +15,7 @@ from unipar.compat.fp32_outputs import fp32
 from unipar.compat.gathering import GatheredModel, OnRank0
 from unipar.compat.run import own_randomness
 from unipar.engine import StepEngine, broadcast_tensors
+from unipar.engine.graphs import nodes_behind
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
 from unipar.session import Session
@@ -329,17 +330,9 @@ def led_to(tensors: Iterable[torch.Tensor]) -> tuple[Training, ...]:
     """
     found: dict[Training, None] = {}
     common: set[Training] | None = None
-    seen: set[Any] = set()
-    todo: list[Any] = [one.grad_fn for one in tensors]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        noted = node.metadata.get(_LEADS_TO)
-        if noted is None:
-            todo += [following for following, _ in node.next_functions]
-        else:
+    for node in nodes_behind((one.grad_fn for one in tensors), up_to=marks_output):
+        if marks_output(node):
+            noted = node.metadata[_LEADS_TO]
             found |= dict.fromkeys(noted)
             common = set(noted) if common is None else common & set(noted)
     return tuple(sorted(found, key=lambda one: one not in (common or ())))

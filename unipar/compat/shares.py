@@ -57,14 +57,26 @@ def part_of(whole: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
 
     The backward pass is collective if it does need one.
     """
-    if whole.requires_grad and torch.is_grad_enabled():
-        return _Part.apply(whole, dim, shares)
-    return whole.narrow(dim, shares.begin, shares.own)
+
+    def cut(one: torch.Tensor) -> torch.Tensor:
+        return one.narrow(dim, shares.begin, shares.own)
+
+    if not (whole.requires_grad and torch.is_grad_enabled()):
+        return cut(whole)
+    size = len(shares.sizes)
+    return _Exchange.apply(
+        whole, lambda one: cut(one).clone(), lambda grad: _gathered(grad / size, dim, shares)
+    )
 
 
 def whole_of(part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
     """What all ranks' parts make, on each. Collective."""
-    return _Whole.apply(part, dim, shares)
+    size = len(shares.sizes)
+    return _Exchange.apply(
+        part,
+        lambda one: _gathered(one, dim, shares),
+        lambda grad: grad.narrow(dim, shares.begin, shares.own) * size,
+    )
 
 
 def mean_over(value: torch.Tensor, shares: Shares) -> torch.Tensor:
@@ -74,32 +86,31 @@ def mean_over(value: torch.Tensor, shares: Shares) -> torch.Tensor:
 
 def sum_over(value: torch.Tensor, group: Any) -> torch.Tensor:
     """The sum over ranks, each of which goes on with it by itself. Collective, backward too."""
-    return _Sum.apply(value, group)
+
+    def reduced(one: torch.Tensor) -> torch.Tensor:
+        found = one.clone()
+        dist.all_reduce(found, group=group)
+        return found
+
+    return _Exchange.apply(value, reduced, reduced)
 
 
-class _Part(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Something linear that ranks do together, and what gradients do: each that of the other."""
+
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
-        ctx.dim, ctx.shares = dim, shares
-        return whole.narrow(dim, shares.begin, shares.own).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Whole.apply(grads[0] / len(ctx.shares.sizes), ctx.dim, ctx.shares), None, None
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
-        ctx.dim, ctx.shares = dim, shares
-        return _gathered(part, dim, shares)
+    def forward(ctx: Any, value: torch.Tensor, forth: Any, back: Any) -> torch.Tensor:
+        ctx.forth, ctx.back = forth, back
+        return forth(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Part.apply(grads[0] * len(ctx.shares.sizes), ctx.dim, ctx.shares), None, None
+        return _Exchange.apply(grads[0], ctx.back, ctx.forth), None, None
 
 
 class _Mean(torch.autograd.Function):
+    """Its gradient is the same on all ranks, and so is not exchanged."""
+
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, shares: Shares) -> torch.Tensor:
         found = value.clone()
@@ -109,19 +120,6 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0], None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        found = value.clone()
-        dist.all_reduce(found, group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return _Sum.apply(grads[0], ctx.group), None
 
 
 def _gathered(part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -32,13 +31,12 @@ from unipar.compat.inner_losses import UNSURE, share_of, weighed, why_unsure
 from unipar.compat.shares import Shares, mean_over, part_of, whole_of
 from unipar.data.move import with_items
 from unipar.engine import StepEngine
+from unipar.engine.graphs import nodes_behind
 from unipar.engine.outputs import tensors_of
 from unipar.engine.replicas import unlike
 from unipar.engine.trials import digest, torch_generators, trial
 from unipar.errors import ConfigError, first_few
 from unipar.world import World
-
-log = logging.getLogger("unipar")
 
 _ALIKE, _LOSS = -1, -2
 """Outputs that are the same of a part as of the whole, and numbers that are made of samples."""
@@ -120,8 +118,8 @@ class Splitting:
         self._calls: dict[Any, int] = {}
         self._shapes: dict[Any, list[torch.Size]] = {}
         # What the script has put into the model before the strategy has.
-        self._hooked = _described(_hooks_in(model.module)) or _draws_by_itself(model.module)
         self._hooks, self._handles = _hooks_in(model.module), RemovableHandle.next_id
+        self._hooked = _described(self._hooks) or _draws_by_itself(model.module)
 
     def look_at(self, args: Any, kwargs: Any) -> None:
         """Try how the model computes in parts, before a strategy has it. Collective.
@@ -577,9 +575,9 @@ def check_alike(given: dict[str, Any], world: World) -> None:
     with torch.no_grad():
         marked = [(name, one.detach()) for name, one in tensors.items()]
         # The sum alone is the same in another order.
-        marked += [(name, _ordered(one)) for name, one in marked if one.numel() > 1]
-        other = other or unlike(marked[: len(tensors)], world)
-        other = other or unlike(marked[len(tensors) :], world)
+        marked += [(f"the order of {name}", _ordered(one)) for name, one in marked
+                   if one.numel() > 1]  # fmt: skip
+        other = other or unlike(marked, world)
     if other:
         raise ConfigError(
             f"ranks do not have the same batch ({first_few(other)} of what the model is given). "
@@ -630,16 +628,8 @@ def _draw_alike(world: World, before: Any, began: Any, seed: int, drawn: list[bo
 def _has_other_weights(outputs: list[torch.Tensor], module: nn.Module) -> bool:
     """Whether gradients of outputs go to something else than a module's parameters."""
     own = {id(one) for one in module.parameters()}
-    seen, todo = set[Any](), [one.grad_fn for one in outputs]
-    while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") and id(node.variable) not in own:
-            return True
-        todo += [one for one, _ in node.next_functions]
-    return False
+    leaves = (getattr(one, "variable", None) for one in nodes_behind(o.grad_fn for o in outputs))
+    return any(one is not None and id(one) not in own for one in leaves)
 
 
 def _draws_by_itself(module: nn.Module) -> str:
@@ -680,32 +670,21 @@ def _kind(leaf: Any) -> Any:
     return (leaf.dim(), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def _leaves(data: Any) -> list[Any]:
-    """The tensors in containers, and the lists of numbers and texts, which may be of samples."""
+def _leaves(data: Any, *, rows: bool = True) -> list[Any]:
+    """The tensors in containers, in order, with lists of plain values if these are asked for."""
     found: list[Any] = []
 
     def note(one: Any) -> Any:
         found.append(one)
         return one
 
-    _changed(data, note, rows=True)
-    return found
-
-
-def _in_containers(data: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-
-    def note(one: torch.Tensor) -> torch.Tensor:
-        found.append(one)
-        return one
-
-    _changed(data, note)
+    _changed(data, note, rows=rows)
     return found
 
 
 def _held(data: Any) -> list[torch.Tensor] | None:
     """The tensors in containers, in order; ``None`` if there are others in what is none."""
-    found = _in_containers(data)
+    found = _leaves(data, rows=False)
     return found if {id(one) for one in tensors_of(data)} == {id(one) for one in found} else None
 
 
@@ -839,7 +818,8 @@ def _attributes(module: nn.Module) -> dict[str, list[Any]]:
     """The tensors that attributes of modules hold, and what objects do, as meters."""
     own = set(vars(nn.Module()))
     return {
-        f"{name}.{key}".lstrip("."): [id(one) for one in _in_containers(value)] or _marks_of(value)
+        f"{name}.{key}".lstrip("."): [id(one) for one in _leaves(value, rows=False)]
+        or _marks_of(value)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if key not in own
