@@ -498,7 +498,7 @@ def plainly_with(placement: Placement, strategy: str, act: Callable[..., Any], w
 
 
 class Turning(Base):
-    """It begins to compare samples after some steps; or to give as much as its inputs say."""
+    """It compares samples from some step on, and not by a number that its graph shows."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -506,26 +506,37 @@ class Turning(Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.linear(x)
+        if self.how == "value":
+            return output - output.mean(0) * float(x.detach().max() > 100)
         if self.how == "shape":
             return output[:, : 3 + int((x > 0)[:, 0].sum() > 1)]
+        if self.how == "branch":
+            return output - output.mean(0) if x[0, 0] < 0 else output
         self.calls += 1
         return output - output.mean(0) if self.calls > 2 else output
 
 
 def turns(what: str) -> list[float]:
     torch.manual_seed(1)
-    xs = [x.abs() for x in batches(4, 4, 4, 4, 6)]
-    xs[-1][:3] *= -1
+    xs = [x.abs() for x in batches(4, 4, 4, 4, 6, 6, 6, 6)]
+    xs[4][:3] *= -1
+    xs[7] *= 1000
     return train(Turning(what), lambda model, x: model(x).square().mean(), xs)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("relation", "computed each sample of a batch by itself, and does not any longer: it sets"),
-        ("shape", "gives parts of a batch that do not fit together"),
-    ],
+    ("how", "said"), [("counter", RELATED), ("shape", "the shapes of what it"), ("branch", RELATED)]
 )
-def test_a_model_that_turns_out_otherwise_is_refused(world_pool: Any, how: str, said: str) -> None:
-    for one in world_pool(2).run(plainly_with, "ddp", turns, how):
-        assert f"Turning {said}" in one
+def test_a_model_that_turns_out_otherwise_is_computed_whole_from_then_on(
+    world_pool: Any, how: str, said: str
+) -> None:
+    check(world_pool(2).run(plainly_with, "ddp", turns, how), lambda: turns(how), said)
+
+
+def test_one_of_which_steps_before_may_be_wrong_is_refused(world_pool: Any) -> None:
+    for one in world_pool(2).run(plainly_with, "ddp", turns, "value"):
+        assert (
+            f"Turning computed each sample of a batch by itself, and does not any longer: {RELATED}"
+            in one
+        )
+        assert "Set divide_batches: false in unipar.yaml" in one

@@ -204,7 +204,9 @@ class Adoption:
             adopted.frozen = self._frozen.get(module)
             splitting = None
             if not self.aware and session.world.data_size > 1:
-                splitting = self._splittings[model] = Splitting(model, self.tell)
+                divides = current.config is None or current.config.divide_batches
+                splitting = Splitting(model, self.tell, divides=divides)
+                self._splittings[model] = splitting
                 splitting.look_at(args, kwargs)
             adopted.take_over(model, name=name, compile=compiled)
             if splitting is not None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -37,9 +37,14 @@ def normalize_over(group: Any, module: nn.Module) -> None:
             one.__dict__[OVER] = None if group is None else id(one)
 
 
+def is_batch_norm(module: nn.Module) -> TypeGuard[Any]:
+    """Whether this is one, of whatever dimensions."""
+    return isinstance(module, _BatchNorm)
+
+
 def has_batch_norms(module: nn.Module) -> bool:
     """Whether there are any in a module that computes statistics of a batch."""
-    return any(isinstance(one, _BatchNorm) and one.training for one in module.modules())
+    return any(is_batch_norm(one) and one.training for one in module.modules())
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:

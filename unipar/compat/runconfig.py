@@ -36,6 +36,9 @@ class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     self_test: SelfTest = "auto"
     """Whether a few steps of a tiny model under the strategy are compared with a plain loop first,
     once for a machine and its versions; auto does so on GPUs."""
+    divide_batches: bool = True
+    """Whether models of a script that knows nothing of ranks compute parts of batches, where parts
+    make the whole; else each rank computes the whole."""
 
 
 def file_beside_script() -> Path:

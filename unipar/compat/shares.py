@@ -38,9 +38,14 @@ class Shares(NamedTuple):
         return cls(sizes, rank, group)
 
     @property
+    def begins(self) -> list[int]:
+        """Where each rank's part begins."""
+        return [sum(self.sizes[:rank]) for rank in range(len(self.sizes))]
+
+    @property
     def begin(self) -> int:
         """Where this rank's part begins."""
-        return sum(self.sizes[: self.rank])
+        return self.begins[self.rank]
 
     @property
     def own(self) -> int:

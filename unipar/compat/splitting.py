@@ -21,31 +21,50 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from unipar.compat.adopted import AdoptedModel
-from unipar.compat.batch_norms import ALONE, OVER, has_batch_norms, normalize_over
+from unipar.compat.batch_norms import (
+    ALONE,
+    OVER,
+    has_batch_norms,
+    is_batch_norm,
+    normalize_over,
+)
 from unipar.compat.inner_losses import UNSURE, share_of, weighed, why_unsure
 from unipar.compat.shares import Shares, mean_over, part_of, whole_of
+from unipar.compat.signatures import Signatures
 from unipar.data.move import with_items
 from unipar.engine import StepEngine
 from unipar.engine.graphs import nodes_behind
 from unipar.engine.outputs import tensors_of
 from unipar.engine.replicas import unlike
-from unipar.engine.trials import digest, torch_generators, trial
+from unipar.engine.trials import digest, set_torch_generators, torch_generators, trial
 from unipar.errors import ConfigError, first_few
 from unipar.world import World
 
 _ALIKE, _LOSS = -1, -2
 """Outputs that are the same of a part as of the whole, and numbers that are made of samples."""
 _HOOKED = "hooks in it are to see whole batches"
+_RELATED = (
+    "it sets the samples of a batch in relation to each other, or they do not lie along the first "
+    "or second dimension of its first input"
+)
+_UNFIT = (
+    "the shapes of what it gives depend on the values of what it is given, as where it cuts "
+    "sequences at the longest of a batch"
+)
 _MOST_TRIALS, _SOON = 12, 8
 _AGAIN = 128
 """A model is tried again in passes whose number is a power of two, and in one of so many."""
+_ALL_TRIED = 2
+"""Up to so many changes of settings each is tried."""
 _OFTEN, _SELDOM = 16, 16
 """So many of the first passes are compared among ranks, and one of so many later on."""
+_PLAIN = (bool, int, float, str)
 _ROUNDING, _ROUNDING_HALF = 5e-5, 5e-2
 """Differences up to which parts make the whole, relative to the largest value: what kernels for
 other shapes make."""
@@ -98,25 +117,29 @@ class Splitting:
     Args:
         model: the engine's side of it.
         tell: warns once of each thing.
+        divides: whether it may be; else each rank computes the whole.
 
     Attributes:
         shares: of no batch.
     """
 
-    def __init__(self, model: AdoptedModel, tell: Callable[..., None]) -> None:
-        self._model, self._tell = model, tell
+    def __init__(
+        self, model: AdoptedModel, tell: Callable[..., None], *, divides: bool = True
+    ) -> None:
+        self._model, self._tell, self._divides = model, tell, divides
         self._rounding = _ROUNDING_HALF if model.in_half else _ROUNDING
         world = model.world
         self._group = world.mesh("batch").get_group()
         self.shares = Shares.of(0, world.data_rank, world.data_size, self._group)
         self._plans: dict[Any, _Plan | None] = {}
-        self._looked_into = False
+        self._looked_into = self._running = False
+        self._leaves_nothing = True
         self._stand_in: nn.Module | None = None
         self._parameters: list[int] = []
         self._untold = self._changes = self._small = 0
         self._settings: list[Any] = []
         self._calls: dict[Any, int] = {}
-        self._shapes: dict[Any, list[torch.Size]] = {}
+        self._signatures: dict[Any, Signatures] = {}
         # What the script has put into the model before the strategy has.
         self._hooks, self._handles = _hooks_in(model.module), RemovableHandle.next_id
         self._hooked = _described(self._hooks) or _draws_by_itself(model.module)
@@ -127,7 +150,8 @@ class Splitting:
         An error in the middle of it would leave what divides weights half way.
         """
         given = _leaves((args, kwargs))
-        if self._has_samples(given) and not self._hooked and all(map(_is_dense, given)):
+        looks = self._divides and self._has_samples(given) and not self._hooked
+        if looks and all(map(_is_dense, given)):
             self._decide(self._kind(given, args, kwargs), args, kwargs, given)
 
     def begin(self) -> None:
@@ -145,6 +169,12 @@ class Splitting:
         given = _leaves((args, kwargs))
         trains = torch.is_grad_enabled() and self._model.learns
         if not trains or not self._has_samples(given):
+            if trains and self._divides and not given:
+                self._tell_whole("it is given no tensors, and no lists of values, to be divided")
+            elif trains and self._divides and self._small == _SOON + 1:
+                self._tell_whole(
+                    f"its first batches have less than {2 * self._world.data_size} samples"
+                )
             return self._whole(args, kwargs)
         kind = self._kind(given, args, kwargs)
         calls = self._calls[kind] = self._calls.get(kind, 0) + 1
@@ -153,6 +183,8 @@ class Splitting:
             return self._whole(args, kwargs)
         if is_looked_at(calls):
             check_alike({f"input {at}": one for at, one in enumerate(given)}, self._world)
+        if not self._divides:
+            return self._whole(args, kwargs)
         if self._parameters != [id(one) for one in self._model.module.parameters()]:
             # As by functional_call, of whose weights each rank is to have the whole gradient.
             self._tell_whole("it is called with other weights than its own")
@@ -171,9 +203,16 @@ class Splitting:
         shares = None if plan is None else self._shares(plan, given)
         if plan is None or shares is None:
             return self._whole(args, kwargs)
-        if self._settings_changed() or calls % _AGAIN == 0 or (calls > 1 and _is_power(calls)):
-            self._try_again(plan, args, kwargs, given)
-        return self._in_parts(plan, shares, args, kwargs, given)
+        known = self._signatures.get(kind)
+        again = calls % _AGAIN == 0 or (calls > 1 and _is_power(calls))
+        changed = self._settings_changed()
+        if changed or again:
+            why = self._tried_again(plan, args, kwargs, given)
+            if why and changed and self._changes <= _ALL_TRIED:
+                return self._whole_from_now_on(kind, why, args, kwargs)
+            self._refuse_if(why)
+            known = None
+        return self._in_parts(plan, shares, args, kwargs, given, kind, tried=known is None)
 
     def _kind(self, given: Sequence[Any], args: Any, kwargs: Any) -> Any:
         """What tells calls apart that may compute other things."""
@@ -215,6 +254,11 @@ class Splitting:
         normalize_over(None, self._model.module)
         return self._model.forward(*args, **kwargs)
 
+    def _whole_from_now_on(self, kind: Any, why: str, args: Any, kwargs: Any) -> Any:
+        self._plans[kind] = None
+        self._tell_whole(why)
+        return self._whole(args, kwargs)
+
     def _tell_whole(self, why: str) -> None:
         self._tell(
             "each of %d ranks computes all of every batch by %s: %s. Results are those of one "
@@ -236,20 +280,30 @@ class Splitting:
         return Shares.of(lengths.pop(), self._world.data_rank, self._world.data_size, self._group)
 
     def _in_parts(
-        self, plan: _Plan, shares: Shares, args: Any, kwargs: Any, given: Sequence[Any]
-    ) -> Any:
+        self, plan: _Plan, shares: Shares, args: Any, kwargs: Any, given: Sequence[Any],
+        kind: Any, *, tried: bool,
+    ) -> Any:  # fmt: skip
+        """A pass in parts; in which a graph that none had before is tried, unless it was."""
         part = _cut((args, kwargs), plan, shares)
         normalize_over(self._group, self._model.module)
-        with _drawing_apart(self._world) as draws:
+        before = torch_generators(self._world.device)
+        with _drawing_apart(self._world, before) as draws:
             output = self._model.forward(*part[0], **part[1])
+        found = _held(output)
+        fits, new = self._looked_at(kind, plan, shares, found, _leaves(part))
+        if not fits or (new and not tried):
+            why = self._tried_again(plan, args, kwargs, given) if fits else _UNFIT
+            if why:
+                if not self._leaves_nothing:
+                    self._refuse_if(why)
+                set_torch_generators(before, self._world.device)
+                return self._whole_from_now_on(kind, why, args, kwargs)
         if draws:
             self._tell(
                 "%s draws random numbers, as for dropout: each rank draws others, for its part of "
                 "a batch, so results are those of one process only as another seed's are.",
                 type(self._model.module).__name__,
             )
-        found = _held(output)
-        self._check_shapes(plan, shares, found, tuple(map(_shape, given)))
         makers = iter(plan.outputs)
 
         def whole(one: torch.Tensor) -> torch.Tensor:
@@ -262,6 +316,37 @@ class Splitting:
 
         return _changed(output, whole)
 
+    def _looked_at(
+        self, kind: Any, plan: _Plan, shares: Shares, found: list[torch.Tensor] | None, part: Any
+    ) -> tuple[bool, bool]:
+        """Whether what all ranks have computed fits together, and whether any has a new graph.
+
+        Collective, on the host: it waits for no device.
+        """
+        known = self._signatures.setdefault(kind, Signatures())
+        new = known.note(found or (), list(map(_shape, part)))
+        shapes = [one.shape for one in found or ()]
+        fits = found is not None and len(shapes) == len(plan.outputs) and all(
+            output.dim < 0 or shape[output.dim] == shares.own * output.each
+            for shape, output in zip(shapes, plan.outputs, strict=True)
+        )  # fmt: skip
+        others = [
+            (*shape[: one.dim], *shape[one.dim + 1 :]) if one.dim >= 0 else tuple(shape)
+            for shape, one in zip(shapes, plan.outputs, strict=False)
+        ]
+        mark = hash(tuple(others)) >> 1
+        seen = torch.tensor([new, not fits, mark, -mark])
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
+        is_new, unfit, most, least = seen.tolist()
+        if known.endless:
+            self._tell(
+                "%s computes in ever other ways, so that it is not tried in each of them whether "
+                "parts of a batch make the whole, but at times. With divide_batches: false in "
+                "unipar.yaml each rank computes the whole.",
+                type(self._model.module).__name__,
+            )
+        return not unfit and most == -least, bool(is_new)
+
     def _factor(self, loss: torch.Tensor, shares: Shares) -> torch.Tensor | float:
         found = share_of(loss, shares)
         if isinstance(found, str):
@@ -271,33 +356,6 @@ class Splitting:
                 "loss outside of the model, of what it gives."
             )
         return found
-
-    def _check_shapes(
-        self, plan: _Plan, shares: Shares, found: list[torch.Tensor] | None, key: Any
-    ) -> None:
-        """Refuse outputs that other ranks' do not fit; they would wait for what never comes."""
-        shapes = None if found is None else [one.shape for one in found]
-        fits = shapes is not None and len(shapes) == len(plan.outputs) and all(
-            kind.dim < 0 or shape[kind.dim] == shares.own * kind.each
-            for shape, kind in zip(shapes, plan.outputs, strict=True)
-        )  # fmt: skip
-        if key not in self._shapes:
-            others = self._world.gather((fits, [
-                (*shape[: kind.dim], *shape[kind.dim + 1 :]) if kind.dim >= 0 else tuple(shape)
-                for shape, kind in zip(shapes or (), plan.outputs, strict=False)
-            ]))  # fmt: skip
-            fits = all(one == others[0] and one[0] for one in others)
-        else:
-            fits = fits and shapes == self._shapes[key]
-        if not fits:
-            raise ConfigError(
-                f"{type(self._model.module).__name__} gives parts of a batch that do not fit "
-                "together: the shapes of what it gives depend on the values of what it is given, "
-                "as where it cuts sequences at the longest of a batch. Cut them before the model "
-                "is called, or run on one process."
-            )
-        if shapes is not None:
-            self._shapes[key] = shapes
 
     # -- trials ----------------------------------------------------------------------------------
 
@@ -318,7 +376,8 @@ class Splitting:
         for inputs in itertools.islice(self._ways(given), _MOST_TRIALS):
             plan, reason = self._tried(whole, inputs, args, kwargs, given)
             if plan is not None:
-                return plan, ""
+                why = self._tried_on_copies(plan, args, kwargs, given)
+                return (None, why) if why else (plan, "")
             why = why or reason
         return None, self._for_now(why) if why.endswith(UNSURE) else why
 
@@ -397,15 +456,44 @@ class Splitting:
                 return "it gives a loss that is not the mean or the sum of those of parts"
         return ""
 
-    def _try_again(self, plan: _Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> None:
+    def _tried_again(self, plan: _Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
+        """Why parts no longer make the whole, if they do not. Collective."""
         normalize_over(None, self._model.module)
         whole = self._run(args, kwargs)
         again, why = self._tried(whole, plan.inputs, args, kwargs, given, first=False)
         if again != plan:
+            return why or "its outputs are others"
+        return self._tried_on_copies(plan, args, kwargs, given)
+
+    def _tried_on_copies(self, plan: _Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
+        """The same with a batch in which each part is one sample again and again. Collective.
+
+        What depends on how unlike samples are, as on the longest of them, or on how many tokens
+        want one expert, is another thing there.
+        """
+        norms = [one for one in self._tried_out.modules() if is_batch_norm(one)]
+        shares = self._shares(plan, given)
+        assert shares is not None
+        if any(one.running_mean is None for one in norms):
+            # Of values that are all the same it makes noise.
+            return ""
+        args, kwargs = _with_copies((args, kwargs), plan, shares)
+        normalize_over(None, self._tried_out)
+        self._running = True
+        try:
+            whole = self._run(args, kwargs)
+            again, why = self._tried(whole, plan.inputs, args, kwargs, given, first=False)
+        finally:
+            self._running = False
+        return "" if again == plan else why or _RELATED
+
+    def _refuse_if(self, why: str) -> None:
+        if why:
             raise ConfigError(
                 f"{type(self._model.module).__name__} computed each sample of a batch by itself, "
-                f"and does not any longer: {why or 'its outputs are others'}. Steps since it was "
-                "last looked at may not be those of one process. Run on one process."
+                f"and does not any longer: {why}. Steps since it was last tried may not be those "
+                "of one process. Set divide_batches: false in unipar.yaml, so that each rank "
+                "computes the whole, or run on one process."
             )
 
     def _run(self, args: Any, kwargs: Any, *, graph: bool = False) -> _Trial:
@@ -431,7 +519,10 @@ class Splitting:
             surrounding(),
         ):
             warnings.simplefilter("ignore")
-            before = _attributes(module)
+            if self._running:
+                for one in filter(is_batch_norm, module.modules()):
+                    one.training = False
+            before, set_before = _attributes(module), _settings_of(module)
             kept = {name: one.clone() for name, one in module.named_buffers()}
             try:
                 output = called(*args, **kwargs)
@@ -439,6 +530,12 @@ class Splitting:
                 return _Trial([], {}, f"it fails where that is tried ({error})"[:300])
             found = _held(output)
             after = _attributes(module)
+            self._leaves_nothing &= set_before == _settings_of(module) and not any(
+                one is not kept[name]
+                and (one.shape != kept[name].shape or not torch.equal(one, kept[name]))
+                for name, one in module.named_buffers()
+                if name in kept
+            )
             # Strategies have theirs.
             hooked = watched.hooked and training is None
             foreign = graph and _has_other_weights(found or [], module)
@@ -546,7 +643,7 @@ def _settings_of(module: nn.Module) -> list[Any]:
         value
         for one in module.modules()
         for key, value in vars(one).items()
-        if _is_plain(value) and key != "training" and key != OVER
+        if type(value) in _PLAIN and key not in ("training", OVER)
     ]
 
 
@@ -596,13 +693,17 @@ def _ordered(one: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _drawing_apart(world: World) -> Iterator[list[bool]]:
+def _drawing_apart(world: World, before: list[torch.Tensor]) -> Iterator[list[bool]]:
     """Other random numbers on each rank within, and the same on all after it.
+
+    Args:
+        world: the joined processes.
+        before: the states of torch's generators, the same on all ranks.
 
     Yields:
         Something once it has ended, if any were drawn.
     """
-    before, drawn = torch_generators(world.device), list[bool]()
+    drawn = list[bool]()
     seed = int(digest([one.numpy() for one in before])[:12], 16)
     if world.data_rank:
         # The first keeps the stream of the script.
@@ -611,18 +712,12 @@ def _drawing_apart(world: World) -> Iterator[list[bool]]:
     try:
         yield drawn
     finally:
-        _draw_alike(world, before, began, seed, drawn)
-
-
-def _draw_alike(world: World, before: Any, began: Any, seed: int, drawn: list[bool]) -> None:
-    now = torch_generators(world.device)
-    if any(not torch.equal(one, other) for one, other in zip(now, began, strict=True)):
-        drawn.append(True)
-        torch.manual_seed(seed)
-    elif world.data_rank:
-        torch.set_rng_state(before[0])
-        if len(before) > 1:
-            torch.cuda.set_rng_state(before[1], world.device)
+        now = torch_generators(world.device)
+        if any(not torch.equal(one, other) for one, other in zip(now, began, strict=True)):
+            drawn.append(True)
+            torch.manual_seed(seed)
+        elif world.data_rank:
+            set_torch_generators(before, world.device)
 
 
 def _has_other_weights(outputs: list[torch.Tensor], module: nn.Module) -> bool:
@@ -696,7 +791,7 @@ def _changed(data: Any, change: Callable[[Any], Any], *, rows: bool = False) -> 
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str))
+    return isinstance(value, _PLAIN)
 
 
 def _cut(data: Any, plan: _Plan, shares: Shares) -> Any:
@@ -717,17 +812,13 @@ def _compared(
     whole: _Trial, part: _Trial, shares: Shares, rounding: float
 ) -> tuple[list[_Output], str]:
     """How outputs of a part are found in those of the whole; or why they are not."""
-    apart = (
-        "it sets the samples of a batch in relation to each other, or they do not lie along the "
-        "first or second dimension of its first input"
-    )
     if len(whole.outputs) != len(part.outputs) or not _same(whole.rest, part.rest):
-        return [], apart
+        return [], _RELATED
     outputs = []
     for one, own in zip(whole.outputs, part.outputs, strict=True):
         found = _output(one, own, shares, rounding)
         if found is None:
-            return [], apart
+            return [], _RELATED
         outputs.append(found)
     for name, moved in whole.buffers.items():
         if name not in part.buffers or not _alike(part.buffers[name], moved, rounding):
@@ -807,6 +898,24 @@ def _close(one: torch.Tensor, other: torch.Tensor, rounding: float) -> bool:
     usual = sizes[sizes <= 1e4 * (sizes.median() + 1e-30)]
     scale = usual.max() if usual.numel() else sizes.max()
     return bool(((one - other)[both].abs() <= rounding * torch.maximum(sizes, scale)).all())
+
+
+def _with_copies(data: Any, plan: _Plan, shares: Shares) -> Any:
+    """A batch of whose parts each is the first sample of it, again and again."""
+    along = iter(plan.inputs)
+    taken = [
+        first for first, size in zip(shares.begins, shares.sizes, strict=True) for _ in range(size)
+    ]
+
+    def copied(one: Any) -> Any:
+        dim = next(along)
+        if dim is None:
+            return one
+        if isinstance(one, torch.Tensor):
+            return one.detach().index_select(dim, torch.tensor(taken, device=one.device))
+        return type(one)(one[at] for at in taken)
+
+    return _changed(data, copied, rows=True)
 
 
 def _along(plan: _Plan) -> int | None:

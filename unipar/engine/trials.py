@@ -92,6 +92,13 @@ def torch_generators(device: torch.device) -> list[torch.Tensor]:
     return states
 
 
+def set_torch_generators(states: list[torch.Tensor], device: torch.device) -> None:
+    """Give them back what :func:`torch_generators` found."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+
+
 def host_generators() -> tuple[Any, Any]:
     """The states of Python's and NumPy's generators."""
     return random.getstate(), np.random.get_state(legacy=False)
