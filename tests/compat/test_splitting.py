@@ -175,6 +175,36 @@ def inner_loss() -> list[float]:
     return train(Tagger(), loss_of, [torch.tensor(one) for one in range(4)])
 
 
+class Random(nn.Module):
+    """Dropout of all kinds, noise, and layers left out for samples, and for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2, batch_first=True)
+        self.second = nn.TransformerEncoderLayer(6, 3, 8, dropout=0.1)
+        self.channels, self.alpha = nn.Dropout1d(0.3), nn.AlphaDropout(0.1)
+        self.late = nn.Dropout(0.4)
+        self.weight = nn.Parameter(torch.zeros(6))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.first(x.unsqueeze(1) + torch.linspace(0, 1, 5).view(5, 1))
+        x = self.second(x.transpose(0, 1)).transpose(0, 1).contiguous()
+        x = self.alpha(self.channels(x)) + 0.1 * torch.randn_like(x)
+        kept = x.new_empty(len(x), 1, 1).bernoulli_(0.7)
+        steps = torch.randint(1, 5, (len(x), 1, 1)) + torch.rand(len(x), 1, 1)
+        x = x * kept / 0.7 + steps * (self.weight + 0.1 * torch.randn(6))
+        if torch.rand(()) < 0.5:
+            x = x.tanh()
+        return self.late(x) if self.calls > 5 else x
+
+
+def randomly() -> list[float]:
+    torch.manual_seed(1)
+    return train(Random(), lambda model, x: model(x).square().mean(), batches(7, 8, 8, 6, 9, 8, 7))
+
+
 def penalties() -> list[float]:
     """A critic's gradient penalty through both networks, and gradients of weights with a graph."""
     torch.manual_seed(1)
@@ -203,7 +233,7 @@ def penalties() -> list[float]:
     return found + [one.double().sum().item() for one in weights]
 
 
-IN_PARTS = [contrast, time_first, inner_loss, penalties]
+IN_PARTS = [contrast, time_first, inner_loss, randomly, penalties]
 
 
 @pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)
@@ -215,7 +245,7 @@ def test_two_ranks_compute_parts_of_what_one_process_does(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2", "horovod"])
-@pytest.mark.parametrize("act", IN_PARTS[:3], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("act", IN_PARTS[:4], ids=lambda one: one.__name__)
 def test_so_do_they_under_other_strategies(
     world_pool: Any, act: Callable[[], list[float]], strategy: str
 ) -> None:
@@ -282,7 +312,7 @@ class Attending(Base):
 
 class Noisy(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + torch.randn_like(x)
+        return self.linear(x) + torch.poisson(x.exp())
 
 
 class Mixing(Base):
@@ -333,7 +363,7 @@ WHOLE: list[tuple[type[nn.Module], str]] = [
     (Renormalized, "changes its weights as it computes (table.weight)"),
     (Clamped, "changes its weights as it computes (linear.weight)"),
     (Attending, RELATED),
-    (Noisy, "draws random numbers otherwise than for dropout"),
+    (Noisy, "draws random numbers that have no samples, or by which others are drawn"),
     (Mixing, "draws random numbers by random or NumPy"),
     (InPlace, "changes what it is given in place"),
     (OddLoss, "gives a loss that comes to one number by SqrtBackward"),
@@ -440,13 +470,15 @@ def test_nothing_is_concluded_from_a_model_that_gives_the_same_for_all(world_poo
 
 
 class Drops(Base):
+    """By a function that is not known."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.dropout, self.calls = nn.Dropout(0.5), 0
+        self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.dropout(self.linear(x))
+        return torch.dropout(self.linear(x), 0.5, self.training)
 
 
 def drops() -> list[float]:

@@ -37,6 +37,7 @@ from unipar.compat.batch_norms import (
 from unipar.compat.inner_losses import UNSURE, share_of, weighed, why_unsure
 from unipar.compat.shares import Shares, mean_over, part_of, whole_of
 from unipar.compat.signatures import Signatures
+from unipar.compat.whole_draws import Drawing, WholeDraws
 from unipar.data.move import with_items
 from unipar.engine import StepEngine
 from unipar.engine.graphs import nodes_behind
@@ -89,10 +90,12 @@ class _Plan(NamedTuple):
         inputs: for each tensor of the arguments, and each list of plain values, the dimension that
             samples lie along, if any.
         outputs: for each tensor that the model gives.
+        draws_whole: whether ranks draw the random numbers of the whole batch.
     """
 
     inputs: tuple[int | None, ...]
-    outputs: tuple[_Output, ...]
+    outputs: tuple[_Output, ...] = ()
+    draws_whole: bool = True
 
 
 class _Trial(NamedTuple):
@@ -103,6 +106,8 @@ class _Trial(NamedTuple):
     why: str = ""
     rest: Any = None
     drew: bool = False
+    generators: str = ""
+    noted: Sequence[Any] = ()
 
     @property
     def tells(self) -> bool:
@@ -140,6 +145,7 @@ class Splitting:
         self._settings: list[Any] = []
         self._calls: dict[Any, int] = {}
         self._signatures: dict[Any, Signatures] = {}
+        self._draws = WholeDraws()
         # What the script has put into the model before the strategy has.
         self._hooks, self._handles = _hooks_in(model.module), RemovableHandle.next_id
         self._hooked = _described(self._hooks) or _draws_by_itself(model.module)
@@ -286,19 +292,29 @@ class Splitting:
         """A pass in parts; in which a graph that none had before is tried, unless it was."""
         part = _cut((args, kwargs), plan, shares)
         normalize_over(self._group, self._model.module)
-        before = torch_generators(self._world.device)
-        with _drawing_apart(self._world, before) as draws:
+        device = self._world.device
+        before, drawing = torch_generators(device), None
+        if plan.draws_whole:
+            drawing = Drawing(device, trains=True, draws=self._draws, shares=shares)
+            drawn = drawing.going_on()
+        else:
+            drawn = _drawing_apart(self._world, before)
+        with drawn as apart:
             output = self._model.forward(*part[0], **part[1])
+        astray = drawing is not None and drawing.astray
         found = _held(output)
-        fits, new = self._looked_at(kind, plan, shares, found, _leaves(part))
-        if not fits or (new and not tried):
+        fits, new, astray = self._looked_at(kind, plan, shares, found, _leaves(part), astray)
+        if not fits or astray or (new and not tried):
             why = self._tried_again(plan, args, kwargs, given) if fits else _UNFIT
-            if why:
-                if not self._leaves_nothing:
-                    self._refuse_if(why)
-                set_torch_generators(before, self._world.device)
-                return self._whole_from_now_on(kind, why, args, kwargs)
-        if draws:
+            if (why or astray) and not self._leaves_nothing:
+                self._refuse_if(why or "it draws random numbers that it did not draw")
+            if why or astray:
+                set_torch_generators(before, device)
+                if why:
+                    return self._whole_from_now_on(kind, why, args, kwargs)
+                # Now it is known how.
+                return self._whole(args, kwargs)
+        if apart:
             self._tell(
                 "%s draws random numbers, as for dropout: each rank draws others, for its part of "
                 "a batch, so results are those of one process only as another seed's are.",
@@ -317,9 +333,10 @@ class Splitting:
         return _changed(output, whole)
 
     def _looked_at(
-        self, kind: Any, plan: _Plan, shares: Shares, found: list[torch.Tensor] | None, part: Any
-    ) -> tuple[bool, bool]:
-        """Whether what all ranks have computed fits together, and whether any has a new graph.
+        self, kind: Any, plan: _Plan, shares: Shares, found: list[torch.Tensor] | None, part: Any,
+        astray: bool,
+    ) -> tuple[bool, bool, bool]:  # fmt: skip
+        """Whether ranks' outputs fit together, and any has a new graph, or draws in a new way.
 
         Collective, on the host: it waits for no device.
         """
@@ -335,9 +352,9 @@ class Splitting:
             for shape, one in zip(shapes, plan.outputs, strict=False)
         ]
         mark = hash(tuple(others)) >> 1
-        seen = torch.tensor([new, not fits, mark, -mark])
+        seen = torch.tensor([new, not fits, astray, mark, -mark])
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
-        is_new, unfit, most, least = seen.tolist()
+        is_new, unfit, strays, most, least = seen.tolist()
         if known.endless:
             self._tell(
                 "%s computes in ever other ways, so that it is not tried in each of them whether "
@@ -345,7 +362,7 @@ class Splitting:
                 "unipar.yaml each rank computes the whole.",
                 type(self._model.module).__name__,
             )
-        return not unfit and most == -least, bool(is_new)
+        return not unfit and most == -least, bool(is_new), bool(strays)
 
     def _factor(self, loss: torch.Tensor, shares: Shares) -> torch.Tensor | float:
         found = share_of(loss, shares)
@@ -366,20 +383,30 @@ class Splitting:
         whose last layer is zero at first.
         """
         normalize_over(None, self._tried_out)
-        whole = self._run(args, kwargs)
+        whole = self._run(args, kwargs, self._noting())
         why = self._agreed(whole.why)
         self._looked_into = not why
         if why:
             return None, why
         if not whole.tells:
             return None, self._for_now("it gives the same for every sample")
-        for inputs in itertools.islice(self._ways(given), _MOST_TRIALS):
-            plan, reason = self._tried(whole, inputs, args, kwargs, given)
-            if plan is not None:
-                why = self._tried_on_copies(plan, args, kwargs, given)
-                return (None, why) if why else (plan, "")
-            why = why or reason
+        for draws_whole in (True, False):
+            if not draws_whole:
+                if not whole.drew:
+                    break
+                # Without dropout, where each rank is to draw others.
+                whole, why = self._run(args, kwargs), ""
+            for inputs in itertools.islice(self._ways(given), _MOST_TRIALS):
+                asked = _Plan(inputs, draws_whole=draws_whole)
+                plan, reason = self._tried(whole, asked, args, kwargs, given)
+                if plan is not None:
+                    why = self._tried_on_copies(plan, args, kwargs, given)
+                    return (None, why) if why else (plan, "")
+                why = why or reason
         return None, self._for_now(why) if why.endswith(UNSURE) else why
+
+    def _noting(self) -> Drawing:
+        return Drawing(self._world.device, trains=False)
 
     def _for_now(self, why: str) -> str:
         """A reason that may be gone with the next batch; none, unless that cannot be tried."""
@@ -401,11 +428,10 @@ class Splitting:
             yield from itertools.product(*choices)
 
     def _tried(
-        self, whole: _Trial, inputs: tuple[int | None, ...], args: Any, kwargs: Any,
-        given: Sequence[Any], *, first: bool = True,
+        self, whole: _Trial, plan: _Plan, args: Any, kwargs: Any, given: Sequence[Any], *,
+        first: bool = True,
     ) -> tuple[_Plan | None, str]:  # fmt: skip
         """Whether parts that are cut up so make the whole, as all ranks find. Collective."""
-        plan = _Plan(inputs, ())
         shares = self._shares(plan, given)
         assert shares is not None
         given = _cut((args, kwargs), plan, shares)
@@ -418,10 +444,20 @@ class Splitting:
             if why:
                 return None, why
         normalize_over(self._group, self._tried_out)
-        part = self._run(*given, graph=graph)
+        drawing = None
+        if plan.draws_whole:
+            drawing = Drawing(
+                self._world.device, trains=graph, draws=WholeDraws(), shares=shares,
+                expected=whole.noted,
+            )  # fmt: skip
+        part = self._run(given[0], given[1], drawing, graph=graph)
         outputs, why = _compared(whole, part, shares, self._rounding)
-        if why and part.drew:
-            why = "it draws random numbers otherwise than for dropout"
+        astray = drawing is not None and (
+            drawing.astray or part.generators != whole.generators
+            or not self._draws.learn(whole.noted, part.noted, shares)
+        )  # fmt: skip
+        if (why and part.drew) or astray:
+            why = "it draws random numbers that have no samples, or by which others are drawn"
         found = self._world.gather((outputs, part.why or why))
         for others, reason in found:
             if reason or others != outputs:
@@ -459,8 +495,8 @@ class Splitting:
     def _tried_again(self, plan: _Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
         """Why parts no longer make the whole, if they do not. Collective."""
         normalize_over(None, self._model.module)
-        whole = self._run(args, kwargs)
-        again, why = self._tried(whole, plan.inputs, args, kwargs, given, first=False)
+        whole = self._run(args, kwargs, self._noting() if plan.draws_whole else None)
+        again, why = self._tried(whole, plan, args, kwargs, given, first=False)
         if again != plan:
             return why or "its outputs are others"
         return self._tried_on_copies(plan, args, kwargs, given)
@@ -481,8 +517,8 @@ class Splitting:
         normalize_over(None, self._tried_out)
         self._running = True
         try:
-            whole = self._run(args, kwargs)
-            again, why = self._tried(whole, plan.inputs, args, kwargs, given, first=False)
+            whole = self._run(args, kwargs, self._noting() if plan.draws_whole else None)
+            again, why = self._tried(whole, plan, args, kwargs, given, first=False)
         finally:
             self._running = False
         return "" if again == plan else why or _RELATED
@@ -496,8 +532,17 @@ class Splitting:
                 "computes the whole, or run on one process."
             )
 
-    def _run(self, args: Any, kwargs: Any, *, graph: bool = False) -> _Trial:
-        """Let the model compute without a trace, for nobody to learn from."""
+    def _run(
+        self, args: Any, kwargs: Any, drawing: Drawing | None = None, *, graph: bool = False
+    ) -> _Trial:
+        """Let the model compute without a trace, for nobody to learn from.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            drawing: how random numbers are drawn; without, nothing is dropped.
+            graph: whether to keep the graph.
+        """
         module, training = self._tried_out, self._model.training_by
         # Not by a call of the engine, to which one that fails would be a step that has failed.
         called, surrounding = module, contextlib.nullcontext
@@ -513,10 +558,11 @@ class Splitting:
         with (
             warnings.catch_warnings(),
             torch.set_grad_enabled(graph),
-            trial(module, self._world.device) as draws,
+            trial(module, self._world.device, dropout=drawing is not None) as draws,
             _own_weights(module, first=not self._looked_into) as written,
-            _Watching() as watched,
+            _Watching(drops=drawing is not None) as watched,
             surrounding(),
+            contextlib.nullcontext() if drawing is None else drawing.going_on(),
         ):
             warnings.simplefilter("ignore")
             if self._running:
@@ -556,8 +602,10 @@ class Splitting:
             why = "it changes what it is given in place"
         elif found is None:
             why = f"it gives a {type(output).__name__}, in which tensors are not found"
-        drew = draws.torch != began
-        return _Trial(found or [], buffers, why, _changed(output, lambda one: None), drew)
+        return _Trial(
+            found or [], buffers, why, _changed(output, lambda one: None), draws.torch != began,
+            draws.torch, () if drawing is None else drawing.noted,
+        )  # fmt: skip
 
     def _agreed(self, why: str) -> str:
         """The first reason that a rank has. Collective."""
@@ -737,16 +785,22 @@ def _draws_by_itself(module: nn.Module) -> str:
 class _Watching(TorchFunctionMode):
     """Lets everything pass where layers of a script's own leave something out, as DropPath.
 
+    Args:
+        drops: whether they may.
+
     Attributes:
         hooked: whether hooks were put on what was computed.
     """
 
-    hooked = False
+    def __init__(self, *, drops: bool) -> None:
+        super().__init__()
+        self._drops, self.hooked = drops, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func is torch.Tensor.register_hook
         found = func(*args, **(kwargs or {}))
-        return found.fill_(1) if func is torch.Tensor.bernoulli_ else found
+        passes = func is torch.Tensor.bernoulli_ and not self._drops
+        return found.fill_(1) if passes else found
 
 
 def _is_dense(leaf: Any) -> bool:

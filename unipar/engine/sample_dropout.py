@@ -150,9 +150,9 @@ class SampleDropout:
     def _in_place_of_torch(self) -> Iterator[None]:
         # Attributes, and not a mode of torch: a mode would cost each operation of the model, and is
         # not there in the thread in which a GPU's backward pass computes activations again.
-        originals = {name: getattr(functional, name) for name in _REPLACED}
+        originals = {name: getattr(functional, name) for name in WITH_MASKS}
         for name, original in originals.items():
-            made = functools.partial(_REPLACED[name], original, self._dropped)
+            made = functools.partial(WITH_MASKS[name], original, self._dropped)
             setattr(functional, name, functools.wraps(original)(made))
         try:
             yield
@@ -319,7 +319,7 @@ def _attention(
     return _without(weights, mask, dropout_p, False).to(value.dtype) @ value
 
 
-_REPLACED: dict[str, Callable[..., torch.Tensor]] = {
+WITH_MASKS: dict[str, Callable[..., torch.Tensor]] = {
     "dropout": _dropout,
     "dropout1d": functools.partial(_channels, 2),
     "dropout2d": functools.partial(_channels, None),
@@ -328,6 +328,8 @@ _REPLACED: dict[str, Callable[..., torch.Tensor]] = {
     "feature_alpha_dropout": functools.partial(_alpha, True),
     "scaled_dot_product_attention": _attention,
 }
+"""Functions of ``torch.nn.functional`` that drop elements, made of the function itself, of what
+gives a mask, and of its own arguments."""
 
 
 def _drops(input: torch.Tensor, p: float, training: bool) -> bool:

@@ -1,0 +1,333 @@
+"""Random numbers of a model that computes a part of a batch: this rank's part of the whole's.
+
+All ranks draw for the whole batch, of generators that are in the same state, and take their part:
+dropout, noise and layers left out at random are those of one process, and generators move on as
+there. Which tensors have samples in them, and along which dimension, is learned of two runs, of a
+whole batch and of a part, in which the same calls draw for other shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from unipar.compat.shares import Shares, part_of
+from unipar.engine.sample_dropout import WITH_MASKS
+from unipar.engine.trials import torch_generators
+
+_FILLS = (
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_",
+    "uniform_",
+)  # fmt: skip
+"""Methods that draw each element for itself."""
+_MAKERS = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}
+"""Functions of torch, with those whose names end in ``_like``, and what they fill tensors by."""
+_Draw = tuple[str, tuple[int, ...]]
+"""What is called, and the shape that it draws for."""
+
+
+class WholeDraws:
+    """How a model draws, as two runs have shown: along which dimension samples lie."""
+
+    def __init__(self) -> None:
+        self._along: dict[Any, set[tuple[int, int]]] = {}
+        self._alike: dict[Any, set[tuple[int, ...]]] = {}
+
+    def learn(self, whole: Sequence[_Draw], part: Sequence[_Draw], shares: Shares) -> bool:
+        """Learn of the draws of two runs; whether they show it."""
+        if len(whole) != len(part):
+            return False
+        for number, ((name, shape), (other, own)) in enumerate(zip(whole, part, strict=True)):
+            dims = [at for at, (a, b) in enumerate(zip(shape, own, strict=False)) if a != b]
+            if name != other or len(shape) != len(own) or len(dims) > 1:
+                return False
+            each, rest = divmod(own[dims[0]], shares.own) if dims else (1, 0)
+            if rest or (dims and shape[dims[0]] != each * sum(shares.sizes)):
+                return False
+            for key in ((name, len(own)), (name, len(own), number)):
+                if dims:
+                    self._along.setdefault(key, set()).add((dims[0], each))
+                else:
+                    self._alike.setdefault(key, set()).add(own)
+        return True
+
+    def place(
+        self, number: int, name: str, own: Sequence[int], shares: Shares
+    ) -> tuple[int, int] | None:
+        """Along which dimension of a tensor samples lie, and how many entries each has.
+
+        Args:
+            number: how many draws of the pass came before.
+            name: what is called.
+            own: the shape of this rank's part.
+            shares: how the batch is divided.
+
+        Returns:
+            That; ``None`` if the tensor has none, as what all samples share.
+
+        Raises:
+            LookupError: that was not seen before, or more than one thing was.
+        """
+        for key in ((name, len(own), number), (name, len(own))):
+            found: list[Any] = [
+                (dim, each) for dim, each in self._along.get(key, ())
+                if own[dim] == each * shares.own
+            ]  # fmt: skip
+            if tuple(own) in self._alike.get(key, ()):
+                found.append(None)
+            if len(found) == 1:
+                return found[0]
+        raise LookupError
+
+
+class Drawing:
+    """A pass in which draws are noted, or are parts of those of the whole.
+
+    Args:
+        device: where the model computes.
+        trains: whether gradients are taken.
+        draws: how the model draws; ``None`` to note alone what is drawn.
+        shares: how the batch is divided.
+        expected: for a first run in parts, what the whole one has drawn.
+
+    Attributes:
+        noted: what was drawn.
+        astray: whether anything was drawn otherwise, so that nothing is known of it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        trains: bool,
+        draws: WholeDraws | None = None,
+        shares: Shares | None = None,
+        expected: Sequence[_Draw] = (),
+    ) -> None:
+        self._device, self._trains = device, trains
+        self._draws, self._shares, self._expected = draws, shares, list(expected)
+        self.noted: list[_Draw] = []
+        self.astray = False
+        self._states: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Around the pass."""
+        global _current
+        before, _current = _current, self
+        self._states = torch_generators(self._device)
+        try:
+            with _in_place_of_torch():
+                yield
+        finally:
+            _current = before
+            self._look()
+
+    def _look(self) -> None:
+        """Whether numbers were drawn by what is not known."""
+        now = torch_generators(self._device)
+        self.astray |= not all(map(torch.equal, now, self._states))
+
+    def note(self, name: str, own: Sequence[int]) -> None:
+        self.noted.append((name, tuple(own)))
+
+    def draw(
+        self, name: str, own: Sequence[int], make: Callable[[list[int]], torch.Tensor]
+    ) -> torch.Tensor:
+        """This rank's part of what is drawn for the whole.
+
+        Args:
+            name: what is called.
+            own: the shape of the part.
+            make: draws for a shape.
+        """
+        assert self._shares is not None
+        assert self._draws is not None
+        self._look()
+        # What computes activations again in the backward pass has these functions no more.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        again = hooks(False) is not None
+        self.astray |= again or (self._trains and not torch.is_grad_enabled())
+        self.note(name, own)
+        try:
+            dim, each = self._place(name, own) or (None, 1)
+        except LookupError:
+            self.astray, dim, each = True, None, 1
+        whole, shares = list(own), self._shares.times(each)
+        if dim is not None:
+            whole[dim] = sum(shares.sizes)
+        # Torch looks its own functions up where these stand now.
+        with torch.no_grad(), _left_to_torch():
+            found = make(whole)
+            found = found if dim is None else part_of(found, dim, shares)
+        self._states = torch_generators(self._device)
+        return found
+
+    def _place(self, name: str, own: Sequence[int]) -> tuple[int, int] | None:
+        assert self._shares is not None
+        assert self._draws is not None
+        number = len(self.noted) - 1
+        if not self._expected:
+            return self._draws.place(number, name, own, self._shares)
+        # A run that has only begun to show it: the same call of the whole one does.
+        only = WholeDraws()
+        if not only.learn(self._expected[number : number + 1], self.noted[-1:], self._shares):
+            raise LookupError
+        return only.place(0, name, own, self._shares)
+
+    @property
+    def notes_alone(self) -> bool:
+        return self._draws is None
+
+
+_current: Drawing | None = None
+
+
+@contextlib.contextmanager
+def _left_to_torch() -> Iterator[None]:
+    global _current
+    before, _current = _current, None
+    try:
+        yield
+    finally:
+        _current = before
+
+
+class _Native(Exception):
+    """Raised where a mask is asked for, to leave a call to torch."""
+
+
+@contextlib.contextmanager
+def _in_place_of_torch() -> Iterator[None]:
+    # Attributes, and not a mode of torch, which would cost each operation of the model.
+    replaced: list[tuple[Any, str, Any]] = [
+        *((functional, name, _dropping) for name in WITH_MASKS),
+        *((torch.Tensor, name, _filling) for name in _FILLS),
+        *((torch, f"{name}{like}", _making) for name in _MAKERS for like in ("", "_like")),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for (owner, name, original), (_, _, made) in zip(originals, replaced, strict=True):
+        # A partial object would be no method.
+        setattr(owner, name, made(name, original))
+    try:
+        yield
+    finally:
+        for owner, name, original in originals:
+            if owner is torch.Tensor:
+                # Torch has it on the class that this one is made of.
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def _dropping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def drop(*args: Any, **kwargs: Any) -> Any:
+        drawing = _current
+        if drawing is None:
+            return original(*args, **kwargs)
+
+        def masked(x: torch.Tensor, p: float, sizes: Sequence[int]) -> torch.Tensor:
+            if drawing.notes_alone:
+                drawing.note(name, sizes)
+                raise _Native
+            # By what torch itself draws with, which is another kernel on each kind of device.
+            plain = name in ("dropout", "scaled_dot_product_attention")
+
+            def make(whole: list[int]) -> torch.Tensor:
+                one = _shaped_as(x, whole) if list(sizes) == list(x.shape) else x.new_empty(whole)
+                kept = _dropout(one.fill_(1), p, True) if plain else _bernoulli_(one, 1 - p)
+                return kept == 0
+
+            return drawing.draw(name, sizes, make)
+
+        try:
+            return WITH_MASKS[name](original, masked, *args, **kwargs)
+        except _Native:
+            with _left_to_torch():
+                return original(*args, **kwargs)
+
+    return drop
+
+
+def _filling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def fill(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        drawing = _current
+        by_value = any(isinstance(one, torch.Tensor) for one in args)
+        if drawing is None or by_value or kwargs.get("generator") is not None or not self.numel():
+            return original(self, *args, **kwargs)
+        if drawing.notes_alone:
+            drawing.note(name, self.shape)
+            with _left_to_torch():
+                return original(self, *args, **kwargs)
+
+        def make(whole: list[int]) -> torch.Tensor:
+            return original(_shaped_as(self.detach(), whole), *args, **kwargs)
+
+        found = drawing.draw(name, self.shape, make)
+        return self.copy_(found)
+
+    return fill
+
+
+def _making(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    kind = _MAKERS[name.removesuffix("_like")]
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        drawing = _current
+        given = kwargs.get("generator") is not None or kwargs.get("out") is not None
+        if drawing is None or given:
+            return original(*args, **kwargs)
+        if drawing.notes_alone:
+            with _left_to_torch():
+                found = original(*args, **kwargs)
+            drawing.note(name, found.shape)
+            return found
+        # As torch does it: a tensor that is filled. torch 2.13, ATen/native/TensorFactories.cpp.
+        with _left_to_torch():
+            shape = original(*args, **{**kwargs, "device": "meta"})
+        like = args[0] if name.endswith("_like") and args else kwargs.get("input")
+        device = kwargs.get("device") or (like.device if like is not None else None)
+        bounds: list[Any] = []
+        if kind == "random_":
+            bounds = _bounds(list(args[1:] if like is not None else args), kwargs)
+
+        def drawn(whole: list[int]) -> torch.Tensor:
+            blank = torch.empty(
+                shape.shape, dtype=shape.dtype, device=device or torch.get_default_device()
+            )
+            return _FILL[kind](_shaped_as(blank, whole), *bounds)
+
+        found = drawing.draw(name, shape.shape, drawn)
+        return found.clone().requires_grad_(bool(kwargs.get("requires_grad")))
+
+    return make
+
+
+def _bounds(args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Those of ``randint(high, size)`` and ``randint(low, high, size)``, named or not."""
+    numbers = [one for one in args if isinstance(one, int)]
+    if "high" in kwargs:
+        numbers.append(kwargs["high"])
+    if "low" in kwargs:
+        numbers.insert(0, kwargs["low"])
+    return numbers if len(numbers) > 1 else [0, *numbers]
+
+
+def _shaped_as(one: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
+    """An empty tensor of another shape, in memory in the same order, in which numbers are drawn."""
+    order = sorted(range(one.dim()), key=lambda dim: -one.stride(dim))
+    empty = one.new_empty([whole[dim] for dim in order])
+    return empty.permute([order.index(dim) for dim in range(one.dim())])
+
+
+_dropout = functional.dropout
+_bernoulli_: Any = torch.Tensor.bernoulli_
+_FILL: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in _FILLS}
