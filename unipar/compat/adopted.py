@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -179,12 +179,13 @@ class AdoptedOptimizer(PreparedOptimizer):
         """Whether each rank has a part of the state."""
         return bool(self._session.capabilities.sharded & {"parameters", "optimizer"})
 
-    def add(self, loss: torch.Tensor, *, likely_last: bool) -> None:
-        """A backward pass of the script.
+    @property
+    def steps_by_hand(self) -> bool:
+        """Whether a script may step by what it has put into ``parameter.grad`` itself."""
+        return self.alike and self.lends_gradients and not self.strayed
 
-        Args:
-            loss: scalar tensor.
-            likely_last: as for :meth:`backward`.
+    def keep_what_is_there(self) -> None:
+        """Before a backward pass: have it add to the gradients that there are, as in PyTorch.
 
         Raises:
             ConfigError: gradients of the last step are there in PyTorch, and are not here.
@@ -197,17 +198,40 @@ class AdoptedOptimizer(PreparedOptimizer):
             )
         engine = self._known().engine
         fetched = self.alike and self.begun and self.lends_gradients and engine.fetched  # pyright: ignore[reportAttributeAccessIssue]
-        if self.uncleared or fetched:
+        if self.uncleared or fetched or (self.steps_by_hand and not self.begun):
             # PyTorch would add to what is there, which is reduced already.
             held = [p for p in engine.module.parameters() if p.grad is not None]
-            self._carried = [(p, p.grad.clone()) for p in held if p.grad is not None]
+            self._carried += [(p, p.grad.clone()) for p in held if p.grad is not None]
             self.uncleared = False
         if fetched:
             engine.zero_grad()
             self.begun = False
-        self.backward(loss, likely_last=likely_last)
+
+    def backward(self, loss: torch.Tensor, **how: Any) -> None:
+        super().backward(loss, **how)
         assert isinstance(self.model, AdoptedModel)
         self.model.__dict__["called"] = False
+
+    def add_by_hand(self, run: Callable[[], None]) -> None:
+        """Add the gradients of a loss that no call of the model has made, alike on all ranks.
+
+        Args:
+            run: its backward pass.
+        """
+        if not self.begun:
+            run()
+            return
+        # What is there is the engine's, of a rank's part of the batch.
+        parameters = list(self._known().engine.module.parameters())
+        held = [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        try:
+            run()
+            self._carried += [(p, p.grad) for p in parameters if p.grad is not None]
+        finally:
+            for p, grad in zip(parameters, held, strict=True):
+                p.grad = grad
 
     def take_step(self) -> None:
         if self._carried and self.begun:
@@ -219,7 +243,15 @@ class AdoptedOptimizer(PreparedOptimizer):
         assert isinstance(self.model, AdoptedModel)
         if evens:
             self.model.even_out_weights()
-        super().take_step()
+        if self.begun or not self.steps_by_hand:
+            super().take_step()
+        else:
+            for p, grad in self._carried:
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+            self._forget()
+            if evens:
+                self._agree()
+            self.optimizer.step()
         if evens:
             self.model.note_step()
         self.uncleared = True
@@ -228,6 +260,8 @@ class AdoptedOptimizer(PreparedOptimizer):
         """Step by rank 0's gradients, where ranks have changed them by random numbers."""
         assert self.model is not None
         grads = [p.grad for p in self.model.module.parameters() if p.grad is not None]
+        if not grads:
+            return
         norms = self.world.gather(float(torch.nn.utils.get_total_norm(grads)))
         if len(set(norms)) > 1:
             broadcast_tensors(grads, self.world)

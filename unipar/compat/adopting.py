@@ -9,6 +9,7 @@ from, and ``optimizer.step()`` to that engine too. What belongs to no engine sta
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import weakref
@@ -378,14 +379,14 @@ class Adoption:
         if not trained:
             return False
         if led_to([loss]):
-            one = trained_by(loss, trained)
+            found = trained_by(loss, trained)
         else:
             called = [one for one in trained if isinstance(one.model, AdoptedModel)
                       and one.model.called]  # fmt: skip
             if len(called) != 1:
-                self._refuse_around(loss)
-                return False
-            one = called[0]
+                return self._around(loss, given)
+            found = called
+        one, *beside = found
         size = one.world.data_size
         retains = given.pop("retain_graph", None) is not None
         if given or (retains and not (one.lends_gradients and one.alike)):
@@ -401,23 +402,50 @@ class Adoption:
                 self._passes += 1
                 if is_looked_at(self._passes):
                     check_alike({"the loss": loss}, one.world)
-            one.add(
+            for each in found:
+                each.keep_what_is_there()
+            one.backward(
                 loss * size if one.summed else loss,
                 likely_last=self.sums_in_backward and not self.accumulates,
+                beside=beside,
             )
         return True
 
-    def _refuse_around(self, loss: torch.Tensor) -> None:
-        """Refuse a loss whose gradients the engine of a model would clear as its step begins."""
-        own = {id(p): one.module for one in self.models() for p in one.module.parameters()}
-        for node in nodes_behind([loss.grad_fn]):
-            module = own.get(id(getattr(node, "variable", None)))
-            if module is not None:
+    def _around(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
+        """A backward pass of what no call of a model has made, as a penalty of its weights.
+
+        Returns:
+            Whether it is done.
+
+        Raises:
+            ConfigError: an engine would clear its gradients as a step begins.
+        """
+        leaves = {id(getattr(node, "variable", None)) for node in nodes_behind([loss.grad_fn])}
+        found = [
+            one for one in self.trained
+            if one.model is not None
+            and any(id(parameter) in leaves for parameter in one.model.module.parameters())
+        ]  # fmt: skip
+        for one in found:
+            if not one.steps_by_hand:
                 raise ConfigError(
-                    f"this loss is made of weights of {type(module).__name__}, and not of a call "
-                    "of it, so its gradients would be none of a step of its engine's. Add it to a "
-                    "loss that is, and call backward() on the sum."
+                    "this loss is made of weights of "
+                    f"{type(one.model and one.model.module).__name__}, and not of a call of it, so "
+                    "its gradients would be none of a step of its engine's. Add it to a loss that "
+                    "is, and call backward() on the sum."
                 )
+        if not found:
+            return False
+
+        def run(one: int = 0) -> None:
+            if one < len(found):
+                found[one].add_by_hand(functools.partial(run, one + 1))
+            else:
+                loss.backward(**given)
+
+        with self.engine_calls():
+            run()
+        return True
 
     def gradients(
         self, take: Callable[[], Any], outputs: Any, inputs: Any, options: dict[str, Any]

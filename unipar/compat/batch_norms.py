@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +21,8 @@ ALONE = "alone"
 """In the place of a group: over this rank's part, as if it were all."""
 _own_forward: Any = _BatchNorm.forward
 _groups: list[Any] = [None]
+_computes = False
+"""Whether a model computes a part; a script that calls a layer of it has the whole batch."""
 
 
 def normalize_over(group: Any, module: nn.Module) -> None:
@@ -37,6 +41,17 @@ def normalize_over(group: Any, module: nn.Module) -> None:
             one.__dict__[OVER] = None if group is None else id(one)
 
 
+@contextlib.contextmanager
+def computing() -> Iterator[None]:
+    """Around a forward pass, in which what :func:`normalize_over` has said holds."""
+    global _computes
+    before, _computes = _computes, True
+    try:
+        yield
+    finally:
+        _computes = before
+
+
 def is_batch_norm(module: nn.Module) -> TypeGuard[Any]:
     """Whether this is one, of whatever dimensions."""
     return isinstance(module, _BatchNorm)
@@ -48,7 +63,7 @@ def has_batch_norms(module: nn.Module) -> bool:
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    over = getattr(self, OVER, None) == id(self)
+    over = getattr(self, OVER, None) == id(self) and (_computes or _computes_again())
     if not over or not (self.training or self.running_mean is None):
         return _own_forward(self, input)
     group = _groups[0]
@@ -71,6 +86,11 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
     if self.bias is not None:
         found = found + self.bias.view(shape)
     return found.to(input.dtype)
+
+
+def _computes_again() -> bool:
+    """Whether a backward pass is under way, in whatever thread. torch 2.8 to 2.13."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:

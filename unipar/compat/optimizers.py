@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -194,11 +195,18 @@ class PreparedOptimizer(Optimizer):
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, likely_last: bool = False) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        likely_last: bool = False,
+        beside: Sequence[PreparedOptimizer] = (),
+    ) -> None:
         """Add the gradient of a loss: a step is on the mean over ranks of the sum of them.
 
         Args:
             loss: scalar tensor.
+            beside: other optimizers, whose models it trains, too.
             likely_last: whether the framework would reduce gradients in this pass, on every rank,
                 so that a step is likely to follow.
         """
@@ -217,9 +225,16 @@ class PreparedOptimizer(Optimizer):
             )
         self._tell_of_thawed()
         try:
-            part = LossSum(loss, 0.0 if self.begun else 1.0)
+            part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
+            if beside:
+                # Each engine begins its step before the pass that leaves gradients in all models.
+                first, *rest = beside
+                run = functools.partial(first.backward, loss, beside=rest)
             training.engine.backward(
-                part, likely_last=likely_last, same_parameters=self.same_parameters
+                part,
+                likely_last=likely_last and not beside,
+                same_parameters=self.same_parameters,
+                run=run,
             )
         except BaseException:
             training.failed = True
@@ -299,6 +314,8 @@ class PreparedOptimizer(Optimizer):
                 "called since the last step, or for a loss of another model. Where one loss trains "
                 "several models, put them into one nn.Module with one optimizer."
             )
+        if self._carried:
+            self.fetch_gradients()
         limit, norm = self._limit, self._norm
         self._forget()
         try:
@@ -370,8 +387,16 @@ class PreparedOptimizer(Optimizer):
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if not self._accumulating():
-            self.drop()
+        if self._accumulating():
+            return
+        known = self.training is not None and self.lends_gradients and not set_to_none
+        held = (
+            [p for group in self.optimizer.param_groups for p in group["params"]] if known else []
+        )
+        held = [p for p in held if p.grad is not None]
+        self.drop()
+        # Optimizers step by zeros, which decay weights and move by momentum.
+        self._carried = [(p, torch.zeros_like(p)) for p in held]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -464,8 +489,11 @@ def trained_by(
     loss: torch.Tensor,
     optimizers: Iterable[Chosen],
     model: PreparedModel | None = None,
-) -> Chosen:
+) -> list[Chosen]:
     """The optimizer of the model that a loss trains.
+
+    Where it may be those of several models, all of them, if gradients of these are whole: as in
+    PyTorch it is the steps that follow which decide.
 
     Args:
         loss: of the output of a model or more.
@@ -477,7 +505,7 @@ def trained_by(
     """
     trained = [one for one in optimizers if one.training is not None]
     if len(trained) == 1 and (model is None or model is trained[0].model):
-        return trained[0]
+        return trained
     found = [one for training in led_to([loss]) for one in trained if one.training is training]
     if not found or (model is not None and all(one.model is not model for one in found)):
         calls = PreparedOptimizer.calls if not trained else trained[0].calls
@@ -487,12 +515,13 @@ def trained_by(
         )
     # A GAN's loss of its generator goes through the critic, which only its own loss is to
     # train: the script clears the gradients of the one that it trains, or that comes first.
-    cleared = [one for one in found if one.cleared]
-    chosen = cleared[0] if len(cleared) == 1 else found[0]
-    chosen = next((one for one in found if one.model is model), chosen)
+    chosen = [one for one in found if one.model is model] or [one for one in found if one.cleared]
+    chosen = chosen or found
+    if len(chosen) > 1 and not all(one.lends_gradients for one in chosen):
+        del chosen[1:]
     for one in trained:
         one.cleared = False
-        one.strayed |= one in found and one is not chosen
+        one.strayed |= one in found and one not in chosen
     return chosen
 
 

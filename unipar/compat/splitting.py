@@ -30,6 +30,7 @@ from unipar.compat.adopted import AdoptedModel
 from unipar.compat.batch_norms import (
     ALONE,
     OVER,
+    computing,
     has_batch_norms,
     is_batch_norm,
     normalize_over,
@@ -299,7 +300,7 @@ class Splitting:
             drawn = drawing.going_on()
         else:
             drawn = _drawing_apart(self._world, before)
-        with drawn as apart:
+        with drawn as apart, computing():
             output = self._model.forward(*part[0], **part[1])
         astray = drawing is not None and drawing.astray
         found = _held(output)
@@ -562,6 +563,7 @@ class Splitting:
             _own_weights(module, first=not self._looked_into) as written,
             _Watching(drops=drawing is not None) as watched,
             surrounding(),
+            computing(),
             contextlib.nullcontext() if drawing is None else drawing.going_on(),
         ):
             warnings.simplefilter("ignore")

@@ -92,6 +92,7 @@ class DDPReducer(Reducer):
         # Without views, what no rank has used in a pass that finds it unused is not written back.
         unwritten = ddp.find_unused_parameters and not ddp.gradient_as_bucket_view
         self.reopens = not (averages or ddp.static_graph or self._sparse or unwritten)
+        self._passed: set[nn.Parameter] = set()
         self._armed = self._whole_step = self._stuck = False
         # What a static graph records is the first backward pass.
         self._records = ddp.static_graph
@@ -140,6 +141,9 @@ class DDPReducer(Reducer):
             scale_gradients(self._known, 1 / dist.get_world_size(self.ddp.process_group))
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if not last:
+            # One may be frozen before the last pass, and has this one's gradient.
+            self._passed.update([p for p in self.parameters if p.requires_grad])
         if last and not self._whole_step:
             self._arm(loss)
         elif self._armed and self.ddp.find_unused_parameters and not self.ddp.static_graph:
@@ -193,7 +197,7 @@ class DDPReducer(Reducer):
         if self._averages:
             scale_gradients(self._known, dist.get_world_size(self.ddp.process_group))
         # Frozen when the wrapper was made, and thawed since.
-        self._reduce([p for p in self._unknown if p.requires_grad])
+        self._reduce(self._unknown)
 
     def reopen(self) -> None:
         if not self._take_back_unfinished():
@@ -231,6 +235,10 @@ class DDPReducer(Reducer):
     def _divide_again(self, summed: Iterable[torch.Tensor]) -> None:
         """Leave each rank an equal part of a sum, so that summing it again changes nothing."""
         scale_gradients(summed, 1 / dist.get_world_size(self.ddp.process_group))
+
+    def clear(self) -> None:
+        super().clear()
+        self._passed.clear()
 
     def forget(self) -> None:
         if self._armed and not self.ddp.static_graph:
@@ -270,7 +278,7 @@ class DDPReducer(Reducer):
 
     def _reduce(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum gradients that only this rank has, leaving out what no rank has used."""
-        parameters = [p for p in parameters if p.requires_grad]
+        parameters = [p for p in parameters if p.requires_grad or p in self._passed]
         group: Any = self.ddp.process_group
         if not parameters or dist.get_world_size(group) == 1:
             return

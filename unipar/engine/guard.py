@@ -127,7 +127,8 @@ class GradientGuard:
             # A framework's own class of parameters may do things when they are set.
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in self._parameters:
-                    if parameter.requires_grad:
+                    # One that was frozen since has the gradient of an earlier pass.
+                    if parameter.requires_grad or parameter.grad is not None:
                         grad, absent = parameter.grad, self._absent.get(parameter)
                         # ZeRO's third stage changes the shapes of parameters.
                         if absent is None or absent.shape != parameter.shape:

@@ -284,8 +284,9 @@ class StepEngine(Engine):
         self.reducer.clear()
 
     def _add(
-        self, loss: torch.Tensor, weight: float, count: torch.Tensor | float, *, last: bool
-    ) -> None:
+        self, loss: torch.Tensor, weight: float, count: torch.Tensor | float, *, last: bool,
+        run: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Add the gradient of ``weight * loss / (items of the global batch)``.
 
         Args:
@@ -293,6 +294,7 @@ class StepEngine(Engine):
             weight: what makes a sum over this micro-batch's items of it.
             count: how many items those are.
             last: whether no micro-batch follows.
+            run: another engine's backward pass of this loss, in the place of this one's.
         """
         if self._check_loss is not None:
             self._check_loss(loss)
@@ -306,6 +308,9 @@ class StepEngine(Engine):
         # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
         factor = weight / self.average.normalizer
         mark(self.num_steps + 1, "backward")
+        if run is not None:
+            run()
+            return
         with backward_pass():
             scaled = self.precision.scale(loss if factor == 1.0 else loss * factor)
             if last and self._loop.guessed:
@@ -506,6 +511,7 @@ class StepEngine(Engine):
         num_items: float | None = None,
         likely_last: bool = False,
         same_parameters: bool = False,
+        run: Callable[[], None] | None = None,
     ) -> None:
         if self._whole_steps:
             super().backward(loss, num_items=num_items)
@@ -532,7 +538,7 @@ class StepEngine(Engine):
         self._loop.guessed = likely_last and not self._loop.told
         self._loop.summed = self._loop.guessed and same_parameters and self.reducer.reopens
         with self._loop:
-            self._add(total, weight, count, last=self._loop.last or self._loop.guessed)
+            self._add(total, weight, count, last=self._loop.last or self._loop.guessed, run=run)
         self._guard.hide()
 
     def step(self, *, max_grad_norm: float | None = None) -> StepResult:

@@ -219,6 +219,7 @@ class Engine(ABC):
         num_items: float | None = None,
         likely_last: bool = False,
         same_parameters: bool = False,
+        run: Callable[[], None] | None = None,
     ) -> None:
         """Add a micro-batch's gradients (only with ``capabilities.custom_loop``).
 
@@ -229,6 +230,8 @@ class Engine(ABC):
             likely_last: whether :meth:`step` is likely to come next, on every rank alike, where
                 :meth:`microbatch` does not tell. The loss is then summed over ranks while this pass
                 runs. If another pass follows all the same, on every rank, it is summed once more.
+            run: what runs the backward pass in the place of this engine: another one's, for a loss
+                that trains both their models. Only where gradients are whole.
             same_parameters: whether a pass that is likely the last gives gradients to the same
                 parameters on every rank, as DDP asks. Under DDP gradients are then summed, too.
         """

@@ -372,11 +372,12 @@ class Accelerator(Exchange, Keeping):
         """
         if kwargs:
             refuse("Accelerator.backward(loss, retain_graph=…)")
-        optimizer = trained_by(loss, self._optimizers)
+        optimizer, *beside = trained_by(loss, self._optimizers)
         num = self.gradient_accumulation_steps
         optimizer.backward(
             loss / num if num != 1 else loss,
             likely_last=self.sync_gradients and not self._unsynced,
+            beside=beside,
         )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

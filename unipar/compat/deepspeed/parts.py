@@ -43,7 +43,7 @@ class EngineOptimizer(PreparedOptimizer):
         self._all.add(self)
         self.optimizer.register_step_pre_hook(_zero_unused)
 
-    def backward(self, loss: torch.Tensor, *, likely_last: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, **how: Any) -> None:
         if len(self._all) > 1:
             led = led_to([loss])
             if any(other is not self and other.training in led for other in self._all):
@@ -53,7 +53,7 @@ class EngineOptimizer(PreparedOptimizer):
                     "other.module.requires_grad_(False), and thaw it for its own loss; or put "
                     "both models into one nn.Module."
                 )
-        super().backward(loss, likely_last=likely_last)
+        super().backward(loss, **how)
 
     def take_step(self) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reduce, clip, step and clear.

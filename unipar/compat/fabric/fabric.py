@@ -279,8 +279,8 @@ class Fabric(Exchange, Building, Keeping):
         """
         if args or kwargs:
             refuse("Fabric.backward(loss, retain_graph=…)")
-        optimizer = trained_by(tensor, self._optimizers, model)
-        optimizer.backward(tensor, likely_last=not self._unsynced)
+        optimizer, *beside = trained_by(tensor, self._optimizers, model)
+        optimizer.backward(tensor, likely_last=not self._unsynced, beside=beside)
 
     def clip_gradients(
         self,

@@ -197,8 +197,8 @@ class FabricOptimizer(PreparedOptimizer):
         self._partial = any(one.requires_grad and name not in held for name, one in named)
         super().takes_up(model, **asked)
 
-    def backward(self, loss: torch.Tensor, *, likely_last: bool = False) -> None:
-        super().backward(loss, likely_last=likely_last)
+    def backward(self, loss: torch.Tensor, **how: Any) -> None:
+        super().backward(loss, **how)
         self._mixed |= self._stepped
 
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:

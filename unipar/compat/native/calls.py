@@ -132,7 +132,8 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     trained, whole = adoption.optimizers_of(given)
-    if whole and norm_type == 2 and max_norm > 0 and not trained[0].clips:
+    by_hand = whole and trained[0].steps_by_hand and not trained[0].begun
+    if whole and norm_type == 2 and max_norm > 0 and not trained[0].clips and not by_hand:
         if current.session is None or not current.session.capabilities.clipping:
             raise ConfigError("this strategy cannot clip gradients. Use another, or leave it out.")
         refuse_scaled()

@@ -1,0 +1,173 @@
+"""What scripts do with gradients between their calls, held against PyTorch on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from plain_scripts import batches, check, plainly
+from torch import nn
+from torch.nn import functional
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SGD = torch.optim.SGD
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def values(*modules: nn.Module) -> list[float]:
+    return [p.detach().sum().item() for module in modules for p in module.parameters()]
+
+
+def frozen_meanwhile() -> list[float]:
+    """One layer learns of the first of two passes alone."""
+    model, found = small(), []
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for number, x in enumerate(batches(8, 8, 8, 8)):
+        model[0].requires_grad_(number != 1)
+        model(x).square().mean().backward()
+        found += [float(p.grad.norm()) for p in model.parameters()] if number == 1 else []
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return found + values(model)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.heads = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 1)])
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](x)
+
+
+def zeros_for_none() -> list[float]:
+    """Weights that a loss leaves out decay, and move on."""
+    model, found = Heads(), []
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for number, x in enumerate(batches(8, 8, 8, 8)):
+        optimizer.zero_grad(set_to_none=False)
+        model(x, number % 2).square().mean().backward()
+        optimizer.step()
+        found += [float(p.grad is None) for p in model.parameters()]
+    return found + values(model)
+
+
+def set_by_hand() -> list[float]:
+    """Gradients of two losses that are put together, then clipped; and a step once more."""
+    model, found = small(), []
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in batches(8, 7, 8):
+        optimizer.zero_grad()
+        output = model(x)
+        weights = list(model.parameters())
+        first, second = (
+            torch.autograd.grad(output[:, k].square().mean(), weights, retain_graph=True)
+            for k in range(2)
+        )
+        for weight, one, other in zip(weights, first, second, strict=True):
+            weight.grad = one + other.clamp(-0.1, 0.1)
+        found.append(float(nn.utils.clip_grad_norm_(weights, 0.5)))
+        optimizer.step()
+    optimizer.step()
+    return found + values(model)
+
+
+def penalized() -> list[float]:
+    """A penalty of weights with a backward pass of its own: after, before, and without another."""
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    penalty = lambda: 0.1 * sum(p.square().sum() for p in model.parameters())  # noqa: E731
+    for number, x in enumerate(batches(8, 7, 8, 8)):
+        optimizer.zero_grad()
+        if number == 1:
+            penalty().backward()
+        if number != 2:
+            model(x).square().mean().backward()
+        if number != 1:
+            penalty().backward()
+        optimizer.step()
+    return values(model)
+
+
+def together(*, clips: bool = True) -> list[float]:
+    """An encoder and a decoder with an optimizer each, and one loss."""
+    encoder, decoder = small(), nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 6))
+    optimizers = [torch.optim.Adam(encoder.parameters(), 0.05), SGD(decoder.parameters(), lr=0.1)]
+    found = []
+    for number, x in enumerate(batches(8, 7, 8, 8, 6)):
+        for one in optimizers:
+            one.zero_grad()
+        loss = functional.mse_loss(decoder(encoder(x)), x)
+        loss.backward()
+        if number == 2:
+            (0.1 * decoder(encoder(x)).square().mean()).backward()
+        models = (encoder, decoder) if clips else ()
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in models]
+        for one in optimizers:
+            one.step()
+        found += [loss.item(), *map(float, norms)]
+    return found + values(encoder, decoder)
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.norm, self.linear = nn.BatchNorm1d(6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))
+
+
+def layers_by_themselves() -> list[float]:
+    """A batch norm that the script calls, too, with a batch that each rank has whole."""
+    model = Normalized()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x in batches(4, 5, 4):
+        optimizer.zero_grad()
+        (model(x).square().mean() + model.norm(2 * x).square().mean()).backward()
+        optimizer.step()
+    return [*values(model), *model.norm.running_var.tolist()]
+
+
+SCRIPTS = [
+    frozen_meanwhile, zeros_for_none, set_by_hand, penalized, together, layers_by_themselves,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("act", SCRIPTS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("strategy", ["ddp", "horovod"])
+def test_gradients_are_those_of_one_process(
+    world_pool: Any, act: Callable[[], list[float]], strategy: str
+) -> None:
+    check(world_pool(2).run(plainly, strategy, act), act)
+
+
+@pytest.mark.parametrize("act", [set_by_hand, penalized, together], ids=lambda one: one.__name__)
+def test_so_are_those_of_an_engine_alone(world_pool: Any, act: Callable[[], list[float]]) -> None:
+    check(world_pool(1).run(plainly, "single", act), act)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (set_by_hand, "torch.autograd.grad was asked for the gradient of parameter '0.weight'"),
+        (penalized, "this loss is made of weights of Sequential, and not of a call of it"),
+        (partial(together, clips=False), "put them into one nn.Module with one optimizer"),
+    ],
+)
+def test_divided_gradients_are_no_scripts_to_set(
+    world_pool: Any, act: Callable[[], list[float]], said: str
+) -> None:
+    for one in world_pool(2).run(plainly, "fsdp", act):
+        assert said in one
