@@ -206,7 +206,7 @@ class Adoption:
             splitting = None
             if not self.aware and session.world.data_size > 1:
                 divides = current.config is None or current.config.divide_batches
-                splitting = Splitting(model, self.tell, divides=divides)
+                splitting = Splitting(model, self.tell, divides=divides, compiled=bool(compiled))
                 self._splittings[model] = splitting
                 splitting.look_at(args, kwargs)
             adopted.take_over(model, name=name, compile=compiled)

@@ -124,13 +124,14 @@ class Splitting:
         model: the engine's side of it.
         tell: warns once of each thing.
         divides: whether it may be; else each rank computes the whole.
+        compiled: whether the engine compiles it.
 
     Attributes:
         shares: of no batch.
     """
 
     def __init__(
-        self, model: AdoptedModel, tell: Callable[..., None], *, divides: bool = True
+        self, model: AdoptedModel, tell: Callable[..., None], *, divides: bool, compiled: bool
     ) -> None:
         self._model, self._tell, self._divides = model, tell, divides
         self._rounding = _ROUNDING_HALF if model.in_half else _ROUNDING
@@ -147,6 +148,8 @@ class Splitting:
         self._calls: dict[Any, int] = {}
         self._signatures: dict[Any, Signatures] = {}
         self._draws = WholeDraws()
+        # Compilers have random numbers of their own.
+        self._may_draw_whole = not (compiled or any(map(_is_compiled, model.module.modules())))
         # What the script has put into the model before the strategy has.
         self._hooks, self._handles = _hooks_in(model.module), RemovableHandle.next_id
         self._hooked = _described(self._hooks) or _draws_by_itself(model.module)
@@ -391,9 +394,9 @@ class Splitting:
             return None, why
         if not whole.tells:
             return None, self._for_now("it gives the same for every sample")
-        for draws_whole in (True, False):
+        for draws_whole in (self._may_draw_whole, False):
             if not draws_whole:
-                if not whole.drew:
+                if not whole.drew and self._may_draw_whole:
                     break
                 # Without dropout, where each rank is to draw others.
                 whole, why = self._run(args, kwargs), ""
@@ -782,6 +785,11 @@ def _draws_by_itself(module: nn.Module) -> str:
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
     held = any(isinstance(v, kinds) for one in module.modules() for v in vars(one).values())
     return "it draws random numbers by a generator of its own" if held else ""
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # The class would take torch's compiler to import. torch 2.8 to 2.13.
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 class _Watching(TorchFunctionMode):

@@ -61,7 +61,8 @@ REFUSED = Table(
         "On such ranks: an engine trains one nn.Module that is called as a whole. Put them into "
         "one."),
     Row("loss.backward();opt1.step();opt2.step()", "refused",
-        "A loss trains one model. Put both into one nn.Module with one optimizer."),
+        "Under a strategy that divides gradients: a loss trains one model. Put both into one "
+        "nn.Module with one optimizer, or use ddp."),
     Row("p.grad", "refused",
         "Under a strategy that divides gradients. Scale the loss, clip by clip_grad_norm_, or use "
         "ddp. On ranks with data of their own also between backward passes of one step: use it "
