@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,7 +33,11 @@ def frozen_meanwhile() -> list[float]:
     for number, x in enumerate(batches(8, 8, 8, 8)):
         model[0].requires_grad_(number != 1)
         model(x).square().mean().backward()
-        found += [float(p.grad.norm()) for p in model.parameters()] if number == 1 else []
+        found += (
+            [float(cast(torch.Tensor, p.grad).norm()) for p in model.parameters()]
+            if number == 1
+            else []
+        )
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -86,7 +90,10 @@ def penalized() -> list[float]:
     """A penalty of weights with a backward pass of its own: after, before, and without another."""
     model = small()
     optimizer = SGD(model.parameters(), lr=0.1)
-    penalty = lambda: 0.1 * sum(p.square().sum() for p in model.parameters())  # noqa: E731
+
+    def penalty() -> torch.Tensor:
+        return 0.1 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
     for number, x in enumerate(batches(8, 7, 8, 8)):
         optimizer.zero_grad()
         if number == 1:
@@ -119,6 +126,28 @@ def together(*, clips: bool = True) -> list[float]:
     return found + values(encoder, decoder)
 
 
+def in_stages() -> list[float]:
+    """Adam, then L-BFGS beside it, which computes the loss more than once in a step."""
+    model, found = small(), []
+    first = torch.optim.Adam(model.parameters(), lr=0.05)
+    xs = batches(8, 7, 8, 8)
+
+    def loss_of(optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    for x in xs[:2]:
+        found.append(loss_of(first, x).item())
+        first.step()
+    second = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    found += [second.step(partial(loss_of, second, x)).item() for x in xs[2:]]
+    loss_of(first, xs[0])
+    first.step()
+    return [*found, first.state_dict()["state"][0]["step"].item(), *values(model)]
+
+
 class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +166,7 @@ def layers_by_themselves() -> list[float]:
         optimizer.zero_grad()
         (model(x).square().mean() + model.norm(2 * x).square().mean()).backward()
         optimizer.step()
+    assert model.norm.running_var is not None
     return [*values(model), *model.norm.running_var.tolist()]
 
 
@@ -153,7 +183,17 @@ def test_gradients_are_those_of_one_process(
     check(world_pool(2).run(plainly, strategy, act), act)
 
 
-@pytest.mark.parametrize("act", [set_by_hand, penalized, together], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("strategy", ["ddp", "horovod"])
+def test_a_second_optimizer_beside_the_first_has_each_rank_train_the_whole(
+    world_pool: Any, strategy: str
+) -> None:
+    told = "this LBFGS updates no module that was called as a whole, or one with another optimizer"
+    check(world_pool(2).run(plainly, strategy, in_stages), in_stages, told)
+
+
+@pytest.mark.parametrize(
+    "act", [set_by_hand, penalized, together, in_stages], ids=lambda one: one.__name__
+)
 def test_so_are_those_of_an_engine_alone(world_pool: Any, act: Callable[[], list[float]]) -> None:
     check(world_pool(1).run(plainly, "single", act), act)
 
@@ -162,6 +202,7 @@ def test_so_are_those_of_an_engine_alone(world_pool: Any, act: Callable[[], list
     ("act", "said"),
     [
         (set_by_hand, "torch.autograd.grad was asked for the gradient of parameter '0.weight'"),
+        (in_stages, "another optimizer was built for a model that one trains already"),
         (penalized, "this loss is made of weights of Sequential, and not of a call of it"),
         (partial(together, clips=False), "put them into one nn.Module with one optimizer"),
     ],

@@ -373,7 +373,7 @@ def by_parts_of_it() -> list[float]:
 
 
 def test_what_no_engine_trains_each_rank_trains_whole(world_pool: Any) -> None:
-    told = "updates no module that was called as a whole, so each of 2 ranks trains by itself"
+    told = "so each of 2 ranks trains by itself what it updates"
     check(world_pool(2).run(plainly, "ddp", by_parts_of_it), by_parts_of_it, told)
 
 

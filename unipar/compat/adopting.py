@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from unipar.compat import hooks
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
+from unipar.compat.batch_norms import normalize_over
 from unipar.compat.common_draws import CommonDraws
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import frozen_in, trained_by
@@ -85,6 +86,9 @@ class Adoption:
         self._frozen: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
         self._splittings: weakref.WeakKeyDictionary[AdoptedModel, Splitting] = (
             weakref.WeakKeyDictionary()
+        )
+        self._routes: weakref.WeakValueDictionary[AdoptedOptimizer, Any] = (
+            weakref.WeakValueDictionary()
         )
         self._told: set[str] = set()
         self._told_of_around = False
@@ -213,6 +217,7 @@ class Adoption:
             if splitting is not None:
                 splitting.begin()
         optimizer.routed(adopted)
+        self._routes[adopted] = optimizer
         pending: list[Any] = [one for ref in self._pending if (one := ref()) is not None]
         around = [one for one in pending if _holds(one, [optimizer])]
         for one in around:
@@ -254,6 +259,8 @@ class Adoption:
             return None
         # Schedulers and optimizers hold each other.
         gc.collect()
+        if (len(found) > 1 or model.is_trained) and self._give_back(model):
+            return model.module
         if len(found) > 1 or model.divided or model.is_trained:
             raise ConfigError(
                 "another optimizer was built for a model that one trains already"
@@ -262,12 +269,37 @@ class Adoption:
                 "a strategy that leaves weights whole; or keep it: give it all parameters at "
                 "first, toggle requires_grad, and change param_group['lr']."
             )
+        self._let_go(model)
+        self._take(model.module, found[0], args, kwargs)
+        return model.module
+
+    def _let_go(self, model: AdoptedModel) -> None:
         module = model.module
         self._trained = [ref for ref in self._trained if (one := ref()) and one.model is not model]
         del module.__dict__["_unipar"]
         module.__class__ = type(module)._unipar_kind  # pyright: ignore[reportAttributeAccessIssue]
-        self._take(module, found[0], args, kwargs)
-        return module
+
+    def _give_back(self, model: AdoptedModel) -> bool:
+        """Leave a model to torch, on each rank, which several optimizers are to train.
+
+        Returns:
+            Whether that is possible: ranks make the same steps, and have whole weights.
+        """
+        adopted = next((one for one in self.trained if one.model is model), None)
+        optimizer: Any = None if adopted is None else self._routes.get(adopted)
+        if adopted is None or optimizer is None or not adopted.steps_by_hand or model.divided:
+            return False
+        assert model.training_by is not None
+        session, engine = current.session, model.training_by.engine
+        assert session is not None
+        self._let_go(model)
+        with self.engine_calls():
+            normalize_over(None, model.module)
+            session.release(next(n for n, one in session.engines.items() if one is engine))
+        optimizer.given_back()
+        self._pending.append(weakref.ref(optimizer))
+        self._passed.add(model.module)
+        return True
 
     def _open(self, module: nn.Module) -> Session:
         if current.session is not None:
@@ -500,9 +532,9 @@ class Adoption:
         if not self.aware:
             # Each rank does what one process would do.
             self.tell(
-                "this %s updates no module that was called as a whole, so each of %d ranks trains "
-                "by itself what it updates, without the strategy: results are those of one "
-                "process, and no faster.",
+                "this %s updates no module that was called as a whole, or one with another "
+                "optimizer, so each of %d ranks trains by itself what it updates, without the "
+                "strategy: results are those of one process, and no faster.",
                 kind, current.placement().size,
             )  # fmt: skip
             return

@@ -77,6 +77,11 @@ class _Optimizer:
         adopted.cleared = self.__dict__.pop(_CLEARED, False)
         self.__dict__[_KEY] = adopted
 
+    def given_back(self: Any) -> None:
+        """Step by itself again."""
+        adopted: AdoptedOptimizer = self.__dict__.pop(_KEY)
+        self.__dict__.update({key: adopted.optimizer.__dict__[key] for key in _STATE})
+
     def routed_within(self, adopted: AdoptedOptimizer) -> None:
         """Have what this one steps by, which it holds, step by an engine from now on."""
         self.__dict__[_WITHIN] = adopted

@@ -283,6 +283,12 @@ _WAITED = (
 )
 
 
+_GONE = (
+    "unipar: each of {size} ranks runs the script, and another one may have removed or renamed "
+    "this file. Let one of them do so: if int(os.environ.get('RANK', 0)) == 0."
+)
+
+
 def explain_uncaught(session: Session) -> Callable[[], None]:
     """Show an error that ends the script in words of the strategy's, where it has some.
 
@@ -300,6 +306,8 @@ def explain_uncaught(session: Session) -> Callable[[], None]:
             shown(kind, error, trace)
             if classify(error).is_echo:
                 print(_WAITED.format(rank=session.world.rank), file=sys.stderr)
+            elif isinstance(error, FileNotFoundError) and session.world.size > 1:
+                print(_GONE.format(size=session.world.size), file=sys.stderr)
         else:
             shown(type(explained), explained, None)
 
