@@ -129,6 +129,31 @@ def test_a_rank_that_waits_in_vain_says_what_that_comes_of(tmp_path: Path) -> No
     assert "waited for another one, which has ended, is stuck, or calls something" in done.stderr
 
 
+REMOVES = """\
+import os
+
+import unipar.compat.torch as torch
+from unipar.compat.torch import nn
+
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(4, 2)).square().sum().backward()
+optimizer.step()
+torch.save(model.state_dict(), "kept.pt")
+os.remove("kept.pt")
+"""
+
+
+def test_a_file_that_each_rank_removes_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(REMOVES)
+    done = subprocess.run(
+        [*TORCHRUN, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "UNIPAR_STRATEGY": "ddp"},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "each of 2 ranks runs the script, and another one may have removed" in done.stderr
+
+
 ON_RANKS = """\
 import unipar.compat.torch as torch
 import unipar.compat.torch.distributed as dist
