@@ -176,14 +176,14 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("act", SCRIPTS, ids=lambda one: one.__name__)
-@pytest.mark.parametrize("strategy", ["ddp", "horovod"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
 def test_gradients_are_those_of_one_process(
     world_pool: Any, act: Callable[[], list[float]], strategy: str
 ) -> None:
     check(world_pool(2).run(plainly, strategy, act), act)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "horovod"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
 def test_a_second_optimizer_beside_the_first_has_each_rank_train_the_whole(
     world_pool: Any, strategy: str
 ) -> None:

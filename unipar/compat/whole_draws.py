@@ -29,6 +29,8 @@ _MAKERS = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}
 """Functions of torch, with those whose names end in ``_like``, and what they fill tensors by."""
 _Draw = tuple[str, tuple[int, ...]]
 """What is called, and the shape that it draws for."""
+_OTHERWISE: _Draw = ("?", ())
+"""Draws by what is not known here."""
 
 
 class WholeDraws:
@@ -97,7 +99,7 @@ class Drawing:
 
     Attributes:
         noted: what was drawn.
-        astray: whether anything was drawn otherwise, so that nothing is known of it.
+        astray: whether anything was drawn of which nothing is known.
     """
 
     def __init__(
@@ -129,12 +131,32 @@ class Drawing:
             self._look()
 
     def _look(self) -> None:
-        """Whether numbers were drawn by what is not known."""
-        now = torch_generators(self._device)
-        self.astray |= not all(map(torch.equal, now, self._states))
+        """Note that numbers were drawn by what is not known here, if they were.
 
-    def note(self, name: str, own: Sequence[int]) -> None:
-        self.noted.append((name, tuple(own)))
+        Where a run of a whole batch and one of a part have drawn as much, and computed the same,
+        they are for all samples together, as an order of channels.
+        """
+        now = torch_generators(self._device)
+        if not all(map(torch.equal, now, self._states)):
+            self._states = now
+            self.noted.append(_OTHERWISE)
+            if self._draws is not None:
+                self._placed(*_OTHERWISE)
+
+    def leave(self, name: str, own: Sequence[int] | None, run: Callable[[], Any]) -> Any:
+        """Note a draw that is left to torch.
+
+        Args:
+            name: what is called.
+            own: the shape that it draws for; ``None``: that of what it gives.
+            run: the call.
+        """
+        self._look()
+        with _left_to_torch():
+            found = run()
+        self.noted.append((name, tuple(found.shape if own is None else own)))
+        self._states = torch_generators(self._device)
+        return found
 
     def draw(
         self, name: str, own: Sequence[int], make: Callable[[list[int]], torch.Tensor]
@@ -153,11 +175,8 @@ class Drawing:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
         again = hooks(False) is not None
         self.astray |= again or (self._trains and not torch.is_grad_enabled())
-        self.note(name, own)
-        try:
-            dim, each = self._place(name, own) or (None, 1)
-        except LookupError:
-            self.astray, dim, each = True, None, 1
+        self.noted.append((name, tuple(own)))
+        dim, each = self._placed(name, own) or (None, 1)
         whole, shares = list(own), self._shares.times(each)
         if dim is not None:
             whole[dim] = sum(shares.sizes)
@@ -167,6 +186,14 @@ class Drawing:
             found = found if dim is None else part_of(found, dim, shares)
         self._states = torch_generators(self._device)
         return found
+
+    def _placed(self, name: str, own: Sequence[int]) -> tuple[int, int] | None:
+        """Where the samples of the last draw lie, as far as that is known."""
+        try:
+            return self._place(name, own)
+        except LookupError:
+            self.astray = True
+            return None
 
     def _place(self, name: str, own: Sequence[int]) -> tuple[int, int] | None:
         assert self._shares is not None
@@ -234,8 +261,7 @@ def _dropping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
         def masked(x: torch.Tensor, p: float, sizes: Sequence[int]) -> torch.Tensor:
             if drawing.notes_alone:
-                drawing.note(name, sizes)
-                raise _Native
+                raise _Native(sizes)
             # By what torch itself draws with, which is another kernel on each kind of device.
             plain = name in ("dropout", "scaled_dot_product_attention")
 
@@ -248,9 +274,8 @@ def _dropping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
         try:
             return WITH_MASKS[name](original, masked, *args, **kwargs)
-        except _Native:
-            with _left_to_torch():
-                return original(*args, **kwargs)
+        except _Native as native:
+            return drawing.leave(name, native.args[0], lambda: original(*args, **kwargs))
 
     return drop
 
@@ -263,9 +288,7 @@ def _filling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if drawing is None or by_value or kwargs.get("generator") is not None or not self.numel():
             return original(self, *args, **kwargs)
         if drawing.notes_alone:
-            drawing.note(name, self.shape)
-            with _left_to_torch():
-                return original(self, *args, **kwargs)
+            return drawing.leave(name, self.shape, lambda: original(self, *args, **kwargs))
 
         def make(whole: list[int]) -> torch.Tensor:
             return original(_shaped_as(self.detach(), whole), *args, **kwargs)
@@ -286,10 +309,7 @@ def _making(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if drawing is None or given:
             return original(*args, **kwargs)
         if drawing.notes_alone:
-            with _left_to_torch():
-                found = original(*args, **kwargs)
-            drawing.note(name, found.shape)
-            return found
+            return drawing.leave(name, None, lambda: original(*args, **kwargs))
         # As torch does it: a tensor that is filled. torch 2.13, ATen/native/TensorFactories.cpp.
         with _left_to_torch():
             shape = original(*args, **{**kwargs, "device": "meta"})
