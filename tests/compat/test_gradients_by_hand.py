@@ -59,7 +59,7 @@ def zeros_for_none() -> list[float]:
     model, found = Heads(), []
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     for number, x in enumerate(batches(8, 8, 8, 8)):
-        optimizer.zero_grad(set_to_none=False)
+        (model if number > 1 else optimizer).zero_grad(set_to_none=False)
         model(x, number % 2).square().mean().backward()
         optimizer.step()
         found += [float(p.grad is None) for p in model.parameters()]
@@ -126,6 +126,21 @@ def together(*, clips: bool = True) -> list[float]:
     return found + values(encoder, decoder)
 
 
+def in_turn() -> list[float]:
+    """A critic that keeps what the generator's loss leaves in it."""
+    generator, critic = small(), nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    models = (generator, critic)
+    first, second = (SGD(one.parameters(), lr=0.1, momentum=0.5) for one in models)
+    for x in batches(8, 7, 8):
+        functional.softplus(-critic(generator(x))).mean().backward()
+        first.step()
+        first.zero_grad()
+        functional.softplus(-critic(x[:, :2])).mean().backward()
+        second.step()
+        second.zero_grad()
+    return values(*models)
+
+
 def in_stages() -> list[float]:
     """Adam, then L-BFGS beside it, which computes the loss more than once in a step."""
     model, found = small(), []
@@ -171,7 +186,8 @@ def layers_by_themselves() -> list[float]:
 
 
 SCRIPTS = [
-    frozen_meanwhile, zeros_for_none, set_by_hand, penalized, together, layers_by_themselves,
+    frozen_meanwhile, zeros_for_none, set_by_hand, penalized, together, in_turn,
+    layers_by_themselves,
 ]  # fmt: skip
 
 

@@ -266,8 +266,8 @@ class AdoptedOptimizer(PreparedOptimizer):
         if len(set(norms)) > 1:
             broadcast_tensors(grads, self.world)
 
-    def drop(self) -> None:
-        super().drop()
+    def drop(self, *, set_to_none: bool = True) -> None:
+        super().drop(set_to_none=set_to_none)
         self.uncleared = False
 
     # -- state, by the numbers of parameters, as PyTorch has it ----------------------------------

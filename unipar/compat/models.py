@@ -55,7 +55,7 @@ class Training:
         stale: whether it was since every rank has had rank 0's buffers.
     """
 
-    def __init__(self, engine: Engine, drop: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, drop: Callable[..., None]) -> None:
         self.engine, self.drop = engine, drop
         self.failed = self.called = self.stale = False
 
@@ -114,7 +114,7 @@ class PreparedModel(nn.Module):
         known, name = self._names.get(id(parameter), (None, None))
         return name if known is not None and known() is parameter else None
 
-    def trained_by(self, engine: Engine, drop: Callable[[], None]) -> Training:
+    def trained_by(self, engine: Engine, drop: Callable[..., None]) -> Training:
         """Compute by an engine from now on; see :class:`Training`."""
         self.module = engine.module
         for name, one in engine.module.named_parameters():
@@ -201,7 +201,7 @@ class PreparedModel(nn.Module):
         if self.training_by is None:
             self.module.zero_grad(set_to_none)
         else:
-            self.training_by.drop()
+            self.training_by.drop(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> PreparedModel:
         self.training = mode

@@ -294,6 +294,7 @@ class PreparedOptimizer(Optimizer):
             Its norm before, a scalar that can be read after the step; or before, which then has
             the ranks reduce their gradients, where these are whole.
         """
+        self._refuse_strayed()
         if not self.begun or self._norm is not None:
             raise ConfigError(
                 f"{self.calls.clip.rpartition('.')[2]} came "
@@ -305,14 +306,25 @@ class PreparedOptimizer(Optimizer):
         self._norm = StepNorm.expected(device, self.calls.clip, fetch)
         return self._norm
 
+    def _refuse_strayed(self) -> None:
+        """Refuse a step of a model by a loss that has trained another one."""
+        if self.strayed and not self.begun:
+            raise ConfigError(
+                f"{self.calls.backward} was called for a loss that goes through several models, "
+                "and has trained another one. Where one loss trains several models under strategy "
+                f"'{self._session.strategy.name}', put them into one nn.Module with one optimizer; "
+                "or use a strategy that leaves gradients whole, such as ddp, and clear the "
+                "gradients of all of them before it."
+            )
+
     def take_step(self) -> None:
         """Reduce, clip, step and clear."""
         training = self._known()
+        self._refuse_strayed()
         if not self.begun:
             raise ConfigError(
                 f"optimizer.step() came without a gradient: {self.calls.backward} was not "
-                "called since the last step, or for a loss of another model. Where one loss trains "
-                "several models, put them into one nn.Module with one optimizer."
+                "called since the last step."
             )
         if self._carried:
             self.fetch_gradients()
@@ -327,18 +339,27 @@ class PreparedOptimizer(Optimizer):
         if norm is not None and not norm.settled:
             norm.settle(self._last)
 
-    def drop(self) -> None:
-        """Drop the gradients that there are."""
+    def drop(self, *, set_to_none: bool = True) -> None:
+        """Drop the gradients that there are.
+
+        Args:
+            set_to_none: whether none is left in their place, or zeros, by which optimizers step
+                too: weights decay, and momentum moves them.
+        """
         training = self._known()
+        held: list[nn.Parameter] = []
+        if self.lends_gradients:
+            held = [p for group in self.optimizer.param_groups for p in group["params"]]
+            held = [p for p in held if p.grad is not None]
         if self.begun or training.failed:
             training.engine.zero_grad()
-        if self.lends_gradients:
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+        for parameter in held:
+            parameter.grad = None
         training.failed = self.strayed = False
         self.cleared = True
         self._forget()
+        if not set_to_none:
+            self._carried = [(p, torch.zeros_like(p)) for p in held]
 
     def _forget(self) -> None:
         self.begun, self._limit, self._norm, self._carried = False, None, None, []
@@ -387,16 +408,8 @@ class PreparedOptimizer(Optimizer):
             return closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self._accumulating():
-            return
-        known = self.training is not None and self.lends_gradients and not set_to_none
-        held = (
-            [p for group in self.optimizer.param_groups for p in group["params"]] if known else []
-        )
-        held = [p for p in held if p.grad is not None]
-        self.drop()
-        # Optimizers step by zeros, which decay weights and move by momentum.
-        self._carried = [(p, torch.zeros_like(p)) for p in held]
+        if not self._accumulating():
+            self.drop(set_to_none=set_to_none)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -516,9 +529,10 @@ def trained_by(
     # A GAN's loss of its generator goes through the critic, which only its own loss is to
     # train: the script clears the gradients of the one that it trains, or that comes first.
     chosen = [one for one in found if one.model is model] or [one for one in found if one.cleared]
-    chosen = chosen or found
+    if not chosen or all(one.alike and one.lends_gradients for one in found):
+        chosen = found
     if len(chosen) > 1 and not all(one.lends_gradients for one in chosen):
-        del chosen[1:]
+        chosen = chosen[:1]
     for one in trained:
         one.cleared = False
         one.strayed |= one in found and one not in chosen

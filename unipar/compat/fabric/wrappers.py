@@ -69,7 +69,7 @@ class FabricModule(PreparedModel):
             return output
         return tree_map_only(torch.Tensor, lambda t: _cast(t, torch.get_default_dtype()), output)
 
-    def trained_by(self, engine: Engine, drop: Callable[[], None]) -> Training:
+    def trained_by(self, engine: Engine, drop: Callable[..., None]) -> Training:
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
         stepped = {one.dtype for group in groups for one in group["params"]}
         if self._true is not None and stepped != {self._true}:
@@ -259,8 +259,8 @@ class FabricOptimizer(PreparedOptimizer):
                 "by an optimizer of its own. Use max_norm."
             )
 
-    def drop(self) -> None:
-        super().drop()
+    def drop(self, *, set_to_none: bool = True) -> None:
+        super().drop(set_to_none=set_to_none)
         self._stepped = self._mixed = False
         self._value = None
 

@@ -134,8 +134,8 @@ class BoostedOptimizer(PreparedOptimizer):
         super().take_step()
         self._stepped = True
 
-    def drop(self) -> None:
-        super().drop()
+    def drop(self, *, set_to_none: bool = True) -> None:
+        super().drop(set_to_none=set_to_none)
         self._stepped = False
 
     def clip_grad_by_norm(
