@@ -262,15 +262,14 @@ def _dropping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def masked(x: torch.Tensor, p: float, sizes: Sequence[int]) -> torch.Tensor:
             if drawing.notes_alone:
                 raise _Native(sizes)
-            # By what torch itself draws with, which is another kernel on each kind of device.
-            plain = name in ("dropout", "scaled_dot_product_attention")
+            # Only on GPUs has torch a kernel of its own for it, which draws otherwise.
+            fused = name in ("dropout", "scaled_dot_product_attention") and x.device.type != "cpu"
 
             def make(whole: list[int]) -> torch.Tensor:
                 one = _shaped_as(x, whole) if list(sizes) == list(x.shape) else x.new_empty(whole)
-                kept = _dropout(one.fill_(1), p, True) if plain else _bernoulli_(one, 1 - p)
-                return kept == 0
+                return _dropout(one.fill_(1), p, True) if fused else _bernoulli_(one, 1 - p)
 
-            return drawing.draw(name, sizes, make)
+            return drawing.draw(name, sizes, make) == 0
 
         try:
             return WITH_MASKS[name](original, masked, *args, **kwargs)
