@@ -213,6 +213,10 @@ class Splitting:
         shares = None if plan is None else self._shares(plan, given)
         if plan is None or shares is None:
             return self._whole(args, kwargs)
+        if any(map(_needs_whole_gradient, given, plan.inputs)):
+            # As fast weights, or a prompt that is learned, of which a part has a part of it.
+            self._tell_whole("it is given tensors beside the batch that need gradients")
+            return self._whole(args, kwargs)
         known = self._signatures.get(kind)
         again = calls % _AGAIN == 0 or (calls > 1 and _is_power(calls))
         changed = self._settings_changed()
@@ -307,7 +311,8 @@ class Splitting:
             output = self._model.forward(*part[0], **part[1])
         astray = drawing is not None and drawing.astray
         found = _held(output)
-        fits, new, astray = self._looked_at(kind, plan, shares, found, _leaves(part), astray)
+        draws = 0 if drawing is None else len(drawing.noted)
+        fits, new, astray = self._looked_at(kind, plan, shares, found, _leaves(part), astray, draws)
         if not fits or astray or (new and not tried):
             why = self._tried_again(plan, args, kwargs, given) if fits else _UNFIT
             if (why or astray) and not self._leaves_nothing:
@@ -338,7 +343,7 @@ class Splitting:
 
     def _looked_at(
         self, kind: Any, plan: _Plan, shares: Shares, found: list[torch.Tensor] | None, part: Any,
-        astray: bool,
+        astray: bool, draws: int,
     ) -> tuple[bool, bool, bool]:  # fmt: skip
         """Whether ranks' outputs fit together, and any has a new graph, or draws in a new way.
 
@@ -355,7 +360,8 @@ class Splitting:
             (*shape[: one.dim], *shape[one.dim + 1 :]) if one.dim >= 0 else tuple(shape)
             for shape, one in zip(shapes, plan.outputs, strict=False)
         ]
-        mark = hash(tuple(others)) >> 1
+        # One rank may have drawn in a branch that others have not taken.
+        mark = hash((draws, *others)) >> 1
         seen = torch.tensor([new, not fits, astray, mark, -mark])
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
         is_new, unfit, strays, most, least = seen.tolist()
@@ -787,6 +793,10 @@ def _draws_by_itself(module: nn.Module) -> str:
     return "it draws random numbers by a generator of its own" if held else ""
 
 
+def _needs_whole_gradient(leaf: Any, dim: int | None) -> bool:
+    return dim is None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
 def _is_compiled(module: nn.Module) -> bool:
     # The class would take torch's compiler to import. torch 2.8 to 2.13.
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
@@ -866,7 +876,9 @@ def _cut(data: Any, plan: _Plan, shares: Shares) -> Any:
         if dim is None:
             return one
         if isinstance(one, torch.Tensor):
-            return part_of(one, dim, shares)
+            part = part_of(one, dim, shares)
+            # A model may view it as it could view the whole.
+            return part.contiguous() if one.is_contiguous() else part
         return one[shares.begin : shares.begin + shares.own]
 
     return _changed(data, cut, rows=True)
