@@ -246,8 +246,7 @@ class AdoptedOptimizer(PreparedOptimizer):
         if self.begun or not self.steps_by_hand:
             super().take_step()
         else:
-            for p, grad in self._carried:
-                p.grad = grad if p.grad is None else p.grad.add_(grad)
+            self._add_carried()
             self._forget()
             if evens:
                 self._agree()

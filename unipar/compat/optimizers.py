@@ -277,9 +277,7 @@ class PreparedOptimizer(Optimizer):
         engine = self._known().engine
         assert isinstance(engine, StepEngine)
         engine.fetch_gradients()
-        for parameter, grad in self._carried:
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        self._carried = []
+        self._add_carried()
         if self._norm is not None and not self._norm.settled:
             assert self._limit is not None
             found = nn.utils.clip_grad_norm_(engine.module.parameters(), self._limit)
@@ -360,6 +358,12 @@ class PreparedOptimizer(Optimizer):
         self._forget()
         if not set_to_none:
             self._carried = [(p, torch.zeros_like(p)) for p in held]
+
+    def _add_carried(self) -> None:
+        """Add what was there before the engine's backward passes, or beside them."""
+        for parameter, grad in self._carried:
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        self._carried = []
 
     def _forget(self) -> None:
         self.begun, self._limit, self._norm, self._carried = False, None, None, []

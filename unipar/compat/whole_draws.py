@@ -209,6 +209,7 @@ class Drawing:
 
     @property
     def notes_alone(self) -> bool:
+        """Whether draws are left to torch, and noted."""
         return self._draws is None
 
 
@@ -267,7 +268,7 @@ def _dropping(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
             def make(whole: list[int]) -> torch.Tensor:
                 one = _shaped_as(x, whole) if list(sizes) == list(x.shape) else x.new_empty(whole)
-                return _dropout(one.fill_(1), p, True) if fused else _bernoulli_(one, 1 - p)
+                return _dropout(one.fill_(1), p, True) if fused else _FILL["bernoulli_"](one, 1 - p)
 
             return drawing.draw(name, sizes, make) == 0
 
@@ -348,5 +349,4 @@ def _shaped_as(one: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
 
 
 _dropout = functional.dropout
-_bernoulli_: Any = torch.Tensor.bernoulli_
 _FILL: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in _FILLS}
