@@ -12,6 +12,8 @@ from plain_scripts import batches, check, plainly
 from torch import nn
 from torch.nn import functional
 
+from unipar.compat.native.calls import clip_grad_norm_
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SGD = torch.optim.SGD
@@ -106,6 +108,23 @@ def penalized() -> list[float]:
     return values(model)
 
 
+def penalized_at_first() -> list[float]:
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    cast(nn.Linear, model[0]).weight.square().sum().backward()
+    model(*batches(8)).square().mean().backward()
+    optimizer.step()
+    return values(model)
+
+
+def looked_at_afterwards() -> list[float]:
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model(*batches(8)).square().mean().backward()
+    optimizer.step()
+    return [p.grad.sum().item() for p in model.parameters() if p.grad is not None]
+
+
 def together(*, clips: bool = True) -> list[float]:
     """An encoder and a decoder with an optimizer each, and one loss."""
     encoder, decoder = small(), nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 6))
@@ -185,9 +204,63 @@ def layers_by_themselves() -> list[float]:
     return [*values(model), *model.norm.running_var.tolist()]
 
 
+def clipped_before_more() -> list[float]:
+    """Clipped, once or twice, and then what is left is added to: by a penalty, and by a batch."""
+    model, found = small(), []
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, x in enumerate(batches(8, 7, 8, 8, 8)):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        norms = [clip_grad_norm_(model.parameters(), 0.1)]
+        if number % 2:
+            (0.1 * cast(nn.Linear, model[0]).weight.square().sum()).backward()
+        else:
+            model(2 * x).square().mean().backward()
+        norms.append(clip_grad_norm_(model.parameters(), 0.2 if number else 9.0))
+        optimizer.step()
+        found += map(float, norms)
+    return found + values(model)
+
+
+def looked_at() -> list[float]:
+    """Gradients that are read between passes, after them and after the step, and those of none."""
+    model, found = Heads(), []
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, x in enumerate(batches(8, 7, 8, 8)):
+        optimizer.zero_grad(set_to_none=number != 1)
+        model(x, 0).square().mean().backward()
+        found.append(float(sum(p.grad is None for p in model.parameters())))
+        model(x, number % 2).square().mean().backward()
+        ahead = model(x, 0)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        found += [grad.norm().item() for grad in grads]
+        (0.1 * cast(nn.Linear, model.heads[0]).weight.abs().sum()).backward()
+        for grad in grads:
+            grad.clamp_(-0.2, 0.2)
+        ahead.mean().backward()
+        optimizer.step()
+        found += [0.0 if p.grad is None else p.grad.sum().item() for p in model.parameters()]
+    return found + values(model)
+
+
+def by_closures() -> list[float]:
+    """The first call of the model is in a closure; and outputs that have weights of their own."""
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def loss_of(x: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        output = model(x)
+        output.backward(gradient=output.detach() / output.numel())
+        return output.sum().item()
+
+    found = [optimizer.step(partial(loss_of, x)) for x in batches(8, 7, 8)]
+    return [*map(float, cast(Any, found)), *values(model)]
+
+
 SCRIPTS = [
     frozen_meanwhile, zeros_for_none, set_by_hand, penalized, together, in_turn,
-    layers_by_themselves,
+    layers_by_themselves, clipped_before_more, looked_at, by_closures,
 ]  # fmt: skip
 
 
@@ -208,7 +281,9 @@ def test_a_second_optimizer_beside_the_first_has_each_rank_train_the_whole(
 
 
 @pytest.mark.parametrize(
-    "act", [set_by_hand, penalized, together, in_stages], ids=lambda one: one.__name__
+    "act",
+    [set_by_hand, penalized, together, in_stages, clipped_before_more, looked_at, by_closures],
+    ids=lambda one: one.__name__,
 )
 def test_so_are_those_of_an_engine_alone(world_pool: Any, act: Callable[[], list[float]]) -> None:
     check(world_pool(1).run(plainly, "single", act), act)
@@ -221,6 +296,9 @@ def test_so_are_those_of_an_engine_alone(world_pool: Any, act: Callable[[], list
         (in_stages, "another optimizer was built for a model that one trains already"),
         (penalized, "this loss is made of weights of Sequential, and not of a call of it"),
         (partial(together, clips=False), "put them into one nn.Module with one optimizer"),
+        (penalized_at_first, "Sequential has gradients from before its first call"),
+        (clipped_before_more, "clip_grad_norm_ came before this loss.backward() in one step"),
+        (looked_at_afterwards, "parameter.grad was used between loss.backward() and the step"),
     ],
 )
 def test_divided_gradients_are_no_scripts_to_set(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ import torch
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer, outer
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
-from unipar.engine import broadcast_tensors
+from unipar.engine import StepEngine, broadcast_tensors
 from unipar.engine.replicas import unlike
 from unipar.errors import ConfigError, first_few
 from unipar.world import World
@@ -145,11 +146,12 @@ class AdoptedOptimizer(PreparedOptimizer):
     Attributes:
         uncleared: whether it has stepped, and gradients were not cleared since.
         summed: whether its steps are by the sum over ranks, and not by the mean.
+        skips: whether a step by gradients that are not finite is left out, by more than the loss.
     """
 
     calls: ClassVar[Calls] = _CALLS
     keeps_model: ClassVar[bool] = True
-    uncleared = summed = False
+    uncleared = summed = skips = False
 
     @property
     def world(self) -> World:
@@ -218,11 +220,12 @@ class AdoptedOptimizer(PreparedOptimizer):
         Args:
             run: its backward pass.
         """
-        if not self.begun:
+        engine = self._known().engine
+        if not self.begun or engine.fetched:  # pyright: ignore[reportAttributeAccessIssue]
             run()
             return
         # What is there is the engine's, of a rank's part of the batch.
-        parameters = list(self._known().engine.module.parameters())
+        parameters = list(engine.module.parameters())
         held = [p.grad for p in parameters]
         for p in parameters:
             p.grad = None
@@ -244,6 +247,9 @@ class AdoptedOptimizer(PreparedOptimizer):
         if evens:
             self.model.even_out_weights()
         if self.begun or not self.steps_by_hand:
+            if self.skips and self._limit is None:
+                # The norm tells whether gradients are finite.
+                self._limit = math.inf
             super().take_step()
         else:
             self._add_carried()
@@ -253,6 +259,9 @@ class AdoptedOptimizer(PreparedOptimizer):
             self.optimizer.step()
         if evens:
             self.model.note_step()
+        if not self.lends_gradients and isinstance(engine, StepEngine):
+            # PyTorch leaves them until they are cleared.
+            engine.hide_gradients()
         self.uncleared = True
 
     def _agree(self) -> None:

@@ -206,14 +206,25 @@ class Adoption:
             adopted.own_buffers = optimizer in self.own_buffers
             adopted.alike = alone or not self.aware
             adopted.same_parameters = self.by_ddp
+            config = current.config
+            adopted.skips = config is not None and config.on_nan == "skip" and half != "fp16"
             adopted.frozen = self._frozen.get(module)
             splitting = None
             if not self.aware and session.world.data_size > 1:
-                divides = current.config is None or current.config.divide_batches
+                divides = config is None or config.divide_batches
                 splitting = Splitting(model, self.tell, divides=divides, compiled=bool(compiled))
                 self._splittings[model] = splitting
                 splitting.look_at(args, kwargs)
+            there = [one for one in module.parameters() if one.grad is not None]
             adopted.take_over(model, name=name, compile=compiled)
+            if not adopted.lends_gradients and any(bool(one.grad.any()) for one in there):  # pyright: ignore[reportOptionalMemberAccess]
+                session.release(name)
+                raise ConfigError(
+                    f"{kind.__name__} has gradients from before its first call, and "
+                    f"strategy '{session.strategy.name}' keeps gradients elsewhere, so its steps "
+                    "would be without these. Clear them before; or add what they are of to the "
+                    "loss of what the model gives."
+                )
             if splitting is not None:
                 splitting.begin()
         optimizer.routed(adopted)
@@ -420,6 +431,11 @@ class Adoption:
             found = called
         one, *beside = found
         size = one.world.data_size
+        weights = given.get("gradient", given.get("grad_tensors"))
+        if isinstance(weights, torch.Tensor) and weights.shape == loss.shape:
+            # The gradient of this sum is that of the outputs, by these.
+            loss = (loss * weights.detach()).sum()
+            given = {k: v for k, v in given.items() if k not in ("gradient", "grad_tensors")}
         retains = given.pop("retain_graph", None) is not None
         if given or (retains and not (one.lends_gradients and one.alike)):
             raise ConfigError(

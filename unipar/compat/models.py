@@ -53,11 +53,13 @@ class Training:
         failed: whether a forward or a backward pass of this step has raised an error.
         called: whether the model was called for gradients since the last step.
         stale: whether it was since every rank has had rank 0's buffers.
+        uses_alike: whether all ranks have used the same parameters in this step, as far as is seen.
     """
 
     def __init__(self, engine: Engine, drop: Callable[..., None]) -> None:
         self.engine, self.drop = engine, drop
         self.failed = self.called = self.stale = False
+        self.uses_alike = True
 
 
 class PreparedModel(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,21 +16,17 @@ class StepNorm(torch.Tensor):
 
     _result: StepResult | None = None
     _call: str
-    _fetch: Callable[[], None] | None = None
 
     @staticmethod
-    def expected(
-        device: torch.device, call: str, fetch: Callable[[], None] | None = None
-    ) -> StepNorm:
+    def expected(device: torch.device, call: str) -> StepNorm:
         """One of a step that is to come, as a call has returned it.
 
         Args:
             device: where it is.
             call: what has returned it.
-            fetch: settles it before the step; ``None``: nothing can, and every use is refused.
         """
         norm = torch.zeros((), device=device).as_subclass(StepNorm)
-        norm._call, norm._fetch = call, fetch
+        norm._call = call
         return norm
 
     @property
@@ -49,8 +44,6 @@ class StepNorm(torch.Tensor):
         Raises:
             ConfigError: the optimizer has not stepped.
         """
-        if self._result is None and self._fetch is not None:
-            self._fetch()
         if self._result is None:
             raise ConfigError(
                 f"the norm that {self._call}(...) returned was read before "

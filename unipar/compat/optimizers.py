@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -77,6 +76,7 @@ class PreparedOptimizer(Optimizer):
         self._carried: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._last: StepResult | None = None
         self._may_thaw: list[tuple[str, weakref.ref[nn.Parameter]]] = []
+        self._told_of_zeros = False
 
     @property
     def model(self) -> PreparedModel | None:
@@ -151,7 +151,8 @@ class PreparedOptimizer(Optimizer):
                     if (call := held()) is not None:
                         call()
 
-                engine.lend_gradients(fetch)
+                is_none = self._is_none() if self.alike else None
+                engine.lend_gradients(fetch, is_none, kept=self.alike)
             elif world.size > 1:
                 # What is there before the step is one rank's, where a script expects the mean.
                 engine.reducer.hides_gradients = True
@@ -223,6 +224,13 @@ class PreparedOptimizer(Optimizer):
                 f"the loss was computed around it, as by {self.calls.unwrap}(…). Compute it of "
                 f"what the model that {self.calls.prepare} gives back returns."
             )
+        if self._norm is not None:
+            raise ConfigError(
+                f"{self.calls.clip} came before this {self.calls.backward} in one step. Strategy "
+                f"'{self._session.strategy.name}' clips as the optimizer steps, and would clip the "
+                "gradients of this loss, too. Clip after the last backward pass of a step; or use "
+                "a strategy that leaves gradients whole, such as ddp."
+            )
         self._tell_of_thawed()
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
@@ -278,30 +286,27 @@ class PreparedOptimizer(Optimizer):
         assert isinstance(engine, StepEngine)
         engine.fetch_gradients()
         self._add_carried()
-        if self._norm is not None and not self._norm.settled:
-            assert self._limit is not None
-            found = nn.utils.clip_grad_norm_(engine.module.parameters(), self._limit)
-            self._norm.settle(StepResult(0.0, 0.0, float(found)))
-            # Whether it is finite is looked at in the step.
-            self._limit = math.inf
 
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
-        """Have the next step clip the gradient to a 2-norm.
+        """Clip the gradient to a 2-norm: now, where ranks have it whole, and in the step elsewhere.
 
         Returns:
-            Its norm before, a scalar that can be read after the step; or before, which then has
-            the ranks reduce their gradients, where these are whole.
+            Its norm before, a scalar; what the step clips can be read after it.
         """
         self._refuse_strayed()
+        if self.begun and self.lends_gradients:
+            self.fetch_gradients()
+            engine = self._known().engine
+            assert isinstance(engine, StepEngine)
+            return engine.clip_gradients(float(max_norm))
         if not self.begun or self._norm is not None:
             raise ConfigError(
                 f"{self.calls.clip.rpartition('.')[2]} came "
                 + ("twice in one step" if self.begun else f"before {self.calls.backward}")
                 + ". Call it once, between backward and optimizer.step()."
             )
-        fetch = self.fetch_gradients if self.lends_gradients else None
         self._limit = float(max_norm)
-        self._norm = StepNorm.expected(device, self.calls.clip, fetch)
+        self._norm = StepNorm.expected(device, self.calls.clip)
         return self._norm
 
     def _refuse_strayed(self) -> None:
@@ -349,15 +354,43 @@ class PreparedOptimizer(Optimizer):
         if self.lends_gradients:
             held = [p for group in self.optimizer.param_groups for p in group["params"]]
             held = [p for p in held if p.grad is not None]
-        if self.begun or training.failed:
+        if self.begun or training.failed or not self.lends_gradients:
             training.engine.zero_grad()
         for parameter in held:
             parameter.grad = None
         training.failed = self.strayed = False
         self.cleared = True
         self._forget()
-        if not set_to_none:
-            self._carried = [(p, torch.zeros_like(p)) for p in held]
+        if set_to_none:
+            return
+        world = self._session.world
+        if not (self.lends_gradients or self._told_of_zeros) and world.size > 1 and world.is_main:
+            self._told_of_zeros = True
+            log.warning(
+                "zero_grad(set_to_none=False): strategy '%s' drops gradients, and leaves no zeros "
+                "in their place. That is the same, except to parameters that a later step does "
+                "not use: an optimizer would decay or move these by zeros, and leaves them here.",
+                self._session.strategy.name,
+            )
+        zeros = [(p, torch.zeros_like(p)) for p in held]
+        if self.alike:
+            for parameter, zero in zeros:
+                parameter.grad = zero
+        else:
+            self._carried = zeros
+
+    def _is_none(self) -> Callable[[nn.Parameter], bool]:
+        """Whether a parameter without a gradient on this rank has none on any."""
+        held = weakref.ref(self)
+
+        def is_none(parameter: nn.Parameter) -> bool:
+            own = held()
+            return (
+                own is not None and own._known().uses_alike
+                and all(parameter is not one for one, _ in own._carried)
+            )  # fmt: skip
+
+        return is_none
 
     def _add_carried(self) -> None:
         """Add what was there before the engine's backward passes, or beside them."""
@@ -367,6 +400,7 @@ class PreparedOptimizer(Optimizer):
 
     def _forget(self) -> None:
         self.begun, self._limit, self._norm, self._carried = False, None, None, []
+        self._known().uses_alike = True
 
     @property
     def step_was_skipped(self) -> bool:
@@ -400,9 +434,7 @@ class PreparedOptimizer(Optimizer):
         if closure is None:
             return None
         kind = type(self.optimizer)
-        if issubclass(kind, torch.optim.LBFGS) or not kind.step.__module__.startswith(
-            "torch.optim."
-        ):
+        if not runs_once(kind):
             raise ConfigError(
                 f"optimizer.step(closure): {kind.__name__} may run the model several times in a "
                 "step, and an engine does once. Compute the loss and its gradients before, and "
@@ -473,6 +505,12 @@ class PreparedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
+
+
+def runs_once(kind: type[Optimizer]) -> bool:
+    """Whether the step of a class of optimizers runs a closure once, before all else."""
+    step = kind.step
+    return step.__module__.startswith("torch.optim.") and not issubclass(kind, torch.optim.LBFGS)
 
 
 def frozen_in(module: nn.Module) -> frozenset[str]:

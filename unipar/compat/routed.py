@@ -6,9 +6,13 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
+from unipar.compat.optimizers import runs_once
+from unipar.compat.run import current
+from unipar.errors import ConfigError
 
 _KEY = "_unipar"
 _WITHIN = "_unipar_within"
@@ -89,6 +93,12 @@ class _Optimizer:
     def step(self: Any, closure: Any = None) -> Any:
         adoption = self._unipar_adoption
         adopted: AdoptedOptimizer | None = self.__dict__.get(_KEY)
+        if adopted is None and closure is not None and runs_once(self._unipar_kind):
+            # It may be the first call of the model, by which an engine takes this optimizer over.
+            with torch.enable_grad():
+                loss = closure()
+            self.step()
+            return loss
         if adopted is not None:
             loss = adopted.run(closure)
             with adoption.engine_calls():
@@ -96,7 +106,16 @@ class _Optimizer:
             return loss
         if _WITHIN not in self.__dict__:
             adoption.check_alone(self)
-        return super().step() if closure is None else super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]
+        if closure is None:
+            return super().step()  # pyright: ignore[reportAttributeAccessIssue]
+        loss = super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]
+        if _KEY in self.__dict__ and current.placement().size > 1:
+            raise ConfigError(
+                f"optimizer.step(closure) of {self._unipar_kind.__name__} called the model for the "
+                "first time, so that the optimizer has begun a step by itself that an engine was "
+                "to take. Compute the loss and its gradients before, and call optimizer.step()."
+            )
+        return loss
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,19 +17,26 @@ _NEAR, _ONE_IN = 24, 16
 class Signatures:
     """Those of the graphs that a model has been tried with.
 
-    A graph is known by the kinds of its nodes, in their order, and by the shapes of what goes
-    through them, as far as these are not those of the inputs. Branches, loops of another length and
-    sequences cut at their longest show there; values do not.
+    A graph is known by the kinds of its nodes, in their order, by the shapes of what goes through
+    them, as far as these are not those of the inputs, and by what was drawn on the way. Branches,
+    loops of another length and sequences cut at their longest show there; values do not.
 
     Attributes:
         endless: whether there are so many that no more are told apart.
+        used: of the last one, what tells which parameters are in it.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, set[int]] = {}
-        self.endless = False
+        self._known: dict[tuple[int, int], set[int]] = {}
+        self.endless, self.used = False, 0
 
-    def note(self, outputs: Iterable[torch.Tensor], sizes: Sequence[Iterable[int]]) -> bool:
+    def note(
+        self,
+        outputs: Iterable[torch.Tensor],
+        sizes: Sequence[Iterable[int]],
+        draws: Sequence[Any],
+        numbers: Mapping[int, int],
+    ) -> bool:
         """Take notice of a pass; whether there was none like it before.
 
         Where shapes depend on values in ever new ways, as where tokens are sent to experts, kinds
@@ -37,13 +45,16 @@ class Signatures:
         Args:
             outputs: with their graphs.
             sizes: the shapes of what the model was given.
+            draws: what was drawn by which calls, and of how many dimensions.
+            numbers: of parameters, by their identities.
         """
-        names, shapes = _signature(outputs, sizes)
-        known = self._known.get(names)
+        names, shapes, self.used = _signature(outputs, sizes, numbers)
+        key = (names, hash(tuple(draws)))
+        known = self._known.get(key)
         if known is None:
             self.endless |= len(self._known) >= _MOST_GRAPHS
             if not self.endless:
-                self._known[names] = {shapes}
+                self._known[key] = {shapes}
             return not self.endless
         if shapes in known or len(known) >= _MOST_SHAPES:
             return False
@@ -51,7 +62,9 @@ class Signatures:
         return True
 
 
-def _signature(outputs: Iterable[torch.Tensor], sizes: Sequence[Iterable[int]]) -> tuple[int, int]:
+def _signature(
+    outputs: Iterable[torch.Tensor], sizes: Sequence[Iterable[int]], numbers: Mapping[int, int]
+) -> tuple[int, int, int]:
     own: dict[int, str] = {}
     for at, shape in enumerate(sizes):
         for dim, size in enumerate(shape):
@@ -70,4 +83,10 @@ def _signature(outputs: Iterable[torch.Tensor], sizes: Sequence[Iterable[int]]) 
         for one in node._input_metadata
         for size in one.shape
     ]
-    return hash(tuple([node.name() for node in nodes])), hash(tuple(shapes))
+    used = {numbers.get(id(node.variable), -1) for node in nodes if hasattr(node, "variable")}
+    return hash(tuple([node.name() for node in nodes])), hash(tuple(shapes)), _alike(used)
+
+
+def _alike(numbers: Iterable[int]) -> int:
+    """A hash that is the same in every process; of texts it is not."""
+    return hash(tuple(sorted(numbers)))

@@ -143,6 +143,7 @@ class Splitting:
         self._leaves_nothing = True
         self._stand_in: nn.Module | None = None
         self._parameters: list[int] = []
+        self._numbers: dict[int, int] = {}
         self._untold = self._changes = self._small = 0
         self._settings: list[Any] = []
         self._calls: dict[Any, int] = {}
@@ -168,6 +169,7 @@ class Splitting:
         """Leave aside what the strategy itself has put into the model."""
         self._hooks, self._handles = _hooks_in(self._model.module), RemovableHandle.next_id
         self._parameters = [id(one) for one in self._model.module.parameters()]
+        self._numbers = {one: number for number, one in enumerate(self._parameters)}
 
     def compute(self, args: Any, kwargs: Any) -> Any:
         """A forward pass that may be trained on. Collective.
@@ -311,7 +313,7 @@ class Splitting:
             output = self._model.forward(*part[0], **part[1])
         astray = drawing is not None and drawing.astray
         found = _held(output)
-        draws = 0 if drawing is None else len(drawing.noted)
+        draws = () if drawing is None else drawing.noted
         fits, new, astray = self._looked_at(kind, plan, shares, found, _leaves(part), astray, draws)
         if not fits or astray or (new and not tried):
             why = self._tried_again(plan, args, kwargs, given) if fits else _UNFIT
@@ -343,14 +345,15 @@ class Splitting:
 
     def _looked_at(
         self, kind: Any, plan: _Plan, shares: Shares, found: list[torch.Tensor] | None, part: Any,
-        astray: bool, draws: int,
+        astray: bool, draws: Sequence[tuple[str, tuple[int, ...]]],
     ) -> tuple[bool, bool, bool]:  # fmt: skip
         """Whether ranks' outputs fit together, and any has a new graph, or draws in a new way.
 
         Collective, on the host: it waits for no device.
         """
         known = self._signatures.setdefault(kind, Signatures())
-        new = known.note(found or (), list(map(_shape, part)))
+        drawn = [(name, len(shape)) for name, shape in draws]
+        new = known.note(found or (), list(map(_shape, part)), drawn, self._numbers)
         shapes = [one.shape for one in found or ()]
         fits = found is not None and len(shapes) == len(plan.outputs) and all(
             output.dim < 0 or shape[output.dim] == shares.own * output.each
@@ -361,10 +364,13 @@ class Splitting:
             for shape, one in zip(shapes, plan.outputs, strict=False)
         ]
         # One rank may have drawn in a branch that others have not taken.
-        mark = hash((draws, *others)) >> 1
-        seen = torch.tensor([new, not fits, astray, mark, -mark])
+        mark, used = hash((len(draws), *others)) >> 1, known.used >> 1
+        seen = torch.tensor([new, not fits, astray, mark, -mark, used, -used])
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
-        is_new, unfit, strays, most, least = seen.tolist()
+        is_new, unfit, strays, most, least, most_used, least_used = seen.tolist()
+        training = self._model.training_by
+        if training is not None:
+            training.uses_alike &= most_used == -least_used
         if known.endless:
             self._tell(
                 "%s computes in ever other ways, so that it is not tried in each of them whether "

@@ -43,7 +43,8 @@ class GradientGuard:
         self._parameters = list(reducer.module.parameters())
         self.nothing = [NOTHING] * len(self._parameters) if reducer.watches_gradients else []
         self._fetch: Callable[[], None] | None = None
-        self.lends = False
+        self._is_none: Callable[[nn.Parameter], bool] | None = None
+        self.lends = self._kept = False
         self.calls = LoopCalls()
         self._absent: dict[nn.Parameter, AbsentGradient] = {}
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
@@ -94,6 +95,10 @@ class GradientGuard:
         Raises:
             ConfigError: gradients were touched.
         """
+        if self.lends and self._hidden:
+            # The loop may ask for them after this forward pass as before it.
+            self._compare(self.look(), begun=begun)
+            return
         self.check(begun=begun)
         if self._lent:
             return
@@ -103,13 +108,20 @@ class GradientGuard:
         elif begun:
             self._marks = self.look()
 
-    def lend(self, fetch: Callable[[], None]) -> None:
+    def lend(
+        self,
+        fetch: Callable[[], None],
+        is_none: Callable[[nn.Parameter], bool] | None,
+        kept: bool,
+    ) -> None:
         """Let a loop use the gradient of a step, which is fetched when it does so.
 
         Args:
             fetch: puts it into ``parameter.grad``, and calls :meth:`lent`.
+            is_none: whether a parameter without a gradient will have none.
+            kept: whether the loop may do what it likes before a step's first backward pass.
         """
-        self._fetch, self.lends = fetch, True
+        self._fetch, self._is_none, self._kept, self.lends = fetch, is_none, kept, True
 
     def lent(self) -> None:
         """The gradient of the step is there, and the loop may do with it what it likes."""
@@ -130,6 +142,8 @@ class GradientGuard:
                     # One that was frozen since has the gradient of an earlier pass.
                     if parameter.requires_grad or parameter.grad is not None:
                         grad, absent = parameter.grad, self._absent.get(parameter)
+                        if grad is None and self._is_none is not None and self._is_none(parameter):
+                            continue
                         # ZeRO's third stage changes the shapes of parameters.
                         if absent is None or absent.shape != parameter.shape:
                             absent = AbsentGradient.of(parameter, self._fetch, self.calls)
@@ -149,11 +163,14 @@ class GradientGuard:
         Raises:
             ConfigError: something has.
         """
-        if self._lent or (not self._open and not begun):
+        if self._lent or (not begun and (self._kept or not self._open)):
             return
         now = self.look()
         if self._hidden:
             self._show()
+        self._compare(now, begun=begun)
+
+    def _compare(self, now: list[Mark], *, begun: bool) -> None:
         if self.lends:
             # A gradient that was set to None is one that the loop does without.
             pairs = zip(self._marks, now, strict=True)

@@ -492,6 +492,8 @@ class StepEngine(Engine):
             super().zero_grad()
         if self.average.begun or self._loop.forwards or self._loop.broken:
             self.give_up()
+        else:
+            self._guard.clear()
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
@@ -561,7 +563,13 @@ class StepEngine(Engine):
             self.give_up()
             raise
 
-    def lend_gradients(self, fetch: Callable[[], None] | None = None) -> None:
+    def lend_gradients(
+        self,
+        fetch: Callable[[], None] | None = None,
+        is_none: Callable[[nn.Parameter], bool] | None = None,
+        *,
+        kept: bool = False,
+    ) -> None:
         """Let a user's own loop read and change ``parameter.grad`` from backward pass to step.
 
         What it finds there is the gradient that :meth:`step` is by, and after the step it stays
@@ -570,9 +578,17 @@ class StepEngine(Engine):
         Args:
             fetch: called once the loop asks for it, and calls :meth:`fetch_gradients`; left out:
                 that itself.
+            is_none: whether a parameter that has no gradient on this rank has none on any other;
+                left out: nobody knows, and it is taken to have one.
+            kept: whether the loop itself keeps what is there as a step's first backward pass
+                begins; else it is not to put anything there.
         """
         if isinstance(self.stepper, OptimizerStepper) and not self.reducer.hides_gradients:
-            self._guard.lend(fetch or self.fetch_gradients)
+            self._guard.lend(fetch or self.fetch_gradients, is_none, kept)
+
+    def hide_gradients(self) -> None:
+        """After a step that has cleared them: let nobody find none where others have them."""
+        self._guard.hide()
 
     def speak_of(self, calls: LoopCalls) -> None:
         """Name the calls of a loop that is not by the engine's own in messages."""
@@ -612,6 +628,15 @@ class StepEngine(Engine):
             self.give_up()
             raise
         self._guard.lent()
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Clip what :meth:`fetch_gradients` has left to a 2-norm.
+
+        Returns:
+            The norm before, a scalar tensor on the device.
+        """
+        assert isinstance(self.stepper, OptimizerStepper)
+        return self.stepper.clip_now(max_norm)
 
     def _guarded(self, look: Callable[..., None]) -> None:
         """Look whether gradients were touched, and give the step up where they were."""

@@ -73,6 +73,7 @@ class OptimizerStepper:
         self._total_norm = total_norm or nn.utils.get_total_norm
         self._skipping = DeviceSkipping(optimizer)
         self._normalized = False
+        self._clipped: torch.Tensor | None = None
 
     def normalize(self, divisor: float) -> None:
         """Divide the gradient of a step, once.
@@ -87,19 +88,31 @@ class OptimizerStepper:
         if divisor != 1:
             scale_gradients(self.parameters, 1 / divisor if divisor else math.nan)
 
+    def clip_now(self, max_norm: float) -> torch.Tensor:
+        """Clip what :meth:`normalize` has left, before the step, which looks whether it is finite.
+
+        Returns:
+            The norm before, a scalar.
+        """
+        self._clipped = self.clip(max_norm)
+        return self._clipped
+
     def give_up(self) -> None:
         """Be ready for another step, after one whose gradient was divided and not stepped by."""
         if self._normalized and self.precision.scaler is not None:
             # It may have overflowed; and it is unscaled once between two updates.
             self.precision.scaler.update()
-        self._normalized = False
+        self._normalized, self._clipped = False, None
 
     def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
         self.normalize(divisor)
-        self._normalized = False
-        if max_norm is None:
+        clipped = self._clipped
+        self._normalized, self._clipped = False, None
+        if clipped is None and max_norm is None:
             return _STEPPED if self.update() else Update(None, stepped=False)
-        clipped = self.clip(max_norm)
+        if max_norm is not None:
+            clipped = self.clip(max_norm)
+        assert clipped is not None
         norm = HostCopy(clipped)
         # In fp16 the scaler finds out by itself, and has to, to lower its scale.
         if not careful or self.precision.scaler is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from unipar.compat.adopting import adoption
 from unipar.errors import ConfigError
 
 
@@ -27,6 +28,9 @@ class GradScaler:
         self._enabled = enabled and there
         self._scaled = False
         _SCALERS.add(self)
+        if self._enabled:
+            # A scaler leaves out steps whose gradients are not finite, and so has the engine to.
+            adoption.ask(on_nan="skip")
 
     def is_enabled(self) -> bool:
         """Whether the script asks for scaling."""
