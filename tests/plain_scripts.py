@@ -73,4 +73,4 @@ def check(found: list[Found | str], act: Callable[[], list[float]], told: str = 
         if rank == 0 and told:
             assert any(told in line for line in one[1]), one[1]
         else:
-            assert not one[1]
+            assert not one[1], one[1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from plain_scripts import batches, check, plainly, train
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
@@ -170,7 +171,59 @@ def penalties() -> list[float]:
     return found + [one.double().sum().item() for one in weights]
 
 
-IN_PARTS = [contrast, time_first, inner_loss, randomly, penalties]
+class Deepening(nn.Module):
+    """It computes in other ways later on, and drops weights that look like a part of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.calls = nn.Linear(6, 6), nn.BatchNorm1d(6), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = functional.dropout(self.norm(x).unsqueeze(1).expand(-1, 2, -1), 0.2).flatten(0, 1)
+        for _ in range((0, 0, 1, 0, 2, 1, 3)[self.calls - 1]):
+            weight = functional.dropout(self.linear.weight, 0.3)
+            x = functional.linear(x, weight, self.linear.bias).tanh()
+        return x + 0.1 * torch.randn_like(x.t()).t()
+
+
+def deepening() -> list[float]:
+    torch.manual_seed(1)
+    return train(Deepening(), lambda model, x: model(x).square().mean(), batches(*[6] * 7))
+
+
+class Chosen(nn.Module):
+    """It makes something of samples that are marked alone; so does its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+        found = self.linear.bias.expand(len(x), 1).clone()
+        if marked.any():
+            found[marked] = self.linear(x[marked])
+        return found
+
+
+def chosen() -> list[float]:
+    torch.manual_seed(1)
+    first, second, found = nn.Linear(6, 6), Chosen(), []
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
+    for number, x in enumerate(batches(*[8] * 6)):
+        marked = torch.arange(8) < 4 if number in (2, 4) else torch.ones(8, dtype=torch.bool)
+        marked = ~marked if number == 4 else marked
+        for one in optimizers:
+            one.zero_grad()
+        loss = second(first(x).tanh(), marked).square().mean()
+        loss.backward()
+        for one in optimizers:
+            one.step()
+        found.append(loss.item())
+    return found + [p.sum().item() for one in (first, second) for p in one.parameters()]
+
+
+IN_PARTS = [contrast, time_first, inner_loss, randomly, penalties, deepening, chosen]
 
 
 @pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)
@@ -284,6 +337,69 @@ class Divided(Base):
         return (self.linear(x).square().mean(1) * asked).sum() / asked.sum()
 
 
+class Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / grads[0].norm()
+
+
+class Perturbed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] + torch.randn_like(grads[0])
+
+
+class Backwards(Base):
+    """It compares samples in its backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, Normed.apply(self.linear(x)))
+
+
+class DrawsBack(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, Perturbed.apply(self.linear(x)))
+
+
+class Gated(Base):
+    """What compares samples is behind a gate that is zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        return output + self.gate * (output - output.mean(0)).square()
+
+
+GENERATOR = torch.Generator()
+
+
+class ByItself(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + torch.randn(x.shape, generator=GENERATOR)
+
+
+class Logging(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        self.seen.append(output.max().item())
+        return output * (1 + self.seen[-1])
+
+
 class Hooked(Base):
     def __init__(self) -> None:
         super().__init__()
@@ -305,6 +421,11 @@ WHOLE: list[tuple[type[nn.Module], str]] = [
     (InPlace, "changes what it is given in place"),
     (OddLoss, "gives a loss that comes to one number by SqrtBackward"),
     (Divided, "divided by a tensor that may count what is summed, or be a constant"),
+    (Backwards, f"{RELATED}, or they do not lie along the first or second dimension of its first"),
+    (DrawsBack, "draws random numbers in its backward pass"),
+    (Gated, RELATED),
+    (ByItself, "draws random numbers by a generator of its own"),
+    (Logging, "keeps what it computes of a batch in attributes (seen)"),
     (Hooked, "hooks in it are to see whole batches"),
 ]
 
@@ -315,6 +436,7 @@ def whole() -> list[float]:
         torch.manual_seed(1)
         random.seed(1)
         np.random.seed(1)
+        GENERATOR.manual_seed(1)
         found += train(kind(), lambda model, x: model(x).square().mean(), batches(*[4] * 11))
     return found
 
@@ -370,6 +492,32 @@ def by_parts_of_it() -> list[float]:
 
         found += [loss.item(), float(alone.step(closure))]
     return found
+
+
+def adapting() -> list[float]:
+    """Weights of two tasks, made of those that are learned by a step of each."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for x, y in zip(batches(8, 8, 8), batches(8, 6, 8), strict=True):
+        total = torch.zeros(())
+        for sign in (1, -1):
+            weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+            loss = (functional_call(model, weights, (x,)) - sign).square().mean()
+            grads = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
+            pairs = zip(weights.items(), grads, strict=True)
+            fast = {name: one - 0.1 * grad for (name, one), grad in pairs}
+            total = total + (functional_call(model, fast, (y,)) - sign).square().mean()
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        found.append(total.item())
+    return found + [p.sum().item() for p in model.parameters()]
+
+
+def test_weights_that_are_made_of_others_have_the_whole_computed(world_pool: Any) -> None:
+    told = "it is called with other weights than its own"
+    check(world_pool(2).run(plainly, "ddp", adapting), adapting, told)
 
 
 def test_what_no_engine_trains_each_rank_trains_whole(world_pool: Any) -> None:

@@ -97,7 +97,8 @@ class AdoptedModel(PreparedModel):
         A script that knows nothing of ranks may have drawn them at random, of which ranks draw
         others.
         """
-        if self.divided:
+        # By torch.func.functional_call it may have what other weights are made of.
+        if self.divided or not all(one.is_leaf for one in self.module.parameters()):
             return
         before, now = self.versions, self._versions()
         if before is not None and not _same(before, now):

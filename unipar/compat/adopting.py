@@ -24,14 +24,15 @@ from torch.optim import Optimizer
 
 from unipar.compat import hooks
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
-from unipar.compat.batch_norms import normalize_over
 from unipar.compat.common_draws import CommonDraws
+from unipar.compat.dividing.alike import check_alike, is_looked_at
+from unipar.compat.dividing.batch_norms import normalize_over
+from unipar.compat.dividing.shares import mean_over
+from unipar.compat.dividing.splitting import Splitting
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import frozen_in, trained_by
 from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current, explain_spawned
-from unipar.compat.shares import mean_over
-from unipar.compat.splitting import Splitting, check_alike, is_looked_at
 from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES, StepEngine
 from unipar.engine.graphs import nodes_behind
@@ -270,7 +271,8 @@ class Adoption:
             return None
         # Schedulers and optimizers hold each other.
         gc.collect()
-        if (len(found) > 1 or model.is_trained) and self._give_back(model):
+        several = len(found) > 1 or model.is_trained
+        if (several or not self._may_take(model.module, found[0])) and self._give_back(model):
             return model.module
         if len(found) > 1 or model.divided or model.is_trained:
             raise ConfigError(
@@ -298,7 +300,7 @@ class Adoption:
         """
         adopted = next((one for one in self.trained if one.model is model), None)
         optimizer: Any = None if adopted is None else self._routes.get(adopted)
-        if adopted is None or optimizer is None or not adopted.steps_by_hand or model.divided:
+        if model.divided or self.aware or (adopted is not None and not adopted.steps_by_hand):
             return False
         assert model.training_by is not None
         session, engine = current.session, model.training_by.engine
@@ -306,9 +308,12 @@ class Adoption:
         self._let_go(model)
         with self.engine_calls():
             normalize_over(None, model.module)
-            session.release(next(n for n, one in session.engines.items() if one is engine))
-        optimizer.given_back()
-        self._pending.append(weakref.ref(optimizer))
+            for name in [n for n, one in session.engines.items() if one is engine]:
+                session.release(name)
+        # The script may have let go of the first one.
+        if optimizer is not None:
+            optimizer.given_back()
+            self._pending.append(weakref.ref(optimizer))
         self._passed.add(model.module)
         return True
 

@@ -1,18 +1,25 @@
-"""Random numbers of a script that seeds nothing: those of rank 0 on all ranks."""
+"""Random numbers of ranks: those of rank 0 where a script seeds nothing, or others on each."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pickle
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from unipar.engine.trials import host_generators, set_host_generators
-from unipar.world import Placement
+from unipar.engine.trials import (
+    digest,
+    host_generators,
+    set_host_generators,
+    set_torch_generators,
+    torch_generators,
+)
+from unipar.world import Placement, World
 
 _WAIT = timedelta(minutes=10)
 """How long rank 0 may take to import what stands before the face."""
@@ -50,6 +57,34 @@ class CommonDraws:
         """Let a script with ranks of its own draw others on each, unless it has seeded."""
         if self._own[0] != self._given[0] and torch.initial_seed() == self._given[0]:
             _set_states(self._own)
+
+
+@contextlib.contextmanager
+def drawing_apart(world: World, before: list[torch.Tensor]) -> Iterator[list[bool]]:
+    """Other random numbers on each rank within, and the same on all after it.
+
+    Args:
+        world: the joined processes.
+        before: the states of torch's generators, the same on all ranks.
+
+    Yields:
+        Something once it has ended, if any were drawn.
+    """
+    drawn = list[bool]()
+    seed = int(digest([one.numpy() for one in before])[:12], 16)
+    if world.data_rank:
+        # The first keeps the stream of the script.
+        torch.manual_seed(seed + world.data_rank)
+    began = torch_generators(world.device)
+    try:
+        yield drawn
+    finally:
+        now = torch_generators(world.device)
+        if any(not torch.equal(one, other) for one, other in zip(now, began, strict=True)):
+            drawn.append(True)
+            torch.manual_seed(seed)
+        elif world.data_rank:
+            set_torch_generators(before, world.device)
 
 
 def _states() -> tuple[int, Any, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unipar.compat.shares import Shares
+from unipar.compat.dividing.shares import Shares
 from unipar.engine.graphs import nodes_behind
 
 UNSURE = "is divided by a tensor that may count what is summed, or be a constant"
@@ -59,6 +59,15 @@ def share_of(loss: torch.Tensor, shares: Shares) -> torch.Tensor | float | str:
     total = own.clone()
     dist.all_reduce(total, group=shares.group)
     return (own * size / total.clamp(min=1e-300)).to(loss.dtype)
+
+
+def kind_of_loss(loss: torch.Tensor, shares: Shares) -> str:
+    """What :func:`share_of` goes by, on this rank; all are to have the same before it is called."""
+    try:
+        kind, count = _read(loss, shares.own)
+    except _NotTold as why:
+        return str(why)
+    return f"{kind}, counted: {count is not None}"
 
 
 def weighed(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:

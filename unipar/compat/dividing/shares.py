@@ -100,6 +100,25 @@ def sum_over(value: torch.Tensor, group: Any) -> torch.Tensor:
     return _Exchange.apply(value, reduced, reduced)
 
 
+def tied(outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs whose backward pass comes through parts of tensors, which others wait for.
+
+    A rank may have made nothing of its parts, whose gradients are put together all the same.
+    """
+    return list(_Tie.apply(len(outputs), *outputs, *parts)) if parts else outputs
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: int, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.others = len(given) - number
+        return tuple(one.view_as(one) for one in given[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, *grads, *[None] * ctx.others
+
+
 class _Exchange(torch.autograd.Function):
     """Something linear that ranks do together, and what gradients do: each that of the other."""
 

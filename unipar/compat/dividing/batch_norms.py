@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unipar.compat.shares import sum_over
+from unipar.compat.dividing.shares import sum_over
 
 OVER = "_unipar_over"
 """Set on a module to its own identity, which no copy of it has. Compilers see it change."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from unipar.compat.shares import Shares, part_of
+from unipar.compat.dividing.shares import Shares, part_of
 from unipar.engine.sample_dropout import WITH_MASKS
 from unipar.engine.trials import torch_generators
 
@@ -96,9 +96,11 @@ class Drawing:
         draws: how the model draws; ``None`` to note alone what is drawn.
         shares: how the batch is divided.
         expected: for a first run in parts, what the whole one has drawn.
+        swapped: the number of a draw whose samples are taken for having their entries apart.
 
     Attributes:
         noted: what was drawn.
+        placed: of each of these, where samples lie.
         astray: whether anything was drawn of which nothing is known.
     """
 
@@ -110,10 +112,13 @@ class Drawing:
         draws: WholeDraws | None = None,
         shares: Shares | None = None,
         expected: Sequence[_Draw] = (),
+        swapped: int | None = None,
     ) -> None:
         self._device, self._trains = device, trains
         self._draws, self._shares, self._expected = draws, shares, list(expected)
+        self._swapped = swapped
         self.noted: list[_Draw] = []
+        self.placed: list[tuple[int, int] | None] = []
         self.astray = False
         self._states: list[torch.Tensor] = []
 
@@ -140,8 +145,7 @@ class Drawing:
         if not all(map(torch.equal, now, self._states)):
             self._states = now
             self.noted.append(_OTHERWISE)
-            if self._draws is not None:
-                self._placed(*_OTHERWISE)
+            self.placed.append(None if self._draws is None else self._placed(*_OTHERWISE))
 
     def leave(self, name: str, own: Sequence[int] | None, run: Callable[[], Any]) -> Any:
         """Note a draw that is left to torch.
@@ -155,6 +159,7 @@ class Drawing:
         with _left_to_torch():
             found = run()
         self.noted.append((name, tuple(found.shape if own is None else own)))
+        self.placed.append(None)
         self._states = torch_generators(self._device)
         return found
 
@@ -176,14 +181,20 @@ class Drawing:
         again = hooks(False) is not None
         self.astray |= again or (self._trains and not torch.is_grad_enabled())
         self.noted.append((name, tuple(own)))
-        dim, each = self._placed(name, own) or (None, 1)
+        self.placed.append(self._placed(name, own))
+        dim, each = self.placed[-1] or (None, 1)
         whole, shares = list(own), self._shares.times(each)
+        apart = self._swapped == len(self.placed) - 1
         if dim is not None:
             whole[dim] = sum(shares.sizes)
         # Torch looks its own functions up where these stand now.
         with torch.no_grad(), _left_to_torch():
             found = make(whole)
-            found = found if dim is None else part_of(found, dim, shares)
+            if dim is not None and apart:
+                rows = found.unflatten(dim, (each, -1))
+                found = part_of(rows, dim + 1, self._shares).flatten(dim, dim + 1)
+            elif dim is not None:
+                found = part_of(found, dim, shares)
         self._states = torch_generators(self._device)
         return found
 
@@ -206,6 +217,11 @@ class Drawing:
         if not only.learn(self._expected[number : number + 1], self.noted[-1:], self._shares):
             raise LookupError
         return only.place(0, name, own, self._shares)
+
+    @property
+    def between_samples(self) -> list[int]:
+        """The numbers of draws with several entries for each sample, which may lie in two ways."""
+        return [at for at, one in enumerate(self.placed) if one is not None and one[1] > 1]
 
     @property
     def notes_alone(self) -> bool:
@@ -284,7 +300,7 @@ def _filling(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def fill(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         drawing = _current
-        by_value = any(isinstance(one, torch.Tensor) for one in args)
+        by_value = any(isinstance(one, torch.Tensor) for one in (*args, *kwargs.values()))
         if drawing is None or by_value or kwargs.get("generator") is not None or not self.numel():
             return original(self, *args, **kwargs)
         if drawing.notes_alone:
@@ -320,9 +336,10 @@ def _making(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             bounds = _bounds(list(args[1:] if like is not None else args), kwargs)
 
         def drawn(whole: list[int]) -> torch.Tensor:
-            blank = torch.empty(
-                shape.shape, dtype=shape.dtype, device=device or torch.get_default_device()
-            )
+            blank = torch.empty_strided(
+                shape.size(), shape.stride(), dtype=shape.dtype,
+                device=device or torch.get_default_device(),
+            )  # fmt: skip
             return _FILL[kind](_shaped_as(blank, whole), *bounds)
 
         found = drawing.draw(name, shape.shape, drawn)
@@ -343,7 +360,9 @@ def _bounds(args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 def _shaped_as(one: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
     """An empty tensor of another shape, in memory in the same order, in which numbers are drawn."""
-    order = sorted(range(one.dim()), key=lambda dim: -one.stride(dim))
+    # What torch makes of a tensor whose elements do not lie one by one, as of an expanded one.
+    strides = torch.empty_like(one, device="meta").stride()
+    order = sorted(range(one.dim()), key=lambda dim: -strides[dim])
     empty = one.new_empty([whole[dim] for dim in order])
     return empty.permute([order.index(dim) for dim in range(one.dim())])
 

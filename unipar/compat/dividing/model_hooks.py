@@ -1,0 +1,44 @@
+"""What in a model keeps it from computing parts: hooks, generators, compiled code."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+HOOKED = "hooks in it are to see whole batches"
+
+
+def described(hooks: set[Any]) -> str:
+    """Why hooks keep a model from computing parts."""
+    return HOOKED if hooks else ""
+
+
+def hooks_in(module: nn.Module) -> set[Any]:
+    found: set[Any] = set()
+    for one in module.modules():
+        for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            found |= {(kind, number) for number in getattr(one, kind)}
+        # torch has its own, as of weight_norm. torch 2.13, nn/modules/module.py.
+        found |= {("before", number) for number, hook in one._forward_pre_hooks.items()
+                  if not type(hook).__module__.startswith("torch.")}  # fmt: skip
+    for one in module.parameters():
+        found |= {("parameter", number) for number in one._backward_hooks or ()}
+        after: Any = getattr(one, "_post_accumulate_grad_hooks", None)
+        found |= {("gradient", number) for number in after or ()}
+    return found
+
+
+def draws_by_itself(module: nn.Module) -> str:
+    """Why generators in a module keep it from computing parts, if there are any."""
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    held = any(isinstance(v, kinds) for one in module.modules() for v in vars(one).values())
+    return "it draws random numbers by a generator of its own" if held else ""
+
+
+def is_compiled(module: nn.Module) -> bool:
+    # The class would take torch's compiler to import. torch 2.8 to 2.13.
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

@@ -1,0 +1,332 @@
+"""Runs of a model that leave nothing behind, and what they show."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from unipar.compat.adopted import AdoptedModel
+from unipar.compat.dividing.batch_norms import OVER, computing, is_batch_norm
+from unipar.compat.dividing.cutting import PLAIN, changed, is_plain, leaves_in, tensors_held
+from unipar.compat.dividing.model_hooks import HOOKED
+from unipar.compat.dividing.whole_draws import Drawing
+from unipar.engine import StepEngine
+from unipar.engine.graphs import nodes_behind
+from unipar.engine.trials import digest, torch_generators, trial
+from unipar.errors import first_few
+
+_MOST_MARKS = 64
+
+
+class Run(NamedTuple):
+    """What a model has computed without leaving a trace, or why that cannot be told.
+
+    Attributes:
+        outputs: tensors that it has given.
+        buffers: by name, before it and after it.
+        why: why it cannot be told what it does, if it cannot.
+        rest: what it has given beside tensors.
+        drew: whether it has drawn random numbers.
+        generators: what torch's are afterwards.
+        noted: what was drawn.
+        gradients: of the weights, of what was asked for.
+        by_functions: whether its graph has functions of the script's own.
+    """
+
+    outputs: list[torch.Tensor]
+    buffers: dict[str, tuple[torch.Tensor | None, torch.Tensor]]
+    why: str = ""
+    rest: Any = None
+    drew: bool = False
+    generators: str = ""
+    noted: Sequence[Any] = ()
+    gradients: list[torch.Tensor] | None = None
+    by_functions: bool = False
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is something by which one sample is seen from another."""
+        tensors = [one for one in self.outputs if one.dim()]
+        return not tensors or any((one != one.flatten()[:1]).any() for one in tensors)
+
+
+class Runner:
+    """Lets a model compute for nobody to learn from.
+
+    Args:
+        model: the engine's side of it.
+
+    Attributes:
+        module: what computes: the model, or a copy of it while there is one.
+        is_copy: whether it is that.
+        in_eval: whether its batch norms are to normalize as in evaluations.
+        looked_into: whether it was found not to change its own weights.
+        traces: whether passes leave something in buffers, or in numbers that are attributes.
+    """
+
+    def __init__(self, model: AdoptedModel) -> None:
+        self._model, self._copy = model, None
+        self.in_eval = self.looked_into = self.traces = False
+
+    @property
+    def module(self) -> nn.Module:
+        return self._model.module if self._copy is None else self._copy
+
+    @property
+    def is_copy(self) -> bool:
+        return self._copy is not None
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether it may run with a graph, which without a backward pass divided weights forbid."""
+        return self.is_copy or not self._model.divided
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether it may have a backward pass of its own, beside those of an engine."""
+        engine = None if self._model.training_by is None else self._model.training_by.engine
+        return engine is None or getattr(engine, "lends_gradients", False)
+
+    @contextlib.contextmanager
+    def copied(self) -> Iterator[None]:
+        """Let a copy run, which has objects of its own for what a model counts and keeps."""
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, AttributeError):
+            self._copy = copy.deepcopy(self._model.module)
+        try:
+            yield
+        finally:
+            self._copy = None
+
+    def run(
+        self,
+        args: Any,
+        kwargs: Any,
+        drawing: Drawing | None = None,
+        *,
+        graph: bool = False,
+        of: Callable[[list[torch.Tensor]], torch.Tensor | None] | None = None,
+    ) -> Run:
+        """Let the model compute without a trace.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            drawing: how random numbers are drawn; without, nothing is dropped.
+            graph: whether to keep the graph.
+            of: what gradients are asked for, of what the model gives; ``None`` if of nothing.
+        """
+        module, training = self.module, self._model.training_by
+        device = self._model.world.device
+        # Not by a call of the engine, to which one that fails would be a step that has failed.
+        called, surrounding = module, contextlib.nullcontext
+        if training is not None and isinstance(training.engine, StepEngine):
+            called = module if graph or self.is_copy else training.engine.eval_model
+            surrounding = training.engine.precision.forward
+        # What it writes into what it is given, the script would find.
+        args, kwargs = changed((args, kwargs), lambda one: one.detach().clone())
+        copies = tensors_held((args, kwargs)) or []
+        versions = [one._version for one in copies]
+        began = _generators(device)
+        gradients, drew_back = None, False
+        with (
+            warnings.catch_warnings(),
+            torch.set_grad_enabled(graph),
+            trial(module, device, dropout=drawing is not None) as draws,
+            _own_weights(module, first=not self.looked_into) as written,
+            _Watching(drops=drawing is not None) as watched,
+            surrounding(),
+            computing(),
+            contextlib.nullcontext() if drawing is None else drawing.going_on(),
+        ):
+            warnings.simplefilter("ignore")
+            if self.in_eval:
+                for one in filter(is_batch_norm, module.modules()):
+                    one.training = False
+            before, set_before = _attributes(module), settings_of(module)
+            kept = {name: one.clone() for name, one in module.named_buffers()}
+            try:
+                output = called(*args, **kwargs)
+                found = tensors_held(output)
+                asked = None if of is None else of(found or [])
+                if asked is not None:
+                    drawn = _generators(device)
+                    gradients = _gradients(asked, module)
+                    drew_back = _generators(device) != drawn
+            except Exception as error:
+                return Run([], {}, f"it fails where that is tried ({error})"[:300])
+            after = _attributes(module)
+            self.traces |= set_before != settings_of(module) or any(
+                one is not kept[name]
+                and (one.shape != kept[name].shape or not torch.equal(one, kept[name]))
+                for name, one in module.named_buffers()
+                if name in kept
+            )
+            # Strategies have theirs.
+            hooked = watched.hooked and training is None
+            foreign = graph and _has_other_weights(found or [], module)
+            by_functions = graph and _has_functions(found or [])
+            buffers = {name: (kept.get(name), one) for name, one in module.named_buffers()}
+        why = ""
+        stored = [name for name, held in after.items() if held and before.get(name) != held]
+        if written:
+            why = f"it changes its weights as it computes ({first_few(written)})"
+        elif stored:
+            why = f"it keeps what it computes of a batch in attributes ({first_few(stored)})"
+        elif hooked:
+            why = HOOKED
+        elif foreign:
+            why = "it computes with weights that are not its own"
+        elif watched.generators:
+            why = "it draws random numbers by a generator of its own"
+        elif draws.on_host:
+            why = "it draws random numbers by random or NumPy"
+        elif drew_back:
+            why = "it draws random numbers in its backward pass"
+        elif [one._version for one in copies] != versions:
+            why = "it changes what it is given in place"
+        elif found is None:
+            why = f"it gives a {type(output).__name__}, in which tensors are not found"
+        return Run(
+            found or [], buffers, why, changed(output, lambda one: None), draws.torch != began,
+            draws.torch, () if drawing is None else drawing.noted, gradients, by_functions,
+        )  # fmt: skip
+
+
+def _generators(device: torch.device) -> str:
+    return digest([one.numpy() for one in torch_generators(device)])
+
+
+def _gradients(of: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
+    """Of each weight that is trained; zeros where there is none."""
+    weights = [one for one in module.parameters() if one.requires_grad]
+    found = torch.autograd.grad(of, weights, allow_unused=True)
+    return [
+        torch.zeros_like(one) if grad is None else grad.to_dense() if grad.is_sparse else grad
+        for one, grad in zip(weights, found, strict=True)
+    ]
+
+
+def _has_functions(outputs: list[torch.Tensor]) -> bool:
+    """Whether a script's own functions are in a graph, whose backward passes may do anything."""
+    # torch 2.13, autograd/function.py: FunctionMeta makes their nodes' class.
+    return any(hasattr(node, "_forward_cls") for node in nodes_behind(o.grad_fn for o in outputs))
+
+
+@contextlib.contextmanager
+def _own_weights(module: nn.Module, *, first: bool) -> Iterator[list[str]]:
+    """Give weights back their values, where there is room for copies, as before the first step.
+
+    Args:
+        module: whose weights.
+        first: whether there is room.
+
+    Yields:
+        The names of those that were changed within, known at the end.
+    """
+    names: list[str] = []
+    held = [(part, dict(part._parameters)) for part in module.modules()]
+    named = [(name, one, one._version) for name, one in module.named_parameters()]
+    copies = [one.detach().clone() for _, one, _ in named] if first else []
+    yield names
+    now = dict(module.named_parameters())
+    # What is changed through `.data` has no other version.
+    names += [name for name, one, version in named
+                if now.get(name) is not one or one._version != version]  # fmt: skip
+    for part, parameters in held:
+        part._parameters.update(parameters)
+    with torch.no_grad():
+        for (name, one, _), copy in zip(named, copies, strict=False):
+            if not torch.equal(one, copy):
+                names += [name] * (name not in names)
+                one.data.copy_(copy)
+
+
+def _has_other_weights(outputs: list[torch.Tensor], module: nn.Module) -> bool:
+    """Whether gradients of outputs go to something else than a module's parameters."""
+    own = {id(one) for one in module.parameters()}
+    leaves = (getattr(one, "variable", None) for one in nodes_behind(o.grad_fn for o in outputs))
+    return any(one is not None and id(one) not in own for one in leaves)
+
+
+class _Watching(TorchFunctionMode):
+    """Lets everything pass where layers of a script's own leave something out, as DropPath.
+
+    Args:
+        drops: whether they may.
+
+    Attributes:
+        hooked: whether hooks were put on what was computed.
+        generators: of the script's own, by which was drawn, and the states that they had.
+    """
+
+    def __init__(self, *, drops: bool) -> None:
+        super().__init__()
+        self._drops, self.hooked = drops, False
+        self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.hooked |= func is torch.Tensor.register_hook
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, torch.Generator) and id(one) not in self.generators:
+                self.generators[id(one)] = one, one.get_state()
+        found = func(*args, **kwargs)
+        passes = func is torch.Tensor.bernoulli_ and not self._drops
+        return found.fill_(1) if passes else found
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for generator, state in self.generators.values():
+            generator.set_state(state)
+
+
+def settings_of(module: nn.Module) -> list[Any]:
+    """The numbers and texts that are attributes of modules, but for their mode."""
+    return [
+        value
+        for one in module.modules()
+        for key, value in vars(one).items()
+        if type(value) in PLAIN and key not in ("training", OVER)
+    ]
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """The tensors that attributes of modules hold, and what objects do, as meters and logs."""
+    own = set(vars(nn.Module()))
+    return {
+        f"{name}.{key}".lstrip("."): [id(one) for one in leaves_in(value, rows=False)]
+        or _marks_of(value)
+        for name, part in module.named_modules()
+        for key, value in vars(part).items()
+        if key not in own
+    }
+
+
+def _marks_of(value: Any, depth: int = 2) -> list[Any]:
+    """What tells whether an object was changed within: its numbers and texts, and lengths."""
+    if isinstance(value, (list, dict, set, deque)):
+        # Of a long one the end tells, where logs grow.
+        held = list(value.values() if isinstance(value, dict) else value)[-_MOST_MARKS:]
+        return [len(value), *filter(is_plain, held)]
+    held = getattr(value, "__dict__", None)
+    if held is None or isinstance(value, (nn.Module, type)) or callable(value):
+        return []
+    marks: list[Any] = []
+    for key, one in held.items():
+        if is_plain(one):
+            marks.append((key, one))
+        elif isinstance(one, torch.Tensor):
+            marks.append((key, id(one), one._version))
+        elif isinstance(one, Sized):
+            marks.append((key, len(one)))
+        elif depth:
+            marks += _marks_of(one, depth - 1)
+    return marks

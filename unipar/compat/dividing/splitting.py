@@ -1,0 +1,407 @@
+"""A script that knows nothing of ranks, on several: each runs it whole, and computes a part.
+
+Every rank has whole batches, and draws the same random numbers, so that all of the script, its loss
+too, is computed as on one process. A model that an engine trains computes this rank's part of what
+it is called with, and what ranks give is put together on all of them.
+
+That parts together make the whole is tried, and not assumed: before a model's first pass with
+inputs of a kind, and again before later ones, it computes both. What it does with the samples of a
+batch in relation to each other shows there, and all ranks then compute the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from unipar.compat.adopted import AdoptedModel
+from unipar.compat.common_draws import drawing_apart
+from unipar.compat.dividing.alike import check_alike, is_looked_at
+from unipar.compat.dividing.batch_norms import computing, normalize_over
+from unipar.compat.dividing.cutting import (
+    ALIKE,
+    LOSS,
+    PLAIN,
+    Plan,
+    changed,
+    cut,
+    is_dense,
+    kind_of,
+    leaves_in,
+    needs_whole_gradient,
+    shape_of,
+    tensors_held,
+)
+from unipar.compat.dividing.inner_losses import kind_of_loss, share_of, weighed
+from unipar.compat.dividing.model_hooks import described, draws_by_itself, hooks_in, is_compiled
+from unipar.compat.dividing.runs import Runner, settings_of
+from unipar.compat.dividing.shares import Shares, mean_over, tied, whole_of
+from unipar.compat.dividing.signatures import Signatures
+from unipar.compat.dividing.trying import SOON, Trials
+from unipar.compat.dividing.whole_draws import Drawing, WholeDraws
+from unipar.engine.trials import (
+    host_generators,
+    set_host_generators,
+    set_torch_generators,
+    torch_generators,
+)
+from unipar.errors import ConfigError
+from unipar.world import World
+
+_UNFIT = (
+    "the shapes of what it gives depend on the values of what it is given, as where it cuts "
+    "sequences at the longest of a batch"
+)
+_AGAIN = 128
+"""A model is tried again in passes whose number is a power of two, and in one of so many."""
+_ALL_TRIED = 2
+"""Up to so many changes of settings each is tried."""
+
+
+class Splitting:
+    """How a model that the script calls is computed in parts.
+
+    Args:
+        model: the engine's side of it.
+        tell: warns once of each thing.
+        divides: whether it may be; else each rank computes the whole.
+        compiled: whether the engine compiles it.
+
+    Attributes:
+        shares: of no batch.
+    """
+
+    def __init__(
+        self, model: AdoptedModel, tell: Callable[..., None], *, divides: bool, compiled: bool
+    ) -> None:
+        self._model, self._tell, self._divides = model, tell, divides
+        world = model.world
+        self._group = world.mesh("batch").get_group()
+        self.shares = Shares.of(0, world.data_rank, world.data_size, self._group)
+        self._plans: dict[Any, Plan | None] = {}
+        self._parameters: list[int] = []
+        self._numbers: dict[int, int] = {}
+        self._changes = self._small = 0
+        self._settings: list[Any] = []
+        self._calls: dict[Any, int] = {}
+        self._tried_at: dict[Any, int] = {}
+        self._signatures: dict[Any, Signatures] = {}
+        self._draws, self._runner = WholeDraws(), Runner(model)
+        # Compilers have random numbers of their own.
+        may_draw_whole = not (compiled or any(map(is_compiled, model.module.modules())))
+        self._trials = Trials(model, self._runner, self._draws, may_draw_whole=may_draw_whole)
+        # What the script has put into the model before the strategy has.
+        self._hooks, self._handles = hooks_in(model.module), RemovableHandle.next_id
+        self._hooked = described(self._hooks) or draws_by_itself(model.module)
+
+    def look_at(self, args: Any, kwargs: Any) -> None:
+        """Try how the model computes in parts, before a strategy has it. Collective.
+
+        An error in the middle of it would leave what divides weights half way.
+        """
+        given = leaves_in((args, kwargs))
+        looks = self._divides and self._has_samples(given) and not self._hooked
+        if looks and all(map(is_dense, given)):
+            self._decide(self._kind(given, args, kwargs), args, kwargs, given)
+
+    def begin(self) -> None:
+        """Leave aside what the strategy itself has put into the model."""
+        self._hooks, self._handles = hooks_in(self._model.module), RemovableHandle.next_id
+        self._parameters = [id(one) for one in self._model.module.parameters()]
+        self._numbers = {one: number for number, one in enumerate(self._parameters)}
+
+    def compute(self, args: Any, kwargs: Any) -> Any:
+        """A forward pass that may be trained on. Collective.
+
+        Raises:
+            ConfigError: ranks are given other batches; or what the model does with parts of them
+                is no longer what it did.
+        """
+        given = leaves_in((args, kwargs))
+        trains = torch.is_grad_enabled() and self._model.learns
+        if not trains or not self._has_samples(given):
+            if trains and self._divides and not given:
+                self._tell_whole("it is given no tensors, and no lists of values, to be divided")
+            elif trains and self._divides and self._small == SOON + 1:
+                self._tell_whole(
+                    f"its first batches have less than {2 * self._world.data_size} samples"
+                )
+            return self._whole(args, kwargs)
+        kind = self._kind(given, args, kwargs)
+        calls = self._calls[kind] = self._calls.get(kind, 0) + 1
+        if not all(map(is_dense, given)):
+            self._tell_whole("it is given tensors that are not dense")
+            return self._whole(args, kwargs)
+        if is_looked_at(calls):
+            check_alike({f"input {at}": one for at, one in enumerate(given)}, self._world)
+        if not self._divides:
+            return self._whole(args, kwargs)
+        if self._parameters != [id(one) for one in self._model.module.parameters()]:
+            # As by functional_call, of whose weights each rank is to have the whole gradient.
+            self._tell_whole("it is called with other weights than its own")
+            return self._whole(args, kwargs)
+        why = self._hooked or self._new_hooks()
+        if why:
+            self._tell_whole(why)
+            return self._whole(args, kwargs)
+        if kind not in self._plans:
+            if self._model.divided:
+                self._plans[kind] = None
+                self._tell_whole("it was called otherwise at first, when its weights were whole")
+            else:
+                self._decide(kind, args, kwargs, given)
+        plan = self._plans.get(kind)
+        shares = None if plan is None else self._trials.shares(plan, given)
+        if plan is None or shares is None:
+            return self._whole(args, kwargs)
+        if any(map(needs_whole_gradient, given, plan.inputs)):
+            # As fast weights, or a prompt that is learned, of which a part has a part of it.
+            self._tell_whole("it is given tensors beside the batch that need gradients")
+            return self._whole(args, kwargs)
+        known = self._signatures.get(kind)
+        again = calls % _AGAIN == 0 or (calls > 1 and _is_power(calls))
+        is_set = self._settings_changed()
+        if is_set or again:
+            why = self._trials.again(plan, args, kwargs, given)
+            tried = known is None or self._tried_at[kind] == calls - 1
+            if why and (tried or (is_set and self._changes <= _ALL_TRIED)):
+                return self._whole_from_now_on(kind, why, args, kwargs)
+            self._refuse_if(why)
+            known = None
+        if known is None:
+            self._tried_at[kind] = calls
+        return self._in_parts(plan, shares, args, kwargs, given, kind, tried=known is None)
+
+    def _kind(self, given: Sequence[Any], args: Any, kwargs: Any) -> Any:
+        """What tells calls apart that may compute other things."""
+        asked = [(name, one) for name, one in (*enumerate(args), *kwargs.items())
+                 if one is None or isinstance(one, (bool, str))]  # fmt: skip
+        return (*map(kind_of, given), *asked, self._model.module.training)
+
+    def _decide(self, kind: Any, args: Any, kwargs: Any, given: Sequence[Any]) -> None:
+        with self._runner.copied():
+            plan, why = self._trials.find(args, kwargs, given)
+        if plan is not None or why:
+            self._plans[kind] = plan
+        if why:
+            self._tell_whole(why)
+
+    @property
+    def _world(self) -> World:
+        return self._model.world
+
+    def _has_samples(self, given: Sequence[Any]) -> bool:
+        first = next((shape for one in given if (shape := shape_of(one))), ())
+        enough = 2 * self._world.data_size
+        if first and first[0] < enough:
+            # It may be a small batch, or time; the next ones will tell.
+            self._small += 1
+        return max(first[: 1 + (self._small > SOON)], default=0) >= enough
+
+    def _whole(self, args: Any, kwargs: Any) -> Any:
+        normalize_over(None, self._model.module)
+        return self._model.forward(*args, **kwargs)
+
+    def _whole_from_now_on(self, kind: Any, why: str, args: Any, kwargs: Any) -> Any:
+        self._plans[kind] = None
+        self._tell_whole(why)
+        return self._whole(args, kwargs)
+
+    def _tell_whole(self, why: str) -> None:
+        self._tell(
+            "each of %d ranks computes all of every batch by %s: %s. Results are those of one "
+            "process, and no faster.",
+            self._world.data_size, type(self._model.module).__name__, why,
+        )  # fmt: skip
+
+    # -- a pass in parts -------------------------------------------------------------------------
+
+    def _in_parts(
+        self, plan: Plan, shares: Shares, args: Any, kwargs: Any, given: Sequence[Any],
+        kind: Any, *, tried: bool,
+    ) -> Any:  # fmt: skip
+        """A pass in parts; in which a graph that none had before is tried, unless it was."""
+        part = cut((args, kwargs), plan, shares)
+        normalize_over(self._group, self._model.module)
+        device, drawing = self._world.device, None
+        kept = _Kept(self._model.module if self._runner.traces else None, device)
+        if plan.draws_whole:
+            drawing = Drawing(device, trains=True, draws=self._draws, shares=shares)
+            drawn = drawing.going_on()
+        else:
+            drawn = drawing_apart(self._world, kept.generators)
+        with drawn as apart, computing():
+            output = self._model.forward(*part[0], **part[1])
+        fits, new, astray = self._looked_at(kind, plan, shares, output, leaves_in(part), drawing)
+        if not fits or astray or new:
+            why = "" if fits else _UNFIT
+            if fits and (astray or not tried):
+                # What counts its calls, or draws what it does, is to do what it has done now.
+                passed = kept.put_back()
+                why = self._trials.again(plan, args, kwargs, given)
+                self._tried_at[kind] = self._calls[kind]
+                passed.put_back()
+            # What was taken for a part, by what was known, may have been the whole.
+            other = drawing is not None and self._trials.agreed(
+                "" if self._trials.placed == drawing.placed else "other"
+            )
+            if why or astray or other:
+                kept.put_back()
+                if why:
+                    return self._whole_from_now_on(kind, why, args, kwargs)
+                # Now it is known how.
+                return self._whole(args, kwargs)
+        if apart:
+            self._tell(
+                "%s draws random numbers, as for dropout: each rank draws others, for its part of "
+                "a batch, so results are those of one process only as another seed's are.",
+                type(self._model.module).__name__,
+            )
+        return self._together(output, plan, shares, leaves_in(part))
+
+    def _together(self, output: Any, plan: Plan, shares: Shares, parts: list[Any]) -> Any:
+        """What parts make, on all ranks. Collective."""
+        found = tensors_held(output)
+        assert found is not None
+        learning = [one for one in parts if isinstance(one, torch.Tensor) and one.requires_grad]
+        tying = [at for at, kind in enumerate(plan.outputs) if kind.dim != ALIKE]
+        tie = tied([found[at] for at in tying], learning)
+        makers, own = iter(enumerate(plan.outputs)), dict(zip(tying, tie, strict=True))
+
+        def whole(one: torch.Tensor) -> torch.Tensor:
+            at, kind = next(makers)
+            if kind.dim == ALIKE:
+                return one
+            if kind.dim == LOSS:
+                return mean_over(weighed(own[at], self._factor(one, shares)), shares)
+            return whole_of(own[at], kind.dim, shares.times(kind.each))
+
+        return changed(output, whole)
+
+    def _looked_at(
+        self, kind: Any, plan: Plan, shares: Shares, output: Any, part: Any,
+        drawing: Drawing | None,
+    ) -> tuple[bool, bool, bool]:  # fmt: skip
+        """Whether ranks' outputs fit together, and any has a new graph, or draws in a new way.
+
+        Collective, on the host: it waits for no device.
+        """
+        known, found = self._signatures.setdefault(kind, Signatures()), tensors_held(output)
+        draws = () if drawing is None else drawing.noted
+        drawn = [(name, len(shape)) for name, shape in draws]
+        new = known.note(found or (), list(map(shape_of, part)), drawn, self._numbers)
+        shapes = [one.shape for one in found or ()]
+        fits = found is not None and len(shapes) == len(plan.outputs) and all(
+            output.dim < 0 or shape[output.dim] == shares.own * output.each
+            for shape, output in zip(shapes, plan.outputs, strict=True)
+        )  # fmt: skip
+        others = [
+            (*shape[: one.dim], *shape[one.dim + 1 :]) if one.dim >= 0 else tuple(shape)
+            for shape, one in zip(shapes, plan.outputs, strict=False)
+        ]
+        losses = [
+            kind_of_loss(one, shares)
+            for one, output in zip(found or (), plan.outputs, strict=False)
+            if output.dim == LOSS
+        ]  # fmt: skip
+        # One rank may have drawn in a branch that others have not taken.
+        mark, used = _hash((len(draws), *others, *losses)), known.used >> 1
+        astray = drawing is not None and drawing.astray
+        seen = torch.tensor([new, not fits, astray, mark, -mark, used, -used])
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
+        is_new, unfit, strays, most, least, most_used, least_used = seen.tolist()
+        training = self._model.training_by
+        if training is not None:
+            training.uses_alike &= most_used == -least_used
+        if known.endless:
+            self._tell(
+                "%s computes in ever other ways, so that it is not tried in each of them whether "
+                "parts of a batch make the whole, but at times. With divide_batches: false in "
+                "unipar.yaml each rank computes the whole.",
+                type(self._model.module).__name__,
+            )
+        return not unfit and most == -least, bool(is_new), bool(strays)
+
+    def _factor(self, loss: torch.Tensor, shares: Shares) -> torch.Tensor | float:
+        found = share_of(loss, shares)
+        if isinstance(found, str):
+            raise ConfigError(
+                f"{type(self._model.module).__name__} gives a loss that {found}, and did not when "
+                "it was tried: what it would be of the whole batch cannot be told. Compute the "
+                "loss outside of the model, of what it gives."
+            )
+        return found
+
+    def _refuse_if(self, why: str) -> None:
+        if why:
+            raise ConfigError(
+                f"{type(self._model.module).__name__} computed each sample of a batch by itself, "
+                f"and does not any longer: {why}. Steps since it was last tried may not be those "
+                "of one process. Set divide_batches: false in unipar.yaml, so that each rank "
+                "computes the whole, or run on one process."
+            )
+
+    def _settings_changed(self) -> bool:
+        """Whether to try again, for numbers that the script sets on modules are others, as flags.
+
+        Where they change in every step, as a rate does, only some changes ask for it.
+        """
+        before = self._settings
+        self._settings = settings_of(self._model.module)
+        self._changes += bool(before) and before != self._settings
+        return bool(before) and before != self._settings and _is_power(self._changes)
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _new_hooks(self) -> str:
+        """What hooks the script has put into the model since the strategy took it."""
+        if RemovableHandle.next_id == self._handles:
+            return ""
+        self._handles = RemovableHandle.next_id
+        self._hooked = described(hooks_in(self._model.module) - self._hooks)
+        return self._hooked
+
+
+class _Kept:
+    """What a pass changes beside what it gives, for it to be computed once more.
+
+    Args:
+        module: whose buffers, and numbers that are attributes, it changes; ``None`` if none.
+        device: whose generator is kept beside the host's.
+    """
+
+    def __init__(self, module: nn.Module | None, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self.generators, self._host = torch_generators(device), host_generators()
+        self._buffers = [] if module is None else [(one, one.clone()) for one in module.buffers()]
+        self._settings = [
+            (one, {key: value for key, value in vars(one).items() if type(value) in PLAIN})
+            for one in (() if module is None else module.modules())
+        ]
+
+    def put_back(self) -> _Kept:
+        """Put it back; what there was instead."""
+        now = _Kept(self._module, self._device)
+        set_torch_generators(self.generators, self._device)
+        set_host_generators(self._host)
+        with torch.no_grad():
+            for one, before in self._buffers:
+                one.copy_(before)
+        for one, before in self._settings:
+            vars(one).update(before)
+        return now
+
+
+def _hash(told: tuple[Any, ...]) -> int:
+    """One that all ranks have of the same; of texts Python's differs by process."""
+    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "big")
+
+
+def _is_power(number: int) -> bool:
+    return not number & (number - 1)

@@ -1,0 +1,340 @@
+"""Trying whether parts of a batch make the whole: what a model gives, draws, and learns by."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from unipar.compat.adopted import AdoptedModel
+from unipar.compat.dividing.batch_norms import (
+    ALONE,
+    has_batch_norms,
+    is_batch_norm,
+    normalize_over,
+)
+from unipar.compat.dividing.comparing import RELATED, close, compared
+from unipar.compat.dividing.cutting import (
+    ALIKE,
+    LOSS,
+    Plan,
+    along,
+    cut,
+    shape_of,
+    with_copies,
+)
+from unipar.compat.dividing.inner_losses import UNSURE, share_of, weighed, why_unsure
+from unipar.compat.dividing.runs import Run, Runner
+from unipar.compat.dividing.shares import Shares, mean_over, part_of
+from unipar.compat.dividing.whole_draws import Drawing, WholeDraws
+from unipar.world import World
+
+SOON = 8
+"""Up to so many batches may not tell yet."""
+_MOST_TRIALS = 12
+_ROUNDING, _ROUNDING_HALF = 5e-5, 5e-2
+"""Differences up to which parts make the whole, relative to the largest value: what kernels for
+other shapes make."""
+_OWN_ROUNDING = 20
+"""By so much more gradients of one weight may differ, relative to the largest of its own."""
+_HIDDEN = "which of its random numbers belong to which sample does not show in what it gives"
+_DRAWS = "it draws random numbers that have no samples, or by which others are drawn"
+
+
+class _Tried(NamedTuple):
+    """A plan by which parts make the whole, or why they do not; and the run of this rank's."""
+
+    plan: Plan | None
+    why: str
+    part: Run
+    drawing: Drawing | None = None
+
+
+class Trials:
+    """Those of one model.
+
+    Args:
+        model: the engine's side of it.
+        runner: lets it compute.
+        draws: what is learned of how it draws.
+        may_draw_whole: whether ranks can draw the random numbers of the whole batch.
+
+    Attributes:
+        placed: of what was drawn in the last one, where samples lie.
+    """
+
+    def __init__(
+        self, model: AdoptedModel, runner: Runner, draws: WholeDraws, *, may_draw_whole: bool
+    ) -> None:
+        self._model, self._runner, self._draws = model, runner, draws
+        self._may_draw_whole = may_draw_whole
+        self._rounding = _ROUNDING_HALF if model.in_half else _ROUNDING
+        self._group = model.world.mesh("batch").get_group()
+        self._untold = 0
+        self._shown: set[tuple[int, str]] = set()
+        self.placed: list[tuple[int, int] | None] = []
+
+    @property
+    def _world(self) -> World:
+        return self._model.world
+
+    def shares(self, plan: Plan, given: Sequence[Any]) -> Shares | None:
+        """How a batch is cut up; ``None`` where a rank would have less than two samples.
+
+        One alone is often another thing to a model, as where it squeezes dimensions.
+        """
+        lengths = {shape_of(one)[dim] for one, dim in zip(given, plan.inputs, strict=True)
+                   if dim is not None}  # fmt: skip
+        if len(lengths) != 1 or min(lengths) < 2 * self._world.data_size:
+            return None
+        return Shares.of(lengths.pop(), self._world.data_rank, self._world.data_size, self._group)
+
+    def find(self, args: Any, kwargs: Any, given: Sequence[Any]) -> tuple[Plan | None, str]:
+        """How inputs can be cut up so that parts make the whole; or why they cannot. Collective.
+
+        Neither, where that cannot be told yet: the model gives the same for all samples, as one
+        whose last layer is zero at first.
+        """
+        normalize_over(None, self._runner.module)
+        whole = self._runner.run(args, kwargs, self._noting())
+        why = self.agreed(whole.why)
+        self._runner.looked_into = not why
+        if why:
+            return None, why
+        if not whole.tells:
+            return None, self._for_now("what it gives does not tell samples apart")
+        for draws_whole in (self._may_draw_whole, False):
+            if not draws_whole:
+                if not whole.drew and self._may_draw_whole:
+                    break
+                # Without dropout, where each rank is to draw others.
+                whole, why = self._runner.run(args, kwargs), ""
+            for inputs in itertools.islice(self._ways(given), _MOST_TRIALS):
+                asked = Plan(inputs, draws_whole=draws_whole)
+                tried = self._tried(whole, asked, args, kwargs, given)
+                if tried.plan is not None:
+                    if self._hidden_draws(whole, tried, args, kwargs, given):
+                        return None, self._for_now(_HIDDEN)
+                    why = self._on_copies(tried.plan, args, kwargs, given) or self._backward(
+                        tried.plan, args, kwargs, given
+                    )
+                    return (None, why) if why else (tried.plan, "")
+                why = why or tried.why
+        return None, self._for_now(why) if why.endswith(UNSURE) else why
+
+    def again(self, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
+        """Why parts no longer make the whole, if they do not. Collective."""
+        normalize_over(None, self._runner.module)
+        whole = self._runner.run(args, kwargs, self._noting() if plan.draws_whole else None)
+        tried = self._tried(whole, plan, args, kwargs, given, first=False)
+        if tried.plan != plan:
+            return tried.why or "its outputs are others"
+        if self._hidden_draws(whole, tried, args, kwargs, given):
+            return _HIDDEN
+        why = self._on_copies(plan, args, kwargs, given)
+        if not why and any(self._world.gather(tried.part.by_functions)):
+            why = self._backward(plan, args, kwargs, given)
+        return why
+
+    def agreed(self, why: str) -> str:
+        """The first reason that a rank has. Collective."""
+        return next(filter(None, self._world.gather(why)), "")
+
+    def _noting(self) -> Drawing:
+        return Drawing(self._world.device, trains=False)
+
+    def _for_now(self, why: str) -> str:
+        """A reason that may be gone with the next batch; none, unless that cannot be tried."""
+        self._untold += 1
+        return why if self._untold > SOON or self._model.divided else ""
+
+    def _ways(self, given: Sequence[Any]) -> Iterator[tuple[int | None, ...]]:
+        """Dimensions of the inputs that samples may lie along: of all, those of the same size."""
+        shapes = list(map(shape_of, given))
+        first = next(at for at, shape in enumerate(shapes) if shape)
+        for dim, length in enumerate(shapes[first][:2]):
+            if length < 2 * self._world.data_size:
+                continue
+            choices = [
+                [dim] if at == first
+                else [*(other for other, size in enumerate(shape) if size == length), None]
+                for at, shape in enumerate(shapes)
+            ]  # fmt: skip
+            yield from itertools.product(*choices)
+
+    def _run_part(
+        self, whole: Run, plan: Plan, args: Any, kwargs: Any, shares: Shares,
+        swapped: int | None = None, of: Any = None,
+    ) -> tuple[Run, Drawing | None]:  # fmt: skip
+        part, graph, drawing = cut((args, kwargs), plan, shares), self._runner.has_graphs, None
+        normalize_over(self._group, self._runner.module)
+        if plan.draws_whole:
+            drawing = Drawing(
+                self._world.device, trains=graph, draws=WholeDraws(), shares=shares,
+                expected=whole.noted, swapped=swapped,
+            )  # fmt: skip
+        return self._runner.run(part[0], part[1], drawing, graph=graph, of=of), drawing
+
+    def _tried(
+        self, whole: Run, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any], *,
+        first: bool = True,
+    ) -> _Tried:  # fmt: skip
+        """Whether parts that are cut up so make the whole, as all ranks find. Collective."""
+        shares = self.shares(plan, given)
+        assert shares is not None
+        if first and has_batch_norms(self._runner.module):
+            # One that fails leaves others waiting where they normalize.
+            normalize_over(ALONE, self._runner.module)
+            alone = self._runner.run(*cut((args, kwargs), plan, shares))
+            why = self.agreed(alone.why)
+            if why:
+                return _Tried(None, why, alone)
+        part, drawing = self._run_part(whole, plan, args, kwargs, shares)
+        outputs, why = compared(whole, part, shares, self._rounding)
+        astray = drawing is not None and (
+            drawing.astray or part.generators != whole.generators
+            or not self._draws.learn(whole.noted, part.noted, shares)
+        )  # fmt: skip
+        if (why and part.drew) or astray:
+            why = _DRAWS
+        found = self._world.gather((outputs, part.why or why))
+        for others, reason in found:
+            if reason or others != outputs:
+                return _Tried(None, reason or "parts of a batch do not make the whole", part)
+        plan = plan._replace(outputs=tuple(outputs))
+        if any(kind.dim == LOSS for kind in outputs):
+            if along(plan) != 0:
+                why = "it gives a loss, and samples do not lie along the first dimension"
+            elif self._runner.has_graphs:
+                why = self.agreed(self._losses(whole, part, plan, shares, first))
+        return _Tried(None if why else plan, why, part, drawing)
+
+    def _losses(self, whole: Run, part: Run, plan: Plan, shares: Shares, first: bool) -> str:
+        """Why losses that the model computes cannot be put together, if they cannot. Collective."""
+        for kind, one, expected in zip(plan.outputs, part.outputs, whole.outputs, strict=True):
+            if kind.dim != LOSS:
+                continue
+            why = why_unsure(one, shares)
+            # What an earlier batch has told, this one need not.
+            factor = why if why and (first or why != UNSURE) else share_of(one, shares)
+            if isinstance(factor, str):
+                return f"it gives a loss that {factor}"
+            # Their sums are more exact than what they are of.
+            if not close(
+                mean_over(weighed(one.detach(), factor), shares), expected, self._rounding / 5
+            ):
+                return "it gives a loss that is not the mean or the sum of those of parts"
+        return ""
+
+    def _hidden_draws(
+        self, whole: Run, tried: _Tried, args: Any, kwargs: Any, given: Sequence[Any]
+    ) -> bool:
+        """Whether it cannot be seen which of some random numbers belong to which sample.
+
+        Entries of a sample may lie one after another, or apart; and what is drawn may have no
+        effect yet, as behind a gate that is zero, or be the same for all. Collective.
+        """
+        plan, drawing = tried.plan, tried.drawing
+        if plan is None or drawing is None:
+            return False
+        self.placed = drawing.placed
+        draws = [(at, drawing.noted[at][0]) for at in drawing.between_samples]
+        draws = [one for one in draws if one not in self._shown][:_MOST_TRIALS]
+        shares = self.shares(plan, given)
+        assert shares is not None
+        for one in draws:
+            other, _ = self._run_part(whole, plan, args, kwargs, shares, swapped=one[0])
+            pairs = zip(other.outputs, tried.part.outputs, strict=True)
+            if not any(self._world.gather(any(not torch.equal(*pair) for pair in pairs))):
+                return True
+            self._shown.add(one)
+        return False
+
+    def _on_copies(self, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
+        """The same with a batch in which each part is one sample again and again. Collective.
+
+        What depends on how unlike samples are, as on the longest of them, or on how many tokens
+        want one expert, is another thing there.
+        """
+        norms = [one for one in self._runner.module.modules() if is_batch_norm(one)]
+        shares = self.shares(plan, given)
+        assert shares is not None
+        if any(one.running_mean is None for one in norms):
+            # Of values that are all the same it makes noise.
+            return ""
+        args, kwargs = with_copies((args, kwargs), plan, shares)
+        normalize_over(None, self._runner.module)
+        self._runner.in_eval = True
+        try:
+            whole = self._runner.run(args, kwargs, self._noting() if plan.draws_whole else None)
+            tried = self._tried(whole, plan, args, kwargs, given, first=False)
+        finally:
+            self._runner.in_eval = False
+        return "" if tried.plan == plan else tried.why or RELATED
+
+    def _backward(self, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
+        """Why gradients of parts do not add up to those of the whole, if they do not. Collective.
+
+        Functions of a script's own may do anything in their backward passes, and what is behind a
+        gate that is zero shows in its gradient alone.
+        """
+        shares = self.shares(plan, given)
+        if shares is None or not (self._runner.has_graphs and self._runner.has_backward):
+            return ""
+        normalize_over(None, self._runner.module)
+        whole = self._runner.run(
+            args, kwargs, self._noting() if plan.draws_whole else None, graph=True,
+            of=functools.partial(_probe, plan, None),
+        )  # fmt: skip
+        part, _ = self._run_part(
+            whole, plan, args, kwargs, shares, of=functools.partial(_probe, plan, shares)
+        )
+        why = self.agreed(whole.why or part.why)
+        if why or not all(self._world.gather(None not in (whole.gradients, part.gradients))):
+            return why
+        assert whole.gradients is not None
+        assert part.gradients is not None
+        largest = max((float(one.abs().max()) for one in whole.gradients if one.numel()), default=0)
+        unlike = False
+        for one, expected in zip(part.gradients, whole.gradients, strict=True):
+            dist.all_reduce(one, group=self._group)
+            if not one.numel():
+                continue
+            apart = float((one.double() - expected.double()).abs().max())
+            own = _OWN_ROUNDING * self._rounding * float(expected.abs().max())
+            unlike |= apart > self._rounding * largest and apart > own
+        told = RELATED if not whole.drew else _DRAWS
+        return self.agreed(f"{told}, as its gradients show" if unlike else "")
+
+
+def _probe(plan: Plan, shares: Shares | None, outputs: list[torch.Tensor]) -> torch.Tensor | None:
+    """A sum of what a model gives, each element of which counts for something else.
+
+    Args:
+        plan: how outputs of parts make those of the whole.
+        shares: how the batch is divided; ``None`` for what is given of the whole.
+        outputs: of the model.
+    """
+    terms: list[torch.Tensor] = []
+    for kind, one in zip(plan.outputs, outputs, strict=True):
+        if kind.dim == ALIKE or not (one.requires_grad and one.is_floating_point()):
+            continue
+        if kind.dim == LOSS:
+            factor = 1.0 if shares is None else share_of(one, shares)
+            assert not isinstance(factor, str)
+            terms.append(weighed(one, factor) / (1 if shares is None else len(shares.sizes)))
+            continue
+        whole = list(one.shape)
+        own = None if shares is None else shares.times(kind.each)
+        whole[kind.dim] = whole[kind.dim] if own is None else sum(own.sizes)
+        counts = torch.arange(math.prod(whole), dtype=torch.float64, device=one.device).cos()
+        counts = counts.view(whole).to(one.dtype)
+        # Where it masks by infinity nothing is learned.
+        given = one.nan_to_num(0.0, 0.0, 0.0)
+        terms.append((given * (counts if own is None else part_of(counts, kind.dim, own))).sum())
+    return sum(terms[1:], terms[0]) if terms else None
