@@ -64,8 +64,8 @@ REFUSED = Table(
         "Under a strategy that divides gradients: a loss trains one model. Put both into one "
         "nn.Module with one optimizer, or use ddp."),
     Row("p.grad", "refused",
-        "Under a strategy that divides gradients. Scale the loss, clip by clip_grad_norm_, or use "
-        "ddp. On ranks with data of their own also between backward passes of one step: use it "
+        "Under a strategy that divides gradients, until they are cleared. Scale the loss, clip by "
+        "clip_grad_norm_, or use ddp. On ranks with data of their own also between backward passes of one step: use it "
         "after the last."),
     Row("loss.backward()", "refused",
         "After optimizer.step() without optimizer.zero_grad(), under such a strategy: PyTorch "
@@ -77,7 +77,9 @@ REFUSED = Table(
         "Under a strategy that divides gradients, as of some parameters of a model alone: these "
         "clip by the 2-norm of all. Use clip_grad_norm_, or ddp."),
     Row("clip_grad_norm_", "refused",
-        "Before scaler.unscale_(optimizer), where it would clip scaled gradients."),
+        "Before scaler.unscale_(optimizer), where it would clip scaled gradients; and, under a "
+        "strategy that divides gradients or on ranks with data of their own, before another "
+        "backward pass of the step. Clip after the last."),
     Row("optimizer.add_param_group", "refused",
         "After the first forward pass, under a strategy that divides state. Add the group before, "
         "or use ddp."),
