@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -192,6 +193,29 @@ def deepening() -> list[float]:
     return train(Deepening(), lambda model, x: model(x).square().mean(), batches(*[6] * 7))
 
 
+class Forgetful(nn.Module):
+    """It computes activations again in the backward pass, and draws the same as before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = x + torch.randn_like(x)
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(partial(self.block, layer), x, use_reentrant=number == 1)
+        return x
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(layer(x).tanh() * torch.rand_like(x), 0.3)
+
+
+def forgetful() -> list[float]:
+    torch.manual_seed(1)
+    return train(Forgetful(), lambda model, x: model(x).square().mean(), batches(*UNEVEN))
+
+
 class Chosen(nn.Module):
     """It makes something of samples that are marked alone; so does its loss."""
 
@@ -223,7 +247,7 @@ def chosen() -> list[float]:
     return found + [p.sum().item() for one in (first, second) for p in one.parameters()]
 
 
-IN_PARTS = [contrast, time_first, inner_loss, randomly, penalties, deepening, chosen]
+IN_PARTS = [contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, chosen]
 
 
 @pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)

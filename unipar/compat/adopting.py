@@ -29,6 +29,7 @@ from unipar.compat.dividing.alike import check_alike, is_looked_at
 from unipar.compat.dividing.batch_norms import normalize_over
 from unipar.compat.dividing.shares import mean_over
 from unipar.compat.dividing.splitting import Splitting
+from unipar.compat.dividing.whole_draws import drawing_again
 from unipar.compat.models import led_to
 from unipar.compat.optimizers import frozen_in, trained_by
 from unipar.compat.routed import model_class, optimizer_class
@@ -457,11 +458,12 @@ class Adoption:
                     check_alike({"the loss": loss}, one.world)
             for each in found:
                 each.keep_what_is_there()
-            one.backward(
-                loss * size if one.summed else loss,
-                likely_last=self.sums_in_backward and not self.accumulates,
-                beside=beside,
-            )
+            with drawing_again(one.world.device):
+                one.backward(
+                    loss * size if one.summed else loss,
+                    likely_last=self.sums_in_backward and not self.accumulates,
+                    beside=beside,
+                )
         return True
 
     def _around(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
@@ -510,7 +512,11 @@ class Adoption:
         named = isinstance(inputs, Mapping)
         given = list(inputs.values()) if named else inputs
         asked = [given] if isinstance(given, torch.Tensor) else list(given)
-        found = take()
+        session = current.session
+        if session is None:
+            return take()
+        with drawing_again(session.world.device):
+            found = take()
         if in_backward_pass() or not self._splittings or not any(map(_is_weight, asked)):
             return found
         shares = next(iter(self._splittings.values())).shares

@@ -65,8 +65,8 @@ REFUSED = Table(
         "nn.Module with one optimizer, or use ddp."),
     Row("p.grad", "refused",
         "Under a strategy that divides gradients, until they are cleared. Scale the loss, clip by "
-        "clip_grad_norm_, or use ddp. On ranks with data of their own also between backward passes of one step: use it "
-        "after the last."),
+        "clip_grad_norm_, or use ddp. On ranks with data of their own also between backward passes "
+        "of one step: use it after the last."),
     Row("loss.backward()", "refused",
         "After optimizer.step() without optimizer.zero_grad(), under such a strategy: PyTorch "
         "would add to the gradients of the last step."),

@@ -158,7 +158,7 @@ class Runner:
                 asked = None if of is None else of(found or [])
                 if asked is not None:
                     drawn = _generators(device)
-                    gradients = _gradients(asked, module)
+                    gradients = _gradients(asked, module, is_copy=self.is_copy)
                     drew_back = _generators(device) != drawn
             except Exception as error:
                 return Run([], {}, f"it fails where that is tried ({error})"[:300])
@@ -174,6 +174,8 @@ class Runner:
             foreign = graph and _has_other_weights(found or [], module)
             by_functions = graph and _has_functions(found or [])
             buffers = {name: (kept.get(name), one) for name, one in module.named_buffers()}
+        if drawing is not None:
+            drawing.drop()
         why = ""
         stored = [name for name, held in after.items() if held and before.get(name) != held]
         if written:
@@ -204,10 +206,19 @@ def _generators(device: torch.device) -> str:
     return digest([one.numpy() for one in torch_generators(device)])
 
 
-def _gradients(of: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
-    """Of each weight that is trained; zeros where there is none."""
+def _gradients(of: torch.Tensor, module: nn.Module, *, is_copy: bool) -> list[torch.Tensor] | None:
+    """Of each weight that is trained; zeros where there is none, ``None`` if they cannot be had."""
     weights = [one for one in module.parameters() if one.requires_grad]
-    found = torch.autograd.grad(of, weights, allow_unused=True)
+    if is_copy:
+        for one in weights:
+            one.grad = None
+        of.backward()
+        found = [one.grad for one in weights]
+    elif any("CheckpointFunction" in node.name() for node in nodes_behind([of.grad_fn])):
+        # It has no torch.autograd.grad, and a backward pass would be one of the engine's.
+        return None
+    else:
+        found = list(torch.autograd.grad(of, weights, allow_unused=True))
     return [
         torch.zeros_like(one) if grad is None else grad.to_dense() if grad.is_sparse else grad
         for one, grad in zip(weights, found, strict=True)
@@ -217,7 +228,10 @@ def _gradients(of: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
 def _has_functions(outputs: list[torch.Tensor]) -> bool:
     """Whether a script's own functions are in a graph, whose backward passes may do anything."""
     # torch 2.13, autograd/function.py: FunctionMeta makes their nodes' class.
-    return any(hasattr(node, "_forward_cls") for node in nodes_behind(o.grad_fn for o in outputs))
+    kinds = (
+        getattr(node, "_forward_cls", None) for node in nodes_behind(o.grad_fn for o in outputs)
+    )
+    return any(one is not None and not one.__module__.startswith("torch.") for one in kinds)
 
 
 @contextlib.contextmanager

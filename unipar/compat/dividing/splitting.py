@@ -232,7 +232,7 @@ class Splitting:
         device, drawing = self._world.device, None
         kept = _Kept(self._model.module if self._runner.traces else None, device)
         if plan.draws_whole:
-            drawing = Drawing(device, trains=True, draws=self._draws, shares=shares)
+            drawing = Drawing(device, draws=self._draws, shares=shares)
             drawn = drawing.going_on()
         else:
             drawn = drawing_apart(self._world, kept.generators)
@@ -253,6 +253,8 @@ class Splitting:
             )
             if why or astray or other:
                 kept.put_back()
+                if drawing is not None:
+                    drawing.drop()
                 if why:
                     return self._whole_from_now_on(kind, why, args, kwargs)
                 # Now it is known how.

@@ -146,7 +146,7 @@ class Trials:
         return next(filter(None, self._world.gather(why)), "")
 
     def _noting(self) -> Drawing:
-        return Drawing(self._world.device, trains=False)
+        return Drawing(self._world.device)
 
     def _for_now(self, why: str) -> str:
         """A reason that may be gone with the next batch; none, unless that cannot be tried."""
@@ -175,7 +175,7 @@ class Trials:
         normalize_over(self._group, self._runner.module)
         if plan.draws_whole:
             drawing = Drawing(
-                self._world.device, trains=graph, draws=WholeDraws(), shares=shares,
+                self._world.device, draws=WholeDraws(), shares=shares,
                 expected=whole.noted, swapped=swapped,
             )  # fmt: skip
         return self._runner.run(part[0], part[1], drawing, graph=graph, of=of), drawing

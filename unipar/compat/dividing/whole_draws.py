@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -92,7 +93,6 @@ class Drawing:
 
     Args:
         device: where the model computes.
-        trains: whether gradients are taken.
         draws: how the model draws; ``None`` to note alone what is drawn.
         shares: how the batch is divided.
         expected: for a first run in parts, what the whole one has drawn.
@@ -108,19 +108,19 @@ class Drawing:
         self,
         device: torch.device,
         *,
-        trains: bool,
         draws: WholeDraws | None = None,
         shares: Shares | None = None,
         expected: Sequence[_Draw] = (),
         swapped: int | None = None,
     ) -> None:
-        self._device, self._trains = device, trains
+        self._device = device
         self._draws, self._shares, self._expected = draws, shares, list(expected)
         self._swapped = swapped
         self.noted: list[_Draw] = []
         self.placed: list[tuple[int, int] | None] = []
         self.astray = False
         self._states: list[torch.Tensor] = []
+        self._noted_ways: list[bytes] = []
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
@@ -134,6 +134,11 @@ class Drawing:
         finally:
             _current = before
             self._look()
+
+    def drop(self) -> None:
+        """Forget how the pass has drawn, which no backward pass is to follow."""
+        for key in self._noted_ways:
+            _ways.pop(key, None)
 
     def _look(self) -> None:
         """Note that numbers were drawn by what is not known here, if they were.
@@ -155,6 +160,8 @@ class Drawing:
             own: the shape that it draws for; ``None``: that of what it gives.
             run: the call.
         """
+        if _in_backward_pass():
+            return _Again(self._device).leave(name, own, run)
         self._look()
         with _left_to_torch():
             found = run()
@@ -175,26 +182,17 @@ class Drawing:
         """
         assert self._shares is not None
         assert self._draws is not None
+        if _in_backward_pass():
+            return _Again(self._device).draw(name, own, make)
         self._look()
-        # What computes activations again in the backward pass has these functions no more.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
-        again = hooks(False) is not None
-        self.astray |= again or (self._trains and not torch.is_grad_enabled())
         self.noted.append((name, tuple(own)))
         self.placed.append(self._placed(name, own))
-        dim, each = self.placed[-1] or (None, 1)
-        whole, shares = list(own), self._shares.times(each)
-        apart = self._swapped == len(self.placed) - 1
-        if dim is not None:
-            whole[dim] = sum(shares.sizes)
-        # Torch looks its own functions up where these stand now.
-        with torch.no_grad(), _left_to_torch():
-            found = make(whole)
-            if dim is not None and apart:
-                rows = found.unflatten(dim, (each, -1))
-                found = part_of(rows, dim + 1, self._shares).flatten(dim, dim + 1)
-            elif dim is not None:
-                found = part_of(found, dim, shares)
+        way = _Way(self.placed[-1], self._shares, self._swapped == len(self.placed) - 1)
+        # What checkpoints activations keeps none, or packs them.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        if hooks(False) is not None or not torch.is_grad_enabled():
+            self._noted_ways.append(_note_way(self._states, way))
+        found = way.part(own, make)
         self._states = torch_generators(self._device)
         return found
 
@@ -229,7 +227,7 @@ class Drawing:
         return self._draws is None
 
 
-_current: Drawing | None = None
+_current: Drawing | _Again | None = None
 
 
 @contextlib.contextmanager
@@ -240,6 +238,101 @@ def _left_to_torch() -> Iterator[None]:
         yield
     finally:
         _current = before
+
+
+class _Way(NamedTuple):
+    """How this rank's part of a draw is taken of the whole's.
+
+    Attributes:
+        placed: the dimension that samples lie along, and the entries that each has there; ``None``
+            if what is drawn has none.
+        shares: how the batch is divided.
+        apart: whether the entries of a sample do not follow one another.
+    """
+
+    placed: tuple[int, int] | None
+    shares: Shares
+    apart: bool
+
+    def part(self, own: Sequence[int], make: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
+        """That part, of what ``make`` draws for the whole."""
+        # Torch looks its own functions up where these stand now.
+        with torch.no_grad(), _left_to_torch():
+            if self.placed is None:
+                return make(list(own))
+            dim, each = self.placed
+            whole = [*own[:dim], each * sum(self.shares.sizes), *own[dim + 1 :]]
+            found = make(whole)
+            if not self.apart:
+                return part_of(found, dim, self.shares.times(each))
+            rows = found.unflatten(dim, (each, -1))
+            return part_of(rows, dim + 1, self.shares).flatten(dim, dim + 1)
+
+
+_ways: dict[bytes, _Way] = {}
+"""What was drawn where activations may be computed again in the backward pass, by the state that
+generators had, which is given back to them then."""
+_MOST_WAYS = 10_000
+
+
+def _note_way(states: Sequence[torch.Tensor], way: _Way) -> bytes:
+    if len(_ways) >= _MOST_WAYS:
+        del _ways[next(iter(_ways))]
+    key = _key(states)
+    _ways[key] = way
+    return key
+
+
+def _key(states: Sequence[torch.Tensor]) -> bytes:
+    return hashlib.blake2b(b"".join(one.numpy().tobytes() for one in states)).digest()
+
+
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextlib.contextmanager
+def drawing_again(device: torch.device) -> Iterator[None]:
+    """Around a backward pass, in which activations may be computed again as they were."""
+    global _current
+    if not _ways:
+        yield
+        return
+    before, _current = _current, _Again(device)
+    try:
+        with _in_place_of_torch():
+            yield
+    finally:
+        _current = before
+
+
+class _Again:
+    """Draws as before; what another model draws, or none has drawn before, is torch's.
+
+    Args:
+        device: where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def _way(self) -> _Way | None:
+        return _ways.get(_key(torch_generators(self._device)))
+
+    @property
+    def notes_alone(self) -> bool:
+        return self._way() is None
+
+    def leave(self, name: str, own: Sequence[int] | None, run: Callable[[], Any]) -> Any:
+        with _left_to_torch():
+            return run()
+
+    def draw(
+        self, name: str, own: Sequence[int], make: Callable[[list[int]], torch.Tensor]
+    ) -> torch.Tensor:
+        way = self._way()
+        assert way is not None
+        return way.part(own, make)
 
 
 class _Native(Exception):
