@@ -141,12 +141,35 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
     if factor == 1:
         return
     dense: list[torch.Tensor] = []
-    for parameter in parameters:
-        if (grad := parameter.grad) is not None and grad.is_sparse:
-            grad.mul_(factor)
-        elif grad is not None:
-            # What is here of it: shards on several meshes are no list to torch.
-            dense.append(grad.to_local() if is_dtensor(grad) else grad)
-    # A rank may hold none, where a small model is divided among many.
-    if dense:
-        torch._foreach_mul_(dense, factor)  # pyright: ignore[reportPrivateImportUsage]
+    with torch.no_grad():
+        for parameter in parameters:
+            if (grad := parameter.grad) is not None and grad.is_sparse:
+                grad.mul_(factor)
+            elif grad is not None:
+                # What is here of it: shards on several meshes are no list to torch.
+                dense.append(grad.to_local() if is_dtensor(grad) else grad)
+        # A rank may hold none, where a small model is divided among many.
+        if dense:
+            torch._foreach_mul_(_buffers_of(dense), factor)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _buffers_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The buffers that tensors are views of, where these make the whole of one; else themselves.
+
+    On CPUs, and of DTensors, each tensor is a kernel of its own, and frameworks that shard reduce
+    many gradients in one buffer.
+    """
+    views: dict[int, list[torch.Tensor]] = {}
+    for one in tensors:
+        base = one if one._base is None else one._base
+        views.setdefault(id(base), []).append(one)
+    found: list[torch.Tensor] = []
+    for held in views.values():
+        base = held[0]._base
+        tiled = base is not None and (
+            sum(one.numel() for one in held) == base.numel()
+            and len({one.storage_offset() for one in held if one.numel()}) == len(held)
+            and all(one.dtype == base.dtype for one in held)
+        )
+        found += [base] if base is not None and tiled else held
+    return found
