@@ -216,6 +216,30 @@ def forgetful() -> list[float]:
     return train(Forgetful(), lambda model, x: model(x).square().mean(), batches(*UNEVEN))
 
 
+class Caching(nn.Module):
+    """It keeps masks by the length of sequences, and a table that it has made once."""
+
+    table: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.masks: dict[int, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(6.0).cos()
+        if len(x[0]) not in self.masks:
+            self.masks[len(x[0])] = torch.ones(len(x[0]), len(x[0])).tril()
+        return self.masks[len(x[0])] @ self.linear(x + self.table)
+
+
+def caching() -> list[float]:
+    torch.manual_seed(1)
+    xs = [one.unflatten(0, (-1, size)) for size in (3, 2, 3, 4) for one in batches(6 * size)]
+    return train(Caching(), lambda model, x: model(x).square().mean(), xs)
+
+
 class Chosen(nn.Module):
     """It makes something of samples that are marked alone; so does its loss."""
 
@@ -247,7 +271,17 @@ def chosen() -> list[float]:
     return found + [p.sum().item() for one in (first, second) for p in one.parameters()]
 
 
-IN_PARTS = [contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, chosen]
+IN_PARTS = [
+    contrast,
+    time_first,
+    inner_loss,
+    randomly,
+    penalties,
+    deepening,
+    forgetful,
+    caching,
+    chosen,
+]
 
 
 @pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)

@@ -38,7 +38,8 @@ class AdoptedModel(PreparedModel):
         called: whether it was called since its last backward pass, so as to be trained.
         wrapped: whether it is called by the wrapper that the script has put around it.
         around: whether DDP wraps it, and was not called since the last backward pass.
-        versions: its weights, and how often each had been written to when ranks last had the same.
+        listed: its weights, when these were last looked at.
+        versions: the same, and how often each had been written to when ranks last had the same.
         evened: how often ranks were given the same since.
         told_unlike: whether it was said that they had others.
     """
@@ -49,6 +50,7 @@ class AdoptedModel(PreparedModel):
     called: bool
     wrapped: bool
     around: bool
+    listed: list[torch.Tensor]
     versions: list[tuple[torch.Tensor, int]] | None
     evened: int
     told_unlike: bool
@@ -56,6 +58,7 @@ class AdoptedModel(PreparedModel):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__["versions"], self.__dict__["evened"] = None, 0
+        self.__dict__["listed"] = list[torch.Tensor]()
         self.__dict__["told_unlike"] = False
         self.__dict__["called"] = self.__dict__["wrapped"] = self.__dict__["around"] = False
 
@@ -97,15 +100,16 @@ class AdoptedModel(PreparedModel):
         A script that knows nothing of ranks may have drawn them at random, of which ranks draw
         others.
         """
+        self.__dict__["listed"] = list(self.module.parameters())
         # By torch.func.functional_call it may have what other weights are made of.
-        if self.divided or not all(one.is_leaf for one in self.module.parameters()):
+        if self.divided or not all(one.is_leaf for one in self.listed):
             return
         before, now = self.versions, self._versions()
         if before is not None and not _same(before, now):
             self.__dict__["evened"] = self.evened + 1
             if self.evened & (self.evened - 1) == 0 and not self.told_unlike:
                 self._tell_unlike()
-            broadcast_tensors(self.module.parameters(), self.world)
+            broadcast_tensors(self.listed, self.world)
             now = self._versions()
         self.__dict__["versions"] = now
 
@@ -125,7 +129,7 @@ class AdoptedModel(PreparedModel):
         self.__dict__["versions"] = self._versions()
 
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
-        return [(one, one._version) for one in self.module.parameters()]
+        return [(one, one._version) for one in self.listed]
 
     def gathered(self, *, rank0_only: bool = False) -> GatheredModel:
         """The whole of what ranks may have parts of."""

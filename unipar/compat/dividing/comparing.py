@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from unipar.compat.dividing.cutting import ALIKE, LOSS, Output
-from unipar.compat.dividing.runs import Run
+from unipar.compat.dividing.runs import KEEPS, Run
 from unipar.compat.dividing.shares import Shares, part_of
 from unipar.data.move import with_items
 
@@ -29,7 +29,12 @@ def compared(whole: Run, part: Run, shares: Shares, rounding: float) -> tuple[li
         outputs.append(found)
     for name, moved in whole.buffers.items():
         if name not in part.buffers or not _alike(part.buffers[name], moved, rounding):
-            return [], f"it keeps what it computes of a batch in buffers ({name})"
+            return [], f"{KEEPS} in buffers ({name})"
+    for name in whole.stored.keys() | part.stored.keys():
+        both = whole.stored.get(name, []), part.stored.get(name, [])
+        pairs = zip(*both, strict=False)
+        if len(both[0]) != len(both[1]) or not all(close(*pair, rounding) for pair in pairs):
+            return [], f"{KEEPS} in attributes ({name})"
     return outputs, ""
 
 

@@ -6,7 +6,8 @@ import contextlib
 import copy
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from unipar.engine.graphs import nodes_behind
 from unipar.engine.trials import digest, torch_generators, trial
 from unipar.errors import first_few
 
+KEEPS = "it keeps what it computes of a batch"
 _MOST_MARKS = 64
 
 
@@ -39,6 +41,7 @@ class Run(NamedTuple):
         noted: what was drawn.
         gradients: of the weights, of what was asked for.
         by_functions: whether its graph has functions of the script's own.
+        stored: what it has put into attributes, which may be the same of every batch.
     """
 
     outputs: list[torch.Tensor]
@@ -50,6 +53,7 @@ class Run(NamedTuple):
     noted: Sequence[Any] = ()
     gradients: list[torch.Tensor] | None = None
     by_functions: bool = False
+    stored: Mapping[str, list[torch.Tensor]] = MappingProxyType({})
 
     @property
     def tells(self) -> bool:
@@ -177,11 +181,19 @@ class Runner:
         if drawing is not None:
             drawing.drop()
         why = ""
-        stored = [name for name, held in after.items() if held and before.get(name) != held]
+        nothing = _Attribute([], [], None)
+        stored = {
+            name: held for name, held in after.items()
+            if any(held.told) and held.told != before.get(name, nothing).told
+        }  # fmt: skip
+        of_batch = [
+            name for name, held in stored.items()
+            if not held.may_be_cached or held.marks != before.get(name, nothing).marks
+        ]  # fmt: skip
         if written:
             why = f"it changes its weights as it computes ({first_few(written)})"
-        elif stored:
-            why = f"it keeps what it computes of a batch in attributes ({first_few(stored)})"
+        elif of_batch:
+            why = f"{KEEPS} in attributes ({first_few(of_batch)})"
         elif hooked:
             why = HOOKED
         elif foreign:
@@ -199,6 +211,7 @@ class Runner:
         return Run(
             found or [], buffers, why, changed(output, lambda one: None), draws.torch != began,
             draws.torch, () if drawing is None else drawing.noted, gradients, by_functions,
+            {name: held.tensors for name, held in stored.items()},
         )  # fmt: skip
 
 
@@ -312,24 +325,49 @@ def settings_of(module: nn.Module) -> list[Any]:
     ]
 
 
-def _attributes(module: nn.Module) -> dict[str, list[Any]]:
-    """The tensors that attributes of modules hold, and what objects do, as meters and logs."""
+class _Attribute(NamedTuple):
+    """What an attribute of a module holds: tensors, and what objects do, as meters and logs."""
+
+    tensors: list[torch.Tensor]
+    marks: list[Any]
+    length: int | None
+
+    @property
+    def told(self) -> tuple[list[int], list[Any], int | None]:
+        """What tells whether it was changed."""
+        return [id(one) for one in self.tensors], self.marks, self.length
+
+    @property
+    def may_be_cached(self) -> bool:
+        """Whether it may be the same of whatever is computed, as a mask for sequences of a length.
+
+        A number may be so by chance, and what has a gradient may be a part of a loss.
+        """
+        return bool(self.tensors) and all(
+            one.dim() and not one.requires_grad for one in self.tensors
+        )
+
+
+def _attributes(module: nn.Module) -> dict[str, _Attribute]:
     own = set(vars(nn.Module()))
     return {
-        f"{name}.{key}".lstrip("."): [id(one) for one in leaves_in(value, rows=False)]
-        or _marks_of(value)
+        f"{name}.{key}".lstrip("."): _attribute(value)
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if key not in own
     }
 
 
+def _attribute(value: Any) -> _Attribute:
+    if not isinstance(value, (list, dict, set, deque)):
+        return _Attribute(leaves_in(value, rows=False), _marks_of(value), None)
+    # Of a long one the end tells, where logs grow.
+    last = list(value.values() if isinstance(value, dict) else value)[-_MOST_MARKS:]
+    return _Attribute(leaves_in(value, rows=False), list(filter(is_plain, last)), len(value))
+
+
 def _marks_of(value: Any, depth: int = 2) -> list[Any]:
     """What tells whether an object was changed within: its numbers and texts, and lengths."""
-    if isinstance(value, (list, dict, set, deque)):
-        # Of a long one the end tells, where logs grow.
-        held = list(value.values() if isinstance(value, dict) else value)[-_MOST_MARKS:]
-        return [len(value), *filter(is_plain, held)]
     held = getattr(value, "__dict__", None)
     if held is None or isinstance(value, (nn.Module, type)) or callable(value):
         return []

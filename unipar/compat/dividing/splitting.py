@@ -142,7 +142,7 @@ class Splitting:
             check_alike({f"input {at}": one for at, one in enumerate(given)}, self._world)
         if not self._divides:
             return self._whole(args, kwargs)
-        if self._parameters != [id(one) for one in self._model.module.parameters()]:
+        if self._parameters != [id(one) for one in self._model.listed]:
             # As by functional_call, of whose weights each rank is to have the whole gradient.
             self._tell_whole("it is called with other weights than its own")
             return self._whole(args, kwargs)
