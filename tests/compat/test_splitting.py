@@ -271,17 +271,32 @@ def chosen() -> list[float]:
     return found + [p.sum().item() for one in (first, second) for p in one.parameters()]
 
 
+class Layered(nn.Module):
+    """Recurrent layers that drop elements between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.LSTM(6, 6, 3, dropout=0.3, batch_first=True, proj_size=2)
+        self.second = nn.GRU(2, 3, 2, dropout=0.2, batch_first=True, bidirectional=True, bias=False)
+        self.third = nn.RNN(6, 2, 2, dropout=0.4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, (_, cell) = self.first(x, (torch.zeros(3, len(x), 2), torch.ones(3, len(x), 6)))
+        x, hidden = self.second(x)
+        kept = cell.mean((0, 2)) + hidden.sum((0, 2))
+        return self.third(x)[0] + kept[:, None, None]
+
+
+def layered() -> list[float]:
+    torch.manual_seed(1)
+    xs = [one.unflatten(0, (-1, 3)) for one in batches(21, 24, 18, 27)]
+    return train(Layered(), lambda model, x: model(x).square().mean(), xs)
+
+
 IN_PARTS = [
-    contrast,
-    time_first,
-    inner_loss,
-    randomly,
-    penalties,
-    deepening,
-    forgetful,
-    caching,
+    contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
     chosen,
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)

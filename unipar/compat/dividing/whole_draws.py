@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from unipar.compat.dividing.recurrent_layers import KINDS, by_layers, drops_within
 from unipar.compat.dividing.shares import Shares, part_of
 from unipar.engine.sample_dropout import WITH_MASKS
 from unipar.engine.trials import torch_generators
@@ -346,6 +347,7 @@ def _in_place_of_torch() -> Iterator[None]:
         *((functional, name, _dropping) for name in WITH_MASKS),
         *((torch.Tensor, name, _filling) for name in _FILLS),
         *((torch, f"{name}{like}", _making) for name in _MAKERS for like in ("", "_like")),
+        *((kind, "forward", _recurring) for kind in KINDS),
     ]
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for (owner, name, original), (_, _, made) in zip(originals, replaced, strict=True):
@@ -439,6 +441,16 @@ def _making(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return found.clone().requires_grad_(bool(kwargs.get("requires_grad")))
 
     return make
+
+
+def _recurring(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        if _current is None or not drops_within(self, input):
+            return original(self, input, hx)
+        return by_layers(self, input, hx)
+
+    return forward
 
 
 def _bounds(args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
