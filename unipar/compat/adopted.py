@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer, outer
 from unipar.compat.models import Calls, PreparedModel, Training
@@ -279,8 +280,8 @@ class AdoptedOptimizer(PreparedOptimizer):
         if len(set(norms)) > 1:
             broadcast_tensors(grads, self.world)
 
-    def drop(self, *, set_to_none: bool = True) -> None:
-        super().drop(set_to_none=set_to_none)
+    def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
+        super().drop(set_to_none=set_to_none, of=of)
         self.uncleared = False
 
     # -- state, by the numbers of parameters, as PyTorch has it ----------------------------------

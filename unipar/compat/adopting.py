@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
 from torch.optim import Optimizer
 
 from unipar.compat import hooks
@@ -27,7 +28,7 @@ from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.common_draws import CommonDraws
 from unipar.compat.dividing.alike import check_alike, is_looked_at
 from unipar.compat.dividing.batch_norms import normalize_over
-from unipar.compat.dividing.shares import mean_over
+from unipar.compat.dividing.shares import comes_of_parts, mean_over
 from unipar.compat.dividing.splitting import Splitting
 from unipar.compat.dividing.whole_draws import drawing_again
 from unipar.compat.models import led_to
@@ -93,7 +94,7 @@ class Adoption:
             weakref.WeakValueDictionary()
         )
         self._told: set[str] = set()
-        self._told_of_around = False
+        self._told_of_around = self._differentiates = False
         self._names = self._passes = 0
 
     # -- what the script builds ------------------------------------------------------------------
@@ -366,6 +367,8 @@ class Adoption:
 
     def compute(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
         """A forward pass of an adopted model."""
+        if is_transformed():
+            return self._by_torch(model, args, kwargs)
         if self._pending and torch.is_grad_enabled():
             again = self._again(model, args, kwargs)
             if again is not None:
@@ -400,6 +403,30 @@ class Adoption:
         model.note(output, (args, kwargs))
         return output
 
+    def _by_torch(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
+        """A pass within a transform of torch.func, or of forward-mode AD: whole on each rank.
+
+        Raises:
+            ConfigError: each rank has a part of the weights.
+        """
+        kind = type(model.module).__name__
+        if model.divided:
+            raise ConfigError(
+                f"{kind} is called within a transform of torch.func or of forward-mode AD, and "
+                "each rank has a part of its weights. Use a strategy that leaves weights whole, "
+                "such as ddp."
+            )
+        if not self.aware and model.world.size > 1:
+            self.tell(
+                "each of %d ranks computes all of what %s is called with within a transform of "
+                "torch.func or of forward-mode AD. Results are those of one process, and no "
+                "faster.",
+                model.world.size, kind,
+            )  # fmt: skip
+        with self.engine_calls():
+            normalize_over(None, model.module)
+            return model.module(*args, **kwargs)
+
     def _in_fp32(self, model: AdoptedModel) -> contextlib.AbstractContextManager[Any]:
         """Evaluate in fp32 what is trained in half precision, where the script asks for that."""
         engine = None if model.training_by is None else model.training_by.engine
@@ -427,14 +454,23 @@ class Adoption:
         trained = self.trained
         if not trained:
             return False
-        if led_to([loss]):
-            found = trained_by(loss, trained)
-        else:
+        led = led_to([loss])
+        found = trained_by(loss, trained) if led else []
+        if all(one.steps_by_hand for one in trained):
+            if not led or self._differentiates:
+                # What is made of gradients of an output may lead to no output itself.
+                made_of = self._made_of(loss)
+                if not led and not comes_of_parts(loss):
+                    return self._around(loss, given, made_of)
+                found += [one for one in made_of if one.training not in led and one not in found]
+        elif not led:
             called = [one for one in trained if isinstance(one.model, AdoptedModel)
                       and one.model.called]  # fmt: skip
             if len(called) != 1:
-                return self._around(loss, given)
+                return self._around(loss, given, self._made_of(loss))
             found = called
+        if not found:
+            return False
         one, *beside = found
         size = one.world.data_size
         weights = given.get("gradient", given.get("grad_tensors"))
@@ -466,7 +502,18 @@ class Adoption:
                 )
         return True
 
-    def _around(self, loss: torch.Tensor, given: dict[str, Any]) -> bool:
+    def _made_of(self, loss: torch.Tensor) -> list[AdoptedOptimizer]:
+        """The optimizers of those models whose weights are in a loss."""
+        leaves = {id(getattr(node, "variable", None)) for node in nodes_behind([loss.grad_fn])}
+        return [
+            one for one in self.trained
+            if one.model is not None
+            and any(id(parameter) in leaves for parameter in one.model.module.parameters())
+        ]  # fmt: skip
+
+    def _around(
+        self, loss: torch.Tensor, given: dict[str, Any], found: list[AdoptedOptimizer]
+    ) -> bool:
         """A backward pass of what no call of a model has made, as a penalty of its weights.
 
         Returns:
@@ -475,12 +522,6 @@ class Adoption:
         Raises:
             ConfigError: an engine would clear its gradients as a step begins.
         """
-        leaves = {id(getattr(node, "variable", None)) for node in nodes_behind([loss.grad_fn])}
-        found = [
-            one for one in self.trained
-            if one.model is not None
-            and any(id(parameter) in leaves for parameter in one.model.module.parameters())
-        ]  # fmt: skip
         for one in found:
             if not one.steps_by_hand:
                 raise ConfigError(
@@ -515,6 +556,7 @@ class Adoption:
         session = current.session
         if session is None:
             return take()
+        self._differentiates |= bool(options.get("create_graph"))
         with drawing_again(session.world.device):
             found = take()
         if in_backward_pass() or not self._splittings or not any(map(_is_weight, asked)):
@@ -668,6 +710,12 @@ def close() -> None:
     current.close()
     adoption.__init__()
     hooks.watch(False)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is under way, or forward-mode AD."""
+    # torch 2.8 to 2.13: torch/_functorch, torch/autograd/forward_ad.py.
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -111,12 +111,26 @@ def _routed_function(
         asked = {"grad_tensors": grad_tensors, "retain_graph": retain_graph,
                  "create_graph": create_graph, "inputs": inputs}  # fmt: skip
         loss, given = tensors, _given(asked)
-        if not isinstance(tensors, torch.Tensor) and not given:
-            several = list(tensors)
-            loss = sum(several[1:], several[0]) if all(one.dim() == 0 for one in several) else None
+        if not isinstance(tensors, torch.Tensor):
+            tensors, weights = list(tensors), given.pop("grad_tensors", None)
+            if isinstance(weights, torch.Tensor):
+                weights = [weights]
+            loss = _sum_of(tensors, weights or [None] * len(tensors))
         if isinstance(loss, torch.Tensor) and _seer.backward(loss, given):
             return
     _backward_function(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+
+
+def _sum_of(tensors: list[Any], weights: Sequence[Any]) -> torch.Tensor | None:
+    """What has the gradient of several tensors by their weights; ``None`` if torch is to say."""
+    terms = []
+    for one, weight in zip(tensors, weights, strict=False):
+        if not isinstance(one, torch.Tensor) or (weight is None and one.numel() != 1):
+            return None
+        if weight is not None and weight.shape != one.shape:
+            return None
+        terms.append(one.sum() if weight is None else (one * weight.detach()).sum())
+    return sum(terms[1:], terms[0]) if len(terms) == len(tensors) > 0 else None
 
 
 @functools.wraps(_grad)

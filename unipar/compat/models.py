@@ -203,7 +203,7 @@ class PreparedModel(nn.Module):
         if self.training_by is None:
             self.module.zero_grad(set_to_none)
         else:
-            self.training_by.drop(set_to_none=set_to_none)
+            self.training_by.drop(set_to_none=set_to_none, of=self.module.parameters())
 
     def train(self, mode: bool = True) -> PreparedModel:
         self.training = mode

@@ -342,18 +342,19 @@ class PreparedOptimizer(Optimizer):
         if norm is not None and not norm.settled:
             norm.settle(self._last)
 
-    def drop(self, *, set_to_none: bool = True) -> None:
+    def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
         """Drop the gradients that there are.
 
         Args:
             set_to_none: whether none is left in their place, or zeros, by which optimizers step
                 too: weights decay, and momentum moves them.
+            of: whose; left out: of what the optimizer updates.
         """
         training = self._known()
         held: list[nn.Parameter] = []
         if self.lends_gradients:
-            held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            held = [p for p in held if p.grad is not None]
+            updated = (p for group in self.optimizer.param_groups for p in group["params"])
+            held = [p for p in (updated if of is None else of) if p.grad is not None]
         if self.begun or training.failed or not self.lends_gradients:
             training.engine.zero_grad()
         for parameter in held:

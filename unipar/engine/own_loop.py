@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from unipar.engine.absent import LoopCalls
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossSum
 
@@ -41,12 +42,12 @@ class OwnLoop:
             # In a whole step the error ends the step.
             self.broken = self.by_hand and not self.whole_step
 
-    def refuse_broken(self) -> None:
+    def refuse_broken(self, calls: LoopCalls) -> None:
         """Refuse to go on with a step in which a pass has failed."""
         if self.broken:
             raise ConfigError(
                 "a forward or backward pass of this step ended with an error, so its gradients are "
-                "in part there and in part not. Call engine.zero_grad() on every rank, which gives "
+                f"in part there and in part not. Call {calls.clear} on every rank, which gives "
                 "the step up, and go on with the next batch."
             )
 

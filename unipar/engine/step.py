@@ -167,7 +167,7 @@ class StepEngine(Engine):
         if self.optimizer is None:
             self._require_optimizer()
         if self._loop.broken:
-            self._loop.refuse_broken()
+            self._loop.refuse_broken(self._guard.calls)
         if self.average.begun:
             raise ConfigError(
                 "engine.train_step(…) came in the middle of a step of a loop of your own. Call "
@@ -471,7 +471,7 @@ class StepEngine(Engine):
                     "own gives the engine tensors. Call engine.train_step(batch, loss_fn), or set "
                     "dropout_seed='rank'."
                 )
-            self._loop.refuse_broken()
+            self._loop.refuse_broken(self._guard.calls)
             # A gradient that the loss takes of its model may need those that were hidden.
             self._guarded(self._guard.open)
             if not self._loop.by_hand and not self._loop.whole_step:
@@ -518,7 +518,7 @@ class StepEngine(Engine):
         if self._whole_steps:
             super().backward(loss, num_items=num_items)
         self._require_optimizer()
-        self._loop.refuse_broken()
+        self._loop.refuse_broken(self._guard.calls)
         check_loss(loss, training=True)
         goes_on = self._loop.guessed and not self.fetched
         self._loop.check_backward(
@@ -546,7 +546,7 @@ class StepEngine(Engine):
     def step(self, *, max_grad_norm: float | None = None) -> StepResult:
         if self._whole_steps:
             return super().step()
-        self._loop.refuse_broken()
+        self._loop.refuse_broken(self._guard.calls)
         if not self.average.begun:
             raise ConfigError("engine.step() has nothing to do: call engine.backward(loss) first.")
         try:

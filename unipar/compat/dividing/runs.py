@@ -225,7 +225,8 @@ def _gradients(of: torch.Tensor, module: nn.Module, *, is_copy: bool) -> list[to
     if is_copy:
         for one in weights:
             one.grad = None
-        of.backward()
+        # What records losses by Tensor.backward, to compare runs, is to see the script's alone.
+        torch.autograd.backward(of)
         found = [one.grad for one in weights]
     elif any("CheckpointFunction" in node.name() for node in nodes_behind([of.grad_fn])):
         # It has no torch.autograd.grad, and a backward pass would be one of the engine's.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from unipar.engine.graphs import nodes_behind
 from unipar.utils.torch_versions import all_gather
 
 _SENT = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32}
@@ -98,6 +99,12 @@ def sum_over(value: torch.Tensor, group: Any) -> torch.Tensor:
         return found
 
     return _Exchange.apply(value, reduced, reduced)
+
+
+def comes_of_parts(value: torch.Tensor) -> bool:
+    """Whether ranks have computed it of their parts of tensors, so that each has a gradient."""
+    names = {f"{kind.__name__}Backward" for kind in (_Exchange, _Mean, _Tie)}
+    return any(node.name() in names for node in nodes_behind([value.grad_fn]))
 
 
 def tied(outputs: list[torch.Tensor], parts: list[torch.Tensor]) -> list[torch.Tensor]:

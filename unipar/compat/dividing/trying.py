@@ -31,7 +31,7 @@ from unipar.compat.dividing.cutting import (
 from unipar.compat.dividing.inner_losses import UNSURE, share_of, weighed, why_unsure
 from unipar.compat.dividing.runs import Run, Runner
 from unipar.compat.dividing.shares import Shares, mean_over, part_of
-from unipar.compat.dividing.whole_draws import Drawing, WholeDraws
+from unipar.compat.dividing.whole_draws import Drawing, Place, WholeDraws
 from unipar.world import World
 
 SOON = 8
@@ -77,7 +77,8 @@ class Trials:
         self._group = model.world.mesh("batch").get_group()
         self._untold = 0
         self._shown: set[tuple[int, str]] = set()
-        self.placed: list[tuple[int, int] | None] = []
+        self.placed: list[Place | None] = []
+        self._apart = False
 
     @property
     def _world(self) -> World:
@@ -117,6 +118,8 @@ class Trials:
             for inputs in itertools.islice(self._ways(given), _MOST_TRIALS):
                 asked = Plan(inputs, draws_whole=draws_whole)
                 tried = self._tried(whole, asked, args, kwargs, given)
+                if tried.why == _DRAWS and self._lie_otherwise(tried):
+                    tried = self._tried(whole, asked, args, kwargs, given)
                 if tried.plan is not None:
                     if self._hidden_draws(whole, tried, args, kwargs, given):
                         return None, self._for_now(_HIDDEN)
@@ -176,7 +179,7 @@ class Trials:
         if plan.draws_whole:
             drawing = Drawing(
                 self._world.device, draws=WholeDraws(), shares=shares,
-                expected=whole.noted, swapped=swapped,
+                expected=whole.noted, apart=self._apart, swapped=swapped,
             )  # fmt: skip
         return self._runner.run(part[0], part[1], drawing, graph=graph, of=of), drawing
 
@@ -198,14 +201,17 @@ class Trials:
         outputs, why = compared(whole, part, shares, self._rounding)
         astray = drawing is not None and (
             drawing.astray or part.generators != whole.generators
-            or not self._draws.learn(whole.noted, part.noted, shares)
+            or not self._draws.learn(whole.noted, part.noted, shares, apart=self._apart)
         )  # fmt: skip
         if (why and part.drew) or astray:
             why = _DRAWS
         found = self._world.gather((outputs, part.why or why))
-        for others, reason in found:
-            if reason or others != outputs:
-                return _Tried(None, reason or "parts of a batch do not make the whole", part)
+        # All ranks go on by the same reason.
+        why = next((reason for _, reason in found if reason), "")
+        if not why and any(others != outputs for others, _ in found):
+            why = "parts of a batch do not make the whole"
+        if why:
+            return _Tried(None, why, part, drawing)
         plan = plan._replace(outputs=tuple(outputs))
         if any(kind.dim == LOSS for kind in outputs):
             if along(plan) != 0:
@@ -213,6 +219,17 @@ class Trials:
             elif self._runner.has_graphs:
                 why = self.agreed(self._losses(whole, part, plan, shares, first))
         return _Tried(None if why else plan, why, part, drawing)
+
+    def _lie_otherwise(self, tried: _Tried) -> bool:
+        """Take the entries of samples for lying apart from now on, if any has several. Collective.
+
+        Rows of (time, samples) may have been flattened, or all samples repeated.
+        """
+        several = tried.drawing is not None and bool(tried.drawing.between_samples)
+        self._apart = not self._apart and all(self._world.gather(several))
+        if self._apart:
+            self._draws.forget()
+        return self._apart
 
     def _losses(self, whole: Run, part: Run, plan: Plan, shares: Shares, first: bool) -> str:
         """Why losses that the model computes cannot be put together, if they cannot. Collective."""

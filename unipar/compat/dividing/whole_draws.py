@@ -35,15 +35,38 @@ _OTHERWISE: _Draw = ("?", ())
 """Draws by what is not known here."""
 
 
+class Place(NamedTuple):
+    """Where samples lie in what is drawn.
+
+    Attributes:
+        dim: along which dimension.
+        each: how many entries a sample has there.
+        apart: whether these do not follow one another, as of (time, samples) that was flattened.
+    """
+
+    dim: int
+    each: int
+    apart: bool = False
+
+
 class WholeDraws:
     """How a model draws, as two runs have shown: along which dimension samples lie."""
 
     def __init__(self) -> None:
-        self._along: dict[Any, set[tuple[int, int]]] = {}
+        self._along: dict[Any, set[Place]] = {}
         self._alike: dict[Any, set[tuple[int, ...]]] = {}
 
-    def learn(self, whole: Sequence[_Draw], part: Sequence[_Draw], shares: Shares) -> bool:
-        """Learn of the draws of two runs; whether they show it."""
+    def learn(
+        self, whole: Sequence[_Draw], part: Sequence[_Draw], shares: Shares, *, apart: bool = False
+    ) -> bool:
+        """Learn of the draws of two runs; whether they show it.
+
+        Args:
+            whole: what was drawn in a run of the whole batch.
+            part: and of this rank's part.
+            shares: how the batch is divided.
+            apart: whether the entries of samples that have several do not follow one another.
+        """
         if len(whole) != len(part):
             return False
         for number, ((name, shape), (other, own)) in enumerate(zip(whole, part, strict=True)):
@@ -55,15 +78,19 @@ class WholeDraws:
                 return False
             for key in ((name, len(own)), (name, len(own), number)):
                 if dims:
-                    self._along.setdefault(key, set()).add((dims[0], each))
+                    place = Place(dims[0], each, apart and each > 1)
+                    self._along.setdefault(key, set()).add(place)
                 else:
                     self._alike.setdefault(key, set()).add(own)
         return True
 
-    def place(
-        self, number: int, name: str, own: Sequence[int], shares: Shares
-    ) -> tuple[int, int] | None:
-        """Along which dimension of a tensor samples lie, and how many entries each has.
+    def forget(self) -> None:
+        """Learn from the beginning."""
+        self._along.clear()
+        self._alike.clear()
+
+    def place(self, number: int, name: str, own: Sequence[int], shares: Shares) -> Place | None:
+        """Where samples lie in a tensor.
 
         Args:
             number: how many draws of the pass came before.
@@ -79,8 +106,7 @@ class WholeDraws:
         """
         for key in ((name, len(own), number), (name, len(own))):
             found: list[Any] = [
-                (dim, each) for dim, each in self._along.get(key, ())
-                if own[dim] == each * shares.own
+                one for one in self._along.get(key, ()) if own[one.dim] == one.each * shares.own
             ]  # fmt: skip
             if tuple(own) in self._alike.get(key, ()):
                 found.append(None)
@@ -97,7 +123,8 @@ class Drawing:
         draws: how the model draws; ``None`` to note alone what is drawn.
         shares: how the batch is divided.
         expected: for a first run in parts, what the whole one has drawn.
-        swapped: the number of a draw whose samples are taken for having their entries apart.
+        apart: for such a run, whether entries of a sample are taken for lying apart.
+        swapped: the number of a draw in which they are taken for lying otherwise than in the rest.
 
     Attributes:
         noted: what was drawn.
@@ -112,13 +139,14 @@ class Drawing:
         draws: WholeDraws | None = None,
         shares: Shares | None = None,
         expected: Sequence[_Draw] = (),
+        apart: bool = False,
         swapped: int | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._apart = device, apart
         self._draws, self._shares, self._expected = draws, shares, list(expected)
         self._swapped = swapped
         self.noted: list[_Draw] = []
-        self.placed: list[tuple[int, int] | None] = []
+        self.placed: list[Place | None] = []
         self.astray = False
         self._states: list[torch.Tensor] = []
         self._noted_ways: list[bytes] = []
@@ -187,8 +215,11 @@ class Drawing:
             return _Again(self._device).draw(name, own, make)
         self._look()
         self.noted.append((name, tuple(own)))
-        self.placed.append(self._placed(name, own))
-        way = _Way(self.placed[-1], self._shares, self._swapped == len(self.placed) - 1)
+        place = self._placed(name, own)
+        if place is not None and self._swapped == len(self.placed):
+            place = place._replace(apart=not place.apart)
+        self.placed.append(place)
+        way = _Way(place, self._shares)
         # What checkpoints activations keeps none, or packs them.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
         if hooks(False) is not None or not torch.is_grad_enabled():
@@ -197,7 +228,7 @@ class Drawing:
         self._states = torch_generators(self._device)
         return found
 
-    def _placed(self, name: str, own: Sequence[int]) -> tuple[int, int] | None:
+    def _placed(self, name: str, own: Sequence[int]) -> Place | None:
         """Where the samples of the last draw lie, as far as that is known."""
         try:
             return self._place(name, own)
@@ -205,7 +236,7 @@ class Drawing:
             self.astray = True
             return None
 
-    def _place(self, name: str, own: Sequence[int]) -> tuple[int, int] | None:
+    def _place(self, name: str, own: Sequence[int]) -> Place | None:
         assert self._shares is not None
         assert self._draws is not None
         number = len(self.noted) - 1
@@ -213,14 +244,15 @@ class Drawing:
             return self._draws.place(number, name, own, self._shares)
         # A run that has only begun to show it: the same call of the whole one does.
         only = WholeDraws()
-        if not only.learn(self._expected[number : number + 1], self.noted[-1:], self._shares):
+        asked = self._expected[number : number + 1]
+        if not only.learn(asked, self.noted[-1:], self._shares, apart=self._apart):
             raise LookupError
         return only.place(0, name, own, self._shares)
 
     @property
     def between_samples(self) -> list[int]:
         """The numbers of draws with several entries for each sample, which may lie in two ways."""
-        return [at for at, one in enumerate(self.placed) if one is not None and one[1] > 1]
+        return [at for at, one in enumerate(self.placed) if one is not None and one.each > 1]
 
     @property
     def notes_alone(self) -> bool:
@@ -245,26 +277,23 @@ class _Way(NamedTuple):
     """How this rank's part of a draw is taken of the whole's.
 
     Attributes:
-        placed: the dimension that samples lie along, and the entries that each has there; ``None``
-            if what is drawn has none.
+        place: where samples lie; ``None`` if what is drawn has none.
         shares: how the batch is divided.
-        apart: whether the entries of a sample do not follow one another.
     """
 
-    placed: tuple[int, int] | None
+    place: Place | None
     shares: Shares
-    apart: bool
 
     def part(self, own: Sequence[int], make: Callable[[list[int]], torch.Tensor]) -> torch.Tensor:
         """That part, of what ``make`` draws for the whole."""
         # Torch looks its own functions up where these stand now.
         with torch.no_grad(), _left_to_torch():
-            if self.placed is None:
+            if self.place is None:
                 return make(list(own))
-            dim, each = self.placed
+            dim, each, apart = self.place
             whole = [*own[:dim], each * sum(self.shares.sizes), *own[dim + 1 :]]
             found = make(whole)
-            if not self.apart:
+            if not apart:
                 return part_of(found, dim, self.shares.times(each))
             rows = found.unflatten(dim, (each, -1))
             return part_of(rows, dim + 1, self.shares).flatten(dim, dim + 1)

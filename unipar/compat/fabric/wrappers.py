@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -259,8 +259,8 @@ class FabricOptimizer(PreparedOptimizer):
                 "by an optimizer of its own. Use max_norm."
             )
 
-    def drop(self, *, set_to_none: bool = True) -> None:
-        super().drop(set_to_none=set_to_none)
+    def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
+        super().drop(set_to_none=set_to_none, of=of)
         self._stepped = self._mixed = False
         self._value = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -134,8 +135,8 @@ class BoostedOptimizer(PreparedOptimizer):
         super().take_step()
         self._stepped = True
 
-    def drop(self, *, set_to_none: bool = True) -> None:
-        super().drop(set_to_none=set_to_none)
+    def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
+        super().drop(set_to_none=set_to_none, of=of)
         self._stepped = False
 
     def clip_grad_by_norm(
