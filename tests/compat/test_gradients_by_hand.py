@@ -10,6 +10,7 @@ import pytest
 import torch
 from plain_scripts import batches, check, plainly
 from torch import nn
+from torch.func import jacrev, vmap
 from torch.nn import functional
 
 from unipar.compat.native.calls import clip_grad_norm_
@@ -258,9 +259,79 @@ def by_closures() -> list[float]:
     return [*map(float, cast(Any, found)), *values(model)]
 
 
+def slopes() -> list[float]:
+    """Penalties of a critic's gradients, each with a backward pass of its own."""
+    generator, critic = small(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    making, judging = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
+    found = []
+    for number, x in enumerate(batches(8, 7, 8, 8)):
+        made = generator(x)
+        critic.zero_grad()
+        real = x[:, :2].clone().requires_grad_()
+        score = critic(real)
+        functional.softplus(-score).mean().backward(retain_graph=True)
+        (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
+        (5 * slope.square().sum(1).mean()).backward()
+        if number % 2:
+            critic(made.detach()).mean().backward()
+            mixed = (0.3 * real + 0.7 * made).detach().requires_grad_()
+            (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+            (slope.norm(dim=1) - 1).square().mean().backward()
+        found += [p.grad.sum().item() for p in critic.parameters() if p.grad is not None]
+        judging.step()
+        generator.zero_grad()
+        (-critic(made).mean()).backward()
+        making.step()
+    return found + values(generator, critic)
+
+
+def in_pieces() -> list[float]:
+    """Backward passes of several tensors, to some weights alone, and with a graph of their own."""
+    model, found = small(), []
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x in batches(8, 7, 8):
+        optimizer.zero_grad()
+        output = model(x)
+        torch.autograd.backward(
+            [output, output.mean()], [0.1 * output.detach(), torch.tensor(2.0)], retain_graph=True
+        )
+        output.square().mean().backward(inputs=list(model[0].parameters()))
+        model(2 * x).square().mean().backward(create_graph=True)
+        found += [p.grad.sum().item() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return found + values(model)
+
+
+def head_alone() -> list[float]:
+    """An optimizer over the last layer, and gradients of all that are cleared by the model."""
+    model, found = small(), []
+    optimizer = SGD(model[2].parameters(), lr=0.1)
+    for x in batches(8, 7, 8, 8):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        found.append(float(clip_grad_norm_(model.parameters(), 0.05)))
+        optimizer.step()
+    return found + values(model)
+
+
+def transformed() -> list[float]:
+    """A penalty of the derivatives that torch.func gives, before and after ordinary calls."""
+    model, found = small(), []
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x in batches(8, 7, 8):
+        optimizer.zero_grad()
+        slope = cast(torch.Tensor, vmap(jacrev(model))(x))
+        loss = model(x).square().mean() + 0.1 * slope.square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found + values(model)
+
+
 SCRIPTS = [
     frozen_meanwhile, zeros_for_none, set_by_hand, penalized, together, in_turn,
-    layers_by_themselves, clipped_before_more, looked_at, by_closures,
+    layers_by_themselves, clipped_before_more, looked_at, by_closures, slopes, in_pieces,
+    head_alone,
 ]  # fmt: skip
 
 
@@ -278,6 +349,11 @@ def test_a_second_optimizer_beside_the_first_has_each_rank_train_the_whole(
 ) -> None:
     told = "this LBFGS updates no module that was called as a whole, or one with another optimizer"
     check(world_pool(2).run(plainly, strategy, in_stages), in_stages, told)
+
+
+def test_within_transforms_each_rank_computes_the_whole(world_pool: Any) -> None:
+    told = "computes all of what Sequential is called with within a transform of torch.func"
+    check(world_pool(2).run(plainly, "ddp", transformed), transformed, told)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +374,8 @@ def test_so_are_those_of_an_engine_alone(world_pool: Any, act: Callable[[], list
         (partial(together, clips=False), "put them into one nn.Module with one optimizer"),
         (penalized_at_first, "Sequential has gradients from before its first call"),
         (clipped_before_more, "clip_grad_norm_ came before this loss.backward() in one step"),
-        (looked_at_afterwards, "parameter.grad was used between loss.backward() and the step"),
+        (head_alone, "clip_grad_norm_: the optimizer has some of the parameters"),
+        (looked_at_afterwards, "parameter.grad was used after the step"),
     ],
 )
 def test_divided_gradients_are_no_scripts_to_set(

@@ -216,6 +216,26 @@ def forgetful() -> list[float]:
     return train(Forgetful(), lambda model, x: model(x).square().mean(), batches(*UNEVEN))
 
 
+class Unrolled(nn.Module):
+    """It drops elements of rows that were flattened with time first, and of samples twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps = torch.stack([x, 2 * x, x.cos()])
+        rows = functional.dropout(self.linear(steps.flatten(0, 1)), 0.3)
+        twice = functional.dropout(self.linear(x.repeat(2, 1)), 0.2).unflatten(0, (2, -1))
+        return rows.view(3, -1, 6).mean(0) * (1 + self.gate) + twice.sum(0)
+
+
+def unrolled() -> list[float]:
+    torch.manual_seed(1)
+    return train(Unrolled(), lambda model, x: model(x).square().mean(), batches(*UNEVEN))
+
+
 class Caching(nn.Module):
     """It keeps masks by the length of sequences, and a table that it has made once."""
 
@@ -293,9 +313,30 @@ def layered() -> list[float]:
     return train(Layered(), lambda model, x: model(x).square().mean(), xs)
 
 
+def replaced() -> list[float]:
+    """A model that gets another head, and is thawed: an optimizer for each stage."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    found, xs = [], batches(8, 7, 8, 8)
+    for stage in range(3):
+        if stage == 1:
+            model[0].requires_grad_(False)
+            model[2] = nn.Linear(5, 2)
+        model[0].requires_grad_(stage != 1)
+        optimizer = torch.optim.Adam(model[2 * (stage == 1) :].parameters(), 0.05)
+        for x in xs:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        del optimizer
+    return found
+
+
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
-    chosen,
+    unrolled, chosen, replaced,
 ]  # fmt: skip
 
 
@@ -567,6 +608,27 @@ def by_parts_of_it() -> list[float]:
     return found
 
 
+class Filling(Base):
+    def forward(self, x: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
+        into.append(self.linear(x))
+        return into[0].tanh()
+
+
+def filling() -> list[float]:
+    torch.manual_seed(1)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        into: list[torch.Tensor] = []
+        return model(x, into).mean() + into[0].square().mean()
+
+    return train(Filling(), loss_of, batches(8, 8, 6))
+
+
+def test_what_a_model_is_given_to_fill_is_of_the_whole(world_pool: Any) -> None:
+    told = "it fills lists or dicts that it is given"
+    check(world_pool(2).run(plainly, "ddp", filling), filling, told)
+
+
 def adapting() -> list[float]:
     """Weights of two tasks, made of those that are learned by a step of each."""
     torch.manual_seed(1)
@@ -589,7 +651,7 @@ def adapting() -> list[float]:
 
 
 def test_weights_that_are_made_of_others_have_the_whole_computed(world_pool: Any) -> None:
-    told = "it is called with other weights than its own"
+    told = "it has other weights than when it was first called, as by functional_call"
     check(world_pool(2).run(plainly, "ddp", adapting), adapting, told)
 
 

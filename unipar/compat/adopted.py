@@ -152,12 +152,14 @@ class AdoptedOptimizer(PreparedOptimizer):
     Attributes:
         uncleared: whether it has stepped, and gradients were not cleared since.
         summed: whether its steps are by the sum over ranks, and not by the mean.
+        passes: how many losses have trained its model.
         skips: whether a step by gradients that are not finite is left out, by more than the loss.
     """
 
     calls: ClassVar[Calls] = _CALLS
     keeps_model: ClassVar[bool] = True
     uncleared = summed = skips = False
+    passes = 0
 
     @property
     def world(self) -> World:
@@ -241,6 +243,26 @@ class AdoptedOptimizer(PreparedOptimizer):
         finally:
             for p, grad in zip(parameters, held, strict=True):
                 p.grad = grad
+
+    def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
+        model = self.model
+        assert model is not None
+        if not self.lends_gradients:
+            held = {model.name_of(p) for group in self.param_groups for p in group["params"]}
+            known = [name for names in self._numbered for name in names]
+            left = [
+                name for name, one in model.module.named_parameters()
+                if one.requires_grad and name not in held and name not in known
+            ]  # fmt: skip
+            if left:
+                raise ConfigError(
+                    f"{self.calls.clip}: the optimizer has some of the parameters that are "
+                    f"clipped, and not {first_few(left)}. Strategy "
+                    f"'{self._session.strategy.name}' has the gradients of what it steps alone. "
+                    "Freeze the others (requires_grad_(False)), or use a strategy that leaves "
+                    "gradients whole, such as ddp."
+                )
+        return super().clip(max_norm, device)
 
     def take_step(self) -> None:
         if self._carried and self.begun:

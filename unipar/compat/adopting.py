@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from unipar.compat import hooks
@@ -86,6 +87,7 @@ class Adoption:
         self._trained: list[weakref.ref[AdoptedOptimizer]] = []
         self._passed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._making: weakref.WeakSet[Any] = weakref.WeakSet()
         self._frozen: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
         self._splittings: weakref.WeakKeyDictionary[AdoptedModel, Splitting] = (
             weakref.WeakKeyDictionary()
@@ -95,7 +97,7 @@ class Adoption:
         )
         self._told: set[str] = set()
         self._told_of_around = self._differentiates = False
-        self._names = self._passes = 0
+        self._names = 0
 
     # -- what the script builds ------------------------------------------------------------------
 
@@ -147,9 +149,15 @@ class Adoption:
             kwargs: likewise.
         """
         # Before training, a model computes by itself; how training is meant is seen when it begins.
-        if self.inside or not torch.is_grad_enabled():
+        if self.inside or not torch.is_grad_enabled() or is_transformed():
             return False
         if module in self._passed or getattr(module, "_unipar_passes", False):
+            return False
+        if any(map(is_lazy, module.parameters())):
+            # This call makes its weights, and trains by itself; the next one is an engine's.
+            pending = [one for ref in self._pending if (one := ref()) is not None]
+            held = {id(parameter) for parameter in module.parameters()}
+            self._making.update(one for one in pending if held & _parameters(one))
             return False
         held = {id(parameter) for parameter in module.parameters()}
         pending = [one for ref in self._pending if (one := ref()) is not None]
@@ -219,7 +227,12 @@ class Adoption:
                 self._splittings[model] = splitting
                 splitting.look_at(args, kwargs)
             there = [one for one in module.parameters() if one.grad is not None]
-            adopted.take_over(model, name=name, compile=compiled)
+            same: contextlib.AbstractContextManager[Any] = _NOTHING
+            if not self.aware:
+                # Ranks are given the weights that they have, which graphs of before may be of.
+                same = torch.autograd._unsafe_preserve_version_counter(tuple(module.parameters()))  # pyright: ignore[reportPrivateImportUsage]
+            with same:
+                adopted.take_over(model, name=name, compile=compiled)
             if not adopted.lends_gradients and any(bool(one.grad.any()) for one in there):  # pyright: ignore[reportOptionalMemberAccess]
                 session.release(name)
                 raise ConfigError(
@@ -264,10 +277,15 @@ class Adoption:
     def _again(self, model: AdoptedModel, args: Any, kwargs: Any) -> nn.Module | None:
         """A model that the script has built another optimizer for, taken up with that one."""
         pending = [one for ref in self._pending if (one := ref()) is not None]
+        # A part of it may have been replaced, too.
+        known = {id(parameter) for parameter in model.module.parameters()}
         found = [
             one for one in pending
             if not _holds(one, pending)
-            and any(model.name_of(p) is not None for g in one.param_groups for p in g["params"])
+            and any(
+                id(p) in known or model.name_of(p) is not None
+                for g in one.param_groups for p in g["params"]
+            )
         ]  # fmt: skip
         if not found:
             return None
@@ -478,6 +496,9 @@ class Adoption:
             # The gradient of this sum is that of the outputs, by these.
             loss = (loss * weights.detach()).sum()
             given = {k: v for k, v in given.items() if k not in ("gradient", "grad_tensors")}
+        if given.keys() & {"inputs", "create_graph"} and all(one.steps_by_hand for one in found):
+            self._backward_by_hand(loss, given, found)
+            return True
         retains = given.pop("retain_graph", None) is not None
         if given or (retains and not (one.lends_gradients and one.alike)):
             raise ConfigError(
@@ -489,8 +510,8 @@ class Adoption:
         self._tell_of_around(one)
         with self.engine_calls(), _While(self, "retains") if retains else _NOTHING:
             if size > 1 and not self.aware:
-                self._passes += 1
-                if is_looked_at(self._passes):
+                one.passes += 1
+                if is_looked_at(one.passes):
                     check_alike({"the loss": loss}, one.world)
             for each in found:
                 each.keep_what_is_there()
@@ -501,6 +522,26 @@ class Adoption:
                     beside=beside,
                 )
         return True
+
+    def _backward_by_hand(
+        self, loss: torch.Tensor, given: dict[str, Any], found: list[AdoptedOptimizer]
+    ) -> None:
+        """A backward pass to some tensors alone, or with a graph of gradients. Collective."""
+        inputs = given.get("inputs")
+        if inputs is None:
+            nodes = nodes_behind([loss.grad_fn])
+            inputs = [node.variable for node in nodes if hasattr(node, "variable")]
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        for one in found:
+            if one.begun:
+                one.fetch_gradients()
+        grads = torch.autograd.grad(
+            loss, inputs, create_graph=bool(given.get("create_graph")),
+            retain_graph=given.get("retain_graph"), allow_unused=True,
+        )  # fmt: skip
+        for one, grad in zip(inputs, grads, strict=True):
+            if grad is not None:
+                one.grad = grad if one.grad is None else one.grad + grad
 
     def _made_of(self, loss: torch.Tensor) -> list[AdoptedOptimizer]:
         """The optimizers of those models whose weights are in a loss."""
@@ -596,6 +637,9 @@ class Adoption:
     def check_alone(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that several ranks would have to sum."""
         if self.inside or current.placement().size == 1:
+            return
+        if optimizer in self._making and not self.aware:
+            self._making.discard(optimizer)
             return
         kind = type(optimizer).__name__
         if not self.aware:

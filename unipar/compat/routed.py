@@ -104,9 +104,10 @@ class _Optimizer:
             with adoption.engine_calls():
                 adopted.step()
             return loss
-        if _WITHIN not in self.__dict__:
-            adoption.check_alone(self)
+        alone = _WITHIN not in self.__dict__
         if closure is None:
+            if alone:
+                adoption.check_alone(self)
             return super().step()  # pyright: ignore[reportAttributeAccessIssue]
         loss = super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]
         if _KEY in self.__dict__ and current.placement().size > 1:
@@ -115,6 +116,9 @@ class _Optimizer:
                 "first time, so that the optimizer has begun a step by itself that an engine was "
                 "to take. Compute the loss and its gradients before, and call optimizer.step()."
             )
+        if alone:
+            # An engine may have taken it within.
+            adoption.check_alone(self)
         return loss
 
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -53,6 +53,7 @@ class AbsentGradient(torch.Tensor):
 
     _fetch: Callable[[], None] | None = None
     _calls: LoopCalls
+    _stepped: bool = False
     _parameter: weakref.ref[nn.Parameter]
 
     @staticmethod
@@ -102,9 +103,12 @@ class AbsentGradient(torch.Tensor):
             plain = tree_map_only(AbsentGradient, AbsentGradient.present, (args, kwargs or {}))
             return func(*plain[0], **plain[1])
         calls = found[0]._calls if found else OWN
+        when, have = f"between {calls.backward} and {calls.step}", "have not summed them yet"
+        if found and found[0]._stepped:
+            when, have = f"after {calls.step}", "have cleared them"
         raise ConfigError(
-            f"parameter.grad was used between {calls.backward} and {calls.step}, and under this "
-            "strategy gradients are not there: each rank keeps a share of them elsewhere, or the "
-            f"ranks have not summed them yet. Clip by {calls.clip}, and scale the loss instead of "
-            "its gradient; or use a strategy that leaves gradients whole, such as ddp."
+            f"parameter.grad was used {when}, and under this strategy gradients are not there: "
+            f"each rank keeps a share of them elsewhere, or the ranks {have}. Clip by "
+            f"{calls.clip}, and scale the loss instead of its gradient; or use a strategy that "
+            "leaves gradients whole, such as ddp."
         )

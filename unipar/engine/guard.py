@@ -133,8 +133,12 @@ class GradientGuard:
         """Whether it has done something with it."""
         return self._lent and self.look() != self._marks
 
-    def hide(self) -> None:
-        """After a backward pass: let nobody take for the step's what is in ``parameter.grad``."""
+    def hide(self, *, stepped: bool = False) -> None:
+        """After a backward pass: let nobody take for the step's what is in ``parameter.grad``.
+
+        Args:
+            stepped: whether the step is done, and gradients are gone.
+        """
         if self._reducer.hides_gradients or self.lends:
             # A framework's own class of parameters may do things when they are set.
             with torch._C.DisableTorchFunctionSubclass():
@@ -148,6 +152,7 @@ class GradientGuard:
                         if absent is None or absent.shape != parameter.shape:
                             absent = AbsentGradient.of(parameter, self._fetch, self.calls)
                             self._absent[parameter] = absent
+                        absent._stepped = stepped
                         parameter.grad = absent
                         self._hidden.append((parameter, grad, absent))
         self._marks = self.look()

@@ -81,7 +81,9 @@ class SparseSum:
             for parts in (self._indices, self._values)
         )
         values = values.to(self._dtype)
-        return torch.sparse_coo_tensor(indices.mT, values, self._size).coalesce()
+        # Said so that PyTorch does not warn.
+        made = torch.sparse_coo_tensor(indices.mT, values, self._size, check_invariants=False)
+        return made.coalesce()
 
     def land(self) -> None:
         """Wait for the others', and put the sum in the gradient's place."""

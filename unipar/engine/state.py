@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unipar.combined import OPTIMIZER, optimizers_in
-from unipar.errors import CheckpointError, first_few
+from unipar.errors import CheckpointError, ConfigError, first_few
 from unipar.state import (
     EngineState,
     GroupState,
@@ -208,6 +208,14 @@ def _local_parameters(
     for local in local_optimizers(optimizer):
         for group in local.param_groups:
             for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ConfigError(
+                        "the optimizer has a parameter that the model no longer has: a part of it "
+                        "was replaced since the strategy took it, which knows nothing of the new "
+                        "one. Replace parts before training, or build another optimizer and call "
+                        "the model before its state is read, under a strategy that leaves weights "
+                        "whole."
+                    )
                 yield names[id(parameter)], parameter, group, local.state
 
 

@@ -588,7 +588,7 @@ class StepEngine(Engine):
 
     def hide_gradients(self) -> None:
         """After a step that has cleared them: let nobody find none where others have them."""
-        self._guard.hide()
+        self._guard.hide(stepped=True)
 
     def speak_of(self, calls: LoopCalls) -> None:
         """Name the calls of a loop that is not by the engine's own in messages."""

@@ -338,7 +338,7 @@ def test_two_networks_of_one_optimizer_train_on_each_rank_if_all_have_all_batche
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("loss(model).backward(create_graph=True)", "takes a loss and nothing else"),
+        ("loss(model).backward(gradient=torch.ones(2))", "takes a loss and nothing else"),
         ("with torch.autocast('cpu', torch.bfloat16): loss(model)", "in one precision"),
         ("scaler.scale(loss(model)).backward(); utils.clip_grad_norm_(model.parameters(), 1.0)",
          "before scaler.unscale_"),

@@ -43,12 +43,19 @@ def check_alike(given: dict[str, Any], world: World) -> None:
                    if one.numel() > 1]  # fmt: skip
         other = other or unlike(marked, world)
     if other:
+        kept = ""
+        if "the loss" in other:
+            kept = (
+                " Or the loss is made of what a model has put elsewhere than into what it gives, "
+                "as into a global list, which is of a part of the batch: set divide_batches: false "
+                "in unipar.yaml, and each rank computes the whole."
+            )
         raise ConfigError(
             f"ranks do not have the same batch ({first_few(other)} of what the model is given). "
             "Each runs this script as one process would, so what it draws or reads must be the "
             "same on all of them. Seed what it draws by, before anything is drawn: random.seed(0), "
             "numpy.random.seed(0), torch.manual_seed(0), and generators of its own; and let data "
-            "depend on neither the time nor the order of a set or of a directory."
+            f"depend on neither the time nor the order of a set or of a directory.{kept}"
         )
 
 

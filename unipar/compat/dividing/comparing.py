@@ -15,17 +15,24 @@ RELATED = (
     "it sets the samples of a batch in relation to each other, or they do not lie along the first "
     "or second dimension of its first input"
 )
+UNFIT = (
+    "the shapes of what it gives depend on the values of what it is given, as where it cuts "
+    "sequences at the longest of a batch (pad_packed_sequence does, without total_length)"
+)
 
 
 def compared(whole: Run, part: Run, shares: Shares, rounding: float) -> tuple[list[Output], str]:
     """How outputs of a part are found in those of the whole; or why they are not."""
+    if any(isinstance(leaf, (bool, int, float)) for leaf in _numbers(whole.rest)):
+        # It may be made of samples, and is the same by chance.
+        return [], "it gives a number beside tensors, which may be one of its samples"
     if len(whole.outputs) != len(part.outputs) or not _same(whole.rest, part.rest):
         return [], RELATED
     outputs = []
     for one, own in zip(whole.outputs, part.outputs, strict=True):
         found = _output(one, own, shares, rounding)
-        if found is None:
-            return [], RELATED
+        if isinstance(found, str):
+            return [], found
         outputs.append(found)
     for name, moved in whole.buffers.items():
         if name not in part.buffers or not _alike(part.buffers[name], moved, rounding):
@@ -54,9 +61,6 @@ def _alike(
 
 
 def _same(one: Any, other: Any) -> bool:
-    if any(isinstance(leaf, (bool, int, float)) for leaf in _numbers(one)):
-        # It may be made of samples, and is the same by chance.
-        return False
     try:
         return bool(one == other)
     except (ValueError, RuntimeError, TypeError):
@@ -77,20 +81,20 @@ def _numbers(value: Any) -> list[Any]:
 
 def _output(
     whole: torch.Tensor, part: torch.Tensor, shares: Shares, rounding: float
-) -> Output | None:
+) -> Output | str:
     if whole.dim() != part.dim() or whole.dtype != part.dtype:
-        return None
+        return RELATED
     unlike = [dim for dim, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
     if not unlike:
         if whole.dim() == 0 and whole.is_floating_point():
             return Output(LOSS)
         # What is made of samples may be the same by chance.
-        return Output(ALIKE) if part.is_leaf and part.requires_grad else None
+        return Output(ALIKE) if part.is_leaf and part.requires_grad else RELATED
     each, rest = divmod(whole.shape[unlike[0]], sum(shares.sizes))
     if len(unlike) > 1 or rest or part.shape[unlike[0]] != each * shares.own:
-        return None
+        return UNFIT
     own = part_of(whole, unlike[0], shares.times(each))
-    return Output(unlike[0], each) if close(part, own, rounding) else None
+    return Output(unlike[0], each) if close(part, own, rounding) else RELATED
 
 
 def close(one: torch.Tensor, other: torch.Tensor, rounding: float) -> bool:

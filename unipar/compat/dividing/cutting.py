@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -129,3 +130,24 @@ def with_copies(data: Any, plan: Plan, shares: Shares) -> Any:
 def along(plan: Plan) -> int | None:
     """The dimension of the first input that samples lie along."""
     return next(dim for dim in plan.inputs if dim is not None)
+
+
+def rebuilt(data: Any) -> Any:
+    """The same with lists and dicts of its own, which may be filled."""
+    if isinstance(data, (list, tuple)):
+        items = [rebuilt(item) for item in data]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if isinstance(data, MutableMapping):
+        made = copy.copy(data)
+        made.update({key: rebuilt(item) for key, item in data.items()})
+        return made
+    return data
+
+
+def extent(data: Any) -> Any:
+    """What tells whether lists and dicts have been filled, while what they held is alive."""
+    if isinstance(data, (list, tuple)):
+        return [extent(item) for item in data]
+    if isinstance(data, Mapping):
+        return {key: extent(item) for key, item in data.items()}
+    return id(data)

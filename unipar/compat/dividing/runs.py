@@ -16,7 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from unipar.compat.adopted import AdoptedModel
 from unipar.compat.dividing.batch_norms import OVER, computing, is_batch_norm
-from unipar.compat.dividing.cutting import PLAIN, changed, is_plain, leaves_in, tensors_held
+from unipar.compat.dividing.cutting import (
+    PLAIN,
+    changed,
+    extent,
+    is_plain,
+    leaves_in,
+    rebuilt,
+    tensors_held,
+)
 from unipar.compat.dividing.model_hooks import HOOKED
 from unipar.compat.dividing.whole_draws import Drawing
 from unipar.engine import StepEngine
@@ -135,7 +143,9 @@ class Runner:
             called = module if graph or self.is_copy else training.engine.eval_model
             surrounding = training.engine.precision.forward
         # What it writes into what it is given, the script would find.
-        args, kwargs = changed((args, kwargs), lambda one: one.detach().clone())
+        args, kwargs = rebuilt(changed((args, kwargs), lambda one: one.detach().clone()))
+        # What is replaced stays alive, and keeps its identity.
+        _held, extents = rebuilt((args, kwargs)), extent((args, kwargs))
         copies = tensors_held((args, kwargs)) or []
         versions = [one._version for one in copies]
         began = _generators(device)
@@ -204,6 +214,8 @@ class Runner:
             why = "it draws random numbers by random or NumPy"
         elif drew_back:
             why = "it draws random numbers in its backward pass"
+        elif extent((args, kwargs)) != extents:
+            why = "it fills lists or dicts that it is given"
         elif [one._version for one in copies] != versions:
             why = "it changes what it is given in place"
         elif found is None:

@@ -83,7 +83,7 @@ def _signature(
         for one in node._input_metadata
         for size in one.shape
     ]
-    used = {numbers.get(id(node.variable), -1) for node in nodes if hasattr(node, "variable")}
+    used = [numbers.get(id(node.variable), -1) for node in nodes if hasattr(node, "variable")]
     return hash(tuple([node.name() for node in nodes])), hash(tuple(shapes)), _alike(used)
 
 

@@ -24,6 +24,7 @@ from unipar.compat.adopted import AdoptedModel
 from unipar.compat.common_draws import drawing_apart
 from unipar.compat.dividing.alike import check_alike, is_looked_at
 from unipar.compat.dividing.batch_norms import computing, normalize_over
+from unipar.compat.dividing.comparing import UNFIT
 from unipar.compat.dividing.cutting import (
     ALIKE,
     LOSS,
@@ -54,10 +55,6 @@ from unipar.engine.trials import (
 from unipar.errors import ConfigError
 from unipar.world import World
 
-_UNFIT = (
-    "the shapes of what it gives depend on the values of what it is given, as where it cuts "
-    "sequences at the longest of a batch"
-)
 _AGAIN = 128
 """A model is tried again in passes whose number is a power of two, and in one of so many."""
 _ALL_TRIED = 2
@@ -130,7 +127,8 @@ class Splitting:
                 self._tell_whole("it is given no tensors, and no lists of values, to be divided")
             elif trains and self._divides and self._small == SOON + 1:
                 self._tell_whole(
-                    f"its first batches have less than {2 * self._world.data_size} samples"
+                    f"{SOON} batches one after another have less than "
+                    f"{2 * self._world.data_size} samples"
                 )
             return self._whole(args, kwargs)
         kind = self._kind(given, args, kwargs)
@@ -144,7 +142,10 @@ class Splitting:
             return self._whole(args, kwargs)
         if self._parameters != [id(one) for one in self._model.listed]:
             # As by functional_call, of whose weights each rank is to have the whole gradient.
-            self._tell_whole("it is called with other weights than its own")
+            self._tell_whole(
+                "it has other weights than when it was first called, as by functional_call, or "
+                "where a part of it was replaced"
+            )
             return self._whole(args, kwargs)
         why = self._hooked or self._new_hooks()
         if why:
@@ -199,9 +200,9 @@ class Splitting:
     def _has_samples(self, given: Sequence[Any]) -> bool:
         first = next((shape for one in given if (shape := shape_of(one))), ())
         enough = 2 * self._world.data_size
-        if first and first[0] < enough:
+        if first:
             # It may be a small batch, or time; the next ones will tell.
-            self._small += 1
+            self._small = 0 if first[0] >= enough else self._small + 1
         return max(first[: 1 + (self._small > SOON)], default=0) >= enough
 
     def _whole(self, args: Any, kwargs: Any) -> Any:
@@ -238,10 +239,9 @@ class Splitting:
             drawn = drawing_apart(self._world, kept.generators)
         with drawn as apart, computing():
             output = self._model.forward(*part[0], **part[1])
-        fits, new, astray = self._looked_at(kind, plan, shares, output, leaves_in(part), drawing)
-        if not fits or astray or new:
-            why = "" if fits else _UNFIT
-            if fits and (astray or not tried):
+        why, new, astray = self._looked_at(kind, plan, shares, output, leaves_in(part), drawing)
+        if why or astray or new:
+            if not why and (astray or not tried):
                 # What counts its calls, or draws what it does, is to do what it has done now.
                 passed = kept.put_back()
                 why = self._trials.again(plan, args, kwargs, given)
@@ -289,8 +289,8 @@ class Splitting:
     def _looked_at(
         self, kind: Any, plan: Plan, shares: Shares, output: Any, part: Any,
         drawing: Drawing | None,
-    ) -> tuple[bool, bool, bool]:  # fmt: skip
-        """Whether ranks' outputs fit together, and any has a new graph, or draws in a new way.
+    ) -> tuple[str, bool, bool]:  # fmt: skip
+        """Why ranks' outputs do not fit together, and whether any has a new graph, or new draws.
 
         Collective, on the host: it waits for no device.
         """
@@ -319,8 +319,12 @@ class Splitting:
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
         is_new, unfit, strays, most, least, most_used, least_used = seen.tolist()
         training = self._model.training_by
+        why, alike = UNFIT if unfit or most != -least else "", most_used == -least_used
         if training is not None:
-            training.uses_alike &= most_used == -least_used
+            training.uses_alike &= alike
+            if not (alike or getattr(training.engine, "lends_gradients", True)):
+                # Ranks sum the gradients of what each has used.
+                why = why or "ranks use other weights of it for their parts, as of experts"
         if known.endless:
             self._tell(
                 "%s computes in ever other ways, so that it is not tried in each of them whether "
@@ -328,7 +332,7 @@ class Splitting:
                 "unipar.yaml each rank computes the whole.",
                 type(self._model.module).__name__,
             )
-        return not unfit and most == -least, bool(is_new), bool(strays)
+        return why, bool(is_new), bool(strays)
 
     def _factor(self, loss: torch.Tensor, shares: Shares) -> torch.Tensor | float:
         found = share_of(loss, shares)
@@ -366,7 +370,14 @@ class Splitting:
         if RemovableHandle.next_id == self._handles:
             return ""
         self._handles = RemovableHandle.next_id
-        self._hooked = described(hooks_in(self._model.module) - self._hooks)
+        found = hooks_in(self._model.module) - self._hooks
+        if self._model.divided and any(kind in ("parameter", "gradient") for kind, _ in found):
+            raise ConfigError(
+                f"hooks were put on weights of {type(self._model.module).__name__}, of which each "
+                "rank has a part, and would find the gradient of that part. Use a strategy that "
+                "leaves weights whole, such as ddp."
+            )
+        self._hooked = described(found)
         return self._hooked
 
 

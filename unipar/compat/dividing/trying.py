@@ -40,6 +40,8 @@ _MOST_TRIALS = 12
 _ROUNDING, _ROUNDING_HALF = 5e-5, 5e-2
 """Differences up to which parts make the whole, relative to the largest value: what kernels for
 other shapes make."""
+_SCALES = (1 / 32, 1e-3)
+"""By what outputs count in more comparisons of gradients, where functions are not torch's."""
 _OWN_ROUNDING = 20
 """By so much more gradients of one weight may differ, relative to the largest of its own."""
 _HIDDEN = "which of its random numbers belong to which sample does not show in what it gives"
@@ -78,7 +80,7 @@ class Trials:
         self._untold = 0
         self._shown: set[tuple[int, str]] = set()
         self.placed: list[Place | None] = []
-        self._apart = False
+        self._apart = self._by_functions = False
 
     @property
     def _world(self) -> World:
@@ -303,16 +305,27 @@ class Trials:
         shares = self.shares(plan, given)
         if shares is None or not (self._runner.has_graphs and self._runner.has_backward):
             return ""
+        why = self._gradients(plan, args, kwargs, shares, 1.0)
+        # Functions of a script's own may be linear in large gradients alone, or in small ones.
+        for scale in _SCALES if self._by_functions else ():
+            why = why or self._gradients(plan, args, kwargs, shares, scale)
+        return why
+
+    def _gradients(self, plan: Plan, args: Any, kwargs: Any, shares: Shares, scale: float) -> str:
+        """Compare gradients of what the model gives by numbers of some scale. Collective."""
         normalize_over(None, self._runner.module)
         whole = self._runner.run(
             args, kwargs, self._noting() if plan.draws_whole else None, graph=True,
-            of=functools.partial(_probe, plan, None),
+            of=functools.partial(_probe, plan, None, scale),
         )  # fmt: skip
         part, _ = self._run_part(
-            whole, plan, args, kwargs, shares, of=functools.partial(_probe, plan, shares)
+            whole, plan, args, kwargs, shares, of=functools.partial(_probe, plan, shares, scale)
         )
         why = self.agreed(whole.why or part.why)
-        if why or not all(self._world.gather(None not in (whole.gradients, part.gradients))):
+        had = whole.gradients is not None and part.gradients is not None
+        told = self._world.gather((had, part.by_functions))
+        self._by_functions = any(by_functions for _, by_functions in told)
+        if why or not all(one for one, _ in told):
             return why
         assert whole.gradients is not None
         assert part.gradients is not None
@@ -322,19 +335,26 @@ class Trials:
             dist.all_reduce(one, group=self._group)
             if not one.numel():
                 continue
-            apart = float((one.double() - expected.double()).abs().max())
+            mean = one.double() / len(shares.sizes)
+            apart = float((mean - expected.double()).abs().max())
             own = _OWN_ROUNDING * self._rounding * float(expected.abs().max())
             unlike |= apart > self._rounding * largest and apart > own
-        told = RELATED if not whole.drew else _DRAWS
-        return self.agreed(f"{told}, as its gradients show" if unlike else "")
+        told_of = RELATED if not whole.drew else _DRAWS
+        return self.agreed(f"{told_of}, as its gradients show" if unlike else "")
 
 
-def _probe(plan: Plan, shares: Shares | None, outputs: list[torch.Tensor]) -> torch.Tensor | None:
+def _probe(
+    plan: Plan, shares: Shares | None, scale: float, outputs: list[torch.Tensor]
+) -> torch.Tensor | None:
     """A sum of what a model gives, each element of which counts for something else.
+
+    Of parts it counts as often as there are ranks, over which gradients are averaged: as in passes
+    that are trained on.
 
     Args:
         plan: how outputs of parts make those of the whole.
         shares: how the batch is divided; ``None`` for what is given of the whole.
+        scale: of what elements count.
         outputs: of the model.
     """
     terms: list[torch.Tensor] = []
@@ -344,14 +364,18 @@ def _probe(plan: Plan, shares: Shares | None, outputs: list[torch.Tensor]) -> to
         if kind.dim == LOSS:
             factor = 1.0 if shares is None else share_of(one, shares)
             assert not isinstance(factor, str)
-            terms.append(weighed(one, factor) / (1 if shares is None else len(shares.sizes)))
+            terms.append(weighed(one, factor) * scale)
             continue
         whole = list(one.shape)
         own = None if shares is None else shares.times(kind.each)
         whole[kind.dim] = whole[kind.dim] if own is None else sum(own.sizes)
         counts = torch.arange(math.prod(whole), dtype=torch.float64, device=one.device).cos()
-        counts = counts.view(whole).to(one.dtype)
+        counts = (counts * scale).view(whole).to(one.dtype)
         # Where it masks by infinity nothing is learned.
         given = one.nan_to_num(0.0, 0.0, 0.0)
-        terms.append((given * (counts if own is None else part_of(counts, kind.dim, own))).sum())
+        if own is None:
+            terms.append((given * counts).sum())
+        else:
+            own_counts = part_of(counts, kind.dim, own) * len(own.sizes)
+            terms.append((given * own_counts).sum())
     return sum(terms[1:], terms[0]) if terms else None
