@@ -230,6 +230,7 @@ class Adoption:
             same: contextlib.AbstractContextManager[Any] = _NOTHING
             if not self.aware:
                 # Ranks are given the weights that they have, which graphs of before may be of.
+                # torch 2.8 to 2.13, autograd/grad_mode.py.
                 same = torch.autograd._unsafe_preserve_version_counter(tuple(module.parameters()))  # pyright: ignore[reportPrivateImportUsage]
             with same:
                 adopted.take_over(model, name=name, compile=compiled)

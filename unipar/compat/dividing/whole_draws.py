@@ -318,6 +318,7 @@ def _key(states: Sequence[torch.Tensor]) -> bytes:
 
 
 def _in_backward_pass() -> bool:
+    # torch 2.8 to 2.13, csrc/autograd/init.cpp.
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
