@@ -124,6 +124,8 @@ def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], N
     # distributed/tensor/parallel/loss.py).
     dispatcher: Any = DTensor._op_dispatcher  # pyright: ignore[reportAttributeAccessIssue]
     dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number_of
+    # f"{weight.norm():.6f}" would be an error of Python's, which names no cause.
+    DTensor.__format__ = _formatted
     # Whoever has imported torch.autograd.grad by its name goes through this, too. It has two names
     # (torch 2.13, compiler/__init__.py, which replaces both for as long as it traces).
     torch.autograd._engine_run_backward = _run_to_no_shard  # pyright: ignore
@@ -136,6 +138,12 @@ def refuse_uses_outside(module: nn.Module, strategy: str) -> list[Callable[[], N
         for name, parameter in divided
         if parameter.requires_grad
     ]
+
+
+def _formatted(self: Any, format_spec: str) -> str:
+    if self.dim():
+        return torch.Tensor.__format__(self, format_spec)
+    return format(self.item(), format_spec)
 
 
 def _number_of(op: Any, args: Any, kwargs: Any) -> Any:

@@ -81,6 +81,10 @@ def measured(engine: Engine, data: torch.Tensor) -> None:
         raise ValueError("the weights have exploded")
 
 
+def formatted(engine: Engine, data: torch.Tensor) -> None:
+    print(f"{engine.module.weight.norm():.6f}")  # pyright: ignore
+
+
 def counted(engine: Engine, data: torch.Tensor) -> None:
     torch.count_nonzero(engine.module.weight).item()  # pyright: ignore
 
@@ -182,6 +186,7 @@ def outcome(placement: Placement, act: Callable[[Engine, torch.Tensor], None]) -
         (evaluated, ["outside of the model's forward pass"]),
         (averaged, ["outside of the model's forward pass", "[p.detach().clone() for p in"]),
         (measured, ["a number was read", "would be of this rank's part", "full_tensor()"]),
+        (formatted, ["a number was read", "full_tensor()"]),
         pytest.param(
             counted,
             ["a number was read"],
