@@ -278,15 +278,10 @@ class Adoption:
     def _again(self, model: AdoptedModel, args: Any, kwargs: Any) -> nn.Module | None:
         """A model that the script has built another optimizer for, taken up with that one."""
         pending = [one for ref in self._pending if (one := ref()) is not None]
-        # A part of it may have been replaced, too.
-        known = {id(parameter) for parameter in model.module.parameters()}
         found = [
             one for one in pending
             if not _holds(one, pending)
-            and any(
-                id(p) in known or model.name_of(p) is not None
-                for g in one.param_groups for p in g["params"]
-            )
+            and any(model.name_of(p) is not None for g in one.param_groups for p in g["params"])
         ]  # fmt: skip
         if not found:
             return None
