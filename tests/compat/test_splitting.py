@@ -440,11 +440,7 @@ class Normed(torch.autograd.Function):
         return grads[0] / grads[0].norm()
 
 
-class Perturbed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
+class Perturbed(Normed):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0] + torch.randn_like(grads[0])

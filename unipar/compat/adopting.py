@@ -134,6 +134,11 @@ class Adoption:
         """The optimizers that engines step."""
         return [one for ref in self._trained if (one := ref()) is not None]
 
+    @property
+    def _waiting(self) -> list[Optimizer]:
+        """The optimizers that no engine steps yet."""
+        return [one for ref in self._pending if (one := ref()) is not None]
+
     def models(self) -> list[AdoptedModel]:
         """The models that engines train."""
         return [one.model for one in self.trained if isinstance(one.model, AdoptedModel)]
@@ -153,14 +158,12 @@ class Adoption:
             return False
         if module in self._passed or getattr(module, "_unipar_passes", False):
             return False
+        held = {id(parameter) for parameter in module.parameters()}
+        pending = self._waiting
         if any(map(is_lazy, module.parameters())):
             # This call makes its weights, and trains by itself; the next one is an engine's.
-            pending = [one for ref in self._pending if (one := ref()) is not None]
-            held = {id(parameter) for parameter in module.parameters()}
             self._making.update(one for one in pending if held & _parameters(one))
             return False
-        held = {id(parameter) for parameter in module.parameters()}
-        pending = [one for ref in self._pending if (one := ref()) is not None]
         touching = [one for one in pending if held & _parameters(one) and not _holds(one, pending)]
         found = [one for one in touching if _parameters(one) <= held]
         its_own = len(touching) == 1 and bool(found)
@@ -246,8 +249,7 @@ class Adoption:
                 splitting.begin()
         optimizer.routed(adopted)
         self._routes[adopted] = optimizer
-        pending: list[Any] = [one for ref in self._pending if (one := ref()) is not None]
-        around = [one for one in pending if _holds(one, [optimizer])]
+        around: list[Any] = [one for one in self._waiting if _holds(one, [optimizer])]
         for one in around:
             self._check_around(one, optimizer, adopted)
             one.routed_within(adopted)
@@ -277,7 +279,7 @@ class Adoption:
 
     def _again(self, model: AdoptedModel, args: Any, kwargs: Any) -> nn.Module | None:
         """A model that the script has built another optimizer for, taken up with that one."""
-        pending = [one for ref in self._pending if (one := ref()) is not None]
+        pending = self._waiting
         found = [
             one for one in pending
             if not _holds(one, pending)

@@ -239,7 +239,8 @@ class Splitting:
             drawn = drawing_apart(self._world, kept.generators)
         with drawn as apart, computing():
             output = self._model.forward(*part[0], **part[1])
-        why, new, astray = self._looked_at(kind, plan, shares, output, leaves_in(part), drawing)
+        parts = leaves_in(part)
+        why, new, astray = self._looked_at(kind, plan, shares, output, parts, drawing)
         if why or astray or new:
             if not why and (astray or not tried):
                 # What counts its calls, or draws what it does, is to do what it has done now.
@@ -265,7 +266,7 @@ class Splitting:
                 "a batch, so results are those of one process only as another seed's are.",
                 type(self._model.module).__name__,
             )
-        return self._together(output, plan, shares, leaves_in(part))
+        return self._together(output, plan, shares, parts)
 
     def _together(self, output: Any, plan: Plan, shares: Shares, parts: list[Any]) -> Any:
         """What parts make, on all ranks. Collective."""
