@@ -183,6 +183,24 @@ def in_stages() -> list[float]:
     return [*found, first.state_dict()["state"][0]["step"].item(), *values(model)]
 
 
+def with_heads() -> list[float]:
+    """Other heads in turn, each with an optimizer of its own, beside the ones of before."""
+    model, found, kept = small(), [], []
+    for stage, x in enumerate(batches(8, 7, 8, 8)):
+        if stage:
+            model[2] = nn.Linear(5, 3)
+            model[0].requires_grad_(stage != 1)
+        updated = model[2] if stage == 1 else model
+        kept.append(torch.optim.SGD(updated.parameters(), lr=0.05, momentum=0.9))
+        for _ in range(2):
+            kept[-1].zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            kept[-1].step()
+            found.append(loss.item())
+    return found + values(model)
+
+
 class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -347,8 +365,10 @@ def test_gradients_are_those_of_one_process(
 def test_a_second_optimizer_beside_the_first_has_each_rank_train_the_whole(
     world_pool: Any, strategy: str
 ) -> None:
-    told = "this LBFGS updates no module that was called as a whole, or one with another optimizer"
+    told = "this LBFGS shares its model with Adam, so each of 2 ranks trains by itself what it updates"
     check(world_pool(2).run(plainly, strategy, in_stages), in_stages, told)
+    told = "this SGD shares its model with SGD and SGD, so each of 2 ranks trains by itself"
+    check(world_pool(2).run(plainly, strategy, with_heads), with_heads, told)
 
 
 def test_within_transforms_each_rank_computes_the_whole(world_pool: Any) -> None:

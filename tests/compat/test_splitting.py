@@ -313,9 +313,30 @@ def layered() -> list[float]:
     return train(Layered(), lambda model, x: model(x).square().mean(), xs)
 
 
+def replaced() -> list[float]:
+    """A model that gets another head, and is thawed: an optimizer for each stage."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    found, xs = [], batches(8, 7, 8, 8)
+    for stage in range(3):
+        if stage == 1:
+            model[0].requires_grad_(False)
+            model[2] = nn.Linear(5, 2)
+        model[0].requires_grad_(stage != 1)
+        optimizer = torch.optim.Adam(model[2 * (stage == 1) :].parameters(), 0.05)
+        for x in xs:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        del optimizer
+    return found
+
+
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
-    unrolled, chosen,
+    unrolled, chosen, replaced,
 ]  # fmt: skip
 
 

@@ -280,10 +280,14 @@ class Adoption:
     def _again(self, model: AdoptedModel, args: Any, kwargs: Any) -> nn.Module | None:
         """A model that the script has built another optimizer for, taken up with that one."""
         pending = self._waiting
+        # A part of it may have been replaced.
+        held = {id(parameter) for parameter in model.module.parameters()}
         found = [
             one for one in pending
-            if not _holds(one, pending)
-            and any(model.name_of(p) is not None for g in one.param_groups for p in g["params"])
+            if not _holds(one, pending) and any(
+                id(p) in held or model.name_of(p) is not None
+                for g in one.param_groups for p in g["params"]
+            )
         ]  # fmt: skip
         if not found:
             return None
@@ -642,11 +646,22 @@ class Adoption:
         kind = type(optimizer).__name__
         if not self.aware:
             # Each rank does what one process would do.
+            updated = _parameters(optimizer)
+            beside = [one for one in self._waiting if one is not optimizer]
+            beside = [one for one in beside if updated & _parameters(one)] + [
+                one.optimizer for one in self.trained
+                if one.model and any(id(p) in updated for p in one.model.module.parameters())
+            ]  # fmt: skip
+            others = " and ".join(type(one).__name__ for one in beside)
             self.tell(
-                "this %s updates no module that was called as a whole, or one with another "
-                "optimizer, so each of %d ranks trains by itself what it updates, without the "
-                "strategy: results are those of one process, and no faster.",
-                kind, current.placement().size,
+                "this %s %s, so each of %d ranks trains by itself what it updates, without the "
+                "strategy: results are those of one process, and no faster.%s",
+                kind,
+                f"shares its model with {others}" if others
+                else "updates no module that was called as a whole",
+                current.placement().size,
+                " Let go of one that is done (del optimizer) before the next is built."
+                if others else "",
             )  # fmt: skip
             return
         holder = _holder_of(optimizer)
