@@ -183,6 +183,22 @@ def in_stages() -> list[float]:
     return [*found, first.state_dict()["state"][0]["step"].item(), *values(model)]
 
 
+def one_after_another(*, clears: bool = True) -> list[float]:
+    """A stage after another, each with an optimizer of its own, which goes before the next."""
+    model, found = small(), []
+    for _ in range(2):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        for at, x in enumerate(batches(8, 7, 8)):
+            loss = model(x).square().mean()
+            if clears or at:
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        del optimizer
+    return found + values(model)
+
+
 def with_heads() -> list[float]:
     """Other heads in turn, each with an optimizer of its own, beside the ones of before."""
     model, found, kept = small(), [], []
@@ -349,11 +365,11 @@ def transformed() -> list[float]:
 SCRIPTS = [
     frozen_meanwhile, zeros_for_none, set_by_hand, penalized, together, in_turn,
     layers_by_themselves, clipped_before_more, looked_at, by_closures, slopes, in_pieces,
-    head_alone,
+    head_alone, partial(one_after_another, clears=False),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("act", SCRIPTS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("act", SCRIPTS, ids=lambda one: getattr(one, "func", one).__name__)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])
 def test_gradients_are_those_of_one_process(
     world_pool: Any, act: Callable[[], list[float]], strategy: str
@@ -365,7 +381,7 @@ def test_gradients_are_those_of_one_process(
 def test_a_second_optimizer_beside_the_first_has_each_rank_train_the_whole(
     world_pool: Any, strategy: str
 ) -> None:
-    told = "this LBFGS shares its model with Adam, so each of 2 ranks trains by itself what it updates"
+    told = "this LBFGS shares its model with Adam, so each of 2 ranks trains by itself what"
     check(world_pool(2).run(plainly, strategy, in_stages), in_stages, told)
     told = "this SGD shares its model with SGD and SGD, so each of 2 ranks trains by itself"
     check(world_pool(2).run(plainly, strategy, with_heads), with_heads, told)
@@ -374,6 +390,12 @@ def test_a_second_optimizer_beside_the_first_has_each_rank_train_the_whole(
 def test_within_transforms_each_rank_computes_the_whole(world_pool: Any) -> None:
     told = "computes all of what Sequential is called with within a transform of torch.func"
     check(world_pool(2).run(plainly, "ddp", transformed), transformed, told)
+
+
+def test_a_second_stage_begins_by_no_gradients_that_an_engine_has_kept(world_pool: Any) -> None:
+    check(world_pool(2).run(plainly, "zero2", one_after_another), one_after_another)
+    for said in world_pool(2).run(plainly, "zero2", partial(one_after_another, clears=False)):
+        assert "gradients were not cleared since" in said
 
 
 @pytest.mark.parametrize(

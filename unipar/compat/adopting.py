@@ -38,6 +38,7 @@ from unipar.compat.routed import model_class, optimizer_class
 from unipar.compat.run import current, explain_spawned
 from unipar.data import move_to
 from unipar.engine import COMPUTE_DTYPES, StepEngine
+from unipar.engine.absent import take_away
 from unipar.engine.graphs import nodes_behind
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError
@@ -229,6 +230,8 @@ class Adoption:
                 splitting = Splitting(model, self.tell, divides=divides, compiled=bool(compiled))
                 self._splittings[model] = splitting
                 splitting.look_at(args, kwargs)
+            # An engine before this one has stepped last.
+            adopted.uncleared = take_away(module.parameters())
             there = [one for one in module.parameters() if one.grad is not None]
             same: contextlib.AbstractContextManager[Any] = _NOTHING
             if not self.aware:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -112,3 +112,11 @@ class AbsentGradient(torch.Tensor):
             f"{calls.clip}, and scale the loss instead of its gradient; or use a strategy that "
             "leaves gradients whole, such as ddp."
         )
+
+
+def take_away(parameters: Iterable[nn.Parameter]) -> bool:
+    """Leave no stand-in of an engine that is gone; whether there were some."""
+    left = [one for one in parameters if isinstance(one.grad, AbsentGradient)]
+    for one in left:
+        one.grad = None
+    return bool(left)

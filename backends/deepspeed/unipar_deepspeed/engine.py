@@ -59,6 +59,9 @@ class Initialized:
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module, and let go of it."""
         self.engine.destroy()
+        # DeepSpeed 0.19.8, runtime/engine.py: these two stay, and hold the engine.
+        self.engine.module_forward_pre_hook.remove()
+        self.engine.module_forward_post_hook.remove()
         if self.engine.zero_optimization_partition_weights():
             _forget(self.engine.module)
         self.engine = None
