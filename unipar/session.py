@@ -56,6 +56,7 @@ from unipar.strategy import (
 )
 from unipar.utils.devices import DeviceChoice, resolve_device_type
 from unipar.utils.garbage_collection import no_collection
+from unipar.utils.gradient_hooks import gradient_hooks
 from unipar.utils.matmul_precision import MatmulPrecision, set_matmul_precision
 from unipar.world import Placement, World
 
@@ -334,7 +335,11 @@ class Session:
         )
         check_capabilities(self.strategy, spec, self._placement)
 
+        hooked: list[str] = []
+
         def check(built: nn.Module) -> None:
+            # Frameworks add their own.
+            hooked.extend(n for n, p in built.named_parameters() if gradient_hooks(p))
             self._sharing.refuse(built, name)
             if build is not None:
                 check_gradients(built, self.strategy, spec)
@@ -357,6 +362,8 @@ class Session:
         engine = self.strategy.prepare(prepared, self.world)
         self._sharing.note(engine)
         self.engines[name] = engine
+        if isinstance(engine, StepEngine):
+            engine.hooked = hooked
         whole = "parameters" not in self.capabilities.sharded
         if not whole:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))

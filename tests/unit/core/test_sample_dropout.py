@@ -69,9 +69,9 @@ def trained(
     """Losses, the model with what it gave in its last passes, and its gradient in the last step."""
     net = Net(forward, **(layers or {}))
     gradients: list[torch.Tensor] = []
-    net.scale.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
     with Session("single", dropout_seed="sample", seed=seed, precision=precision) as session:
         engine = session.prepare(net, optimizer="sgd", name=name, **asked)
+        net.scale.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
         results = [engine.train_step(batch_of(x, sizes), loss).loss for _ in range(steps)]
     return results, net, gradients[-1]
 
