@@ -105,8 +105,15 @@ def config_text(migration: Migration) -> str:
     """``unipar.yaml`` for a migrated script."""
     import yaml
 
-    head = "# How the script beside this runs: change `strategy`, and the same loop goes on.\n"
-    return head + yaml.safe_dump(dict(migration.config), sort_keys=False)
+    text = "# How the script beside this runs: change `strategy`, and the same loop goes on.\n"
+    if "strategy" not in migration.config:
+        text += (
+            "# Left out, it is what the script asks for, or else ddp; on one process single.\n"
+            "# strategy: ddp\n"
+        )
+    if migration.config:
+        text += yaml.safe_dump(dict(migration.config), sort_keys=False)
+    return text
 
 
 @dataclass(frozen=True)

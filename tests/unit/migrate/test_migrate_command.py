@@ -44,7 +44,9 @@ def test_the_result_goes_beside_the_original(script: Path) -> None:
     assert script.read_text() == SCRIPT
     written = script.with_name("train_unipar.py").read_text()
     assert written == SCRIPT.replace("import torch", FACED)
-    assert script.with_name("unipar.yaml").exists()
+    config = script.with_name("unipar.yaml").read_text()
+    assert "# strategy: ddp" in config
+    assert "{}" not in config
 
 
 def test_what_is_there_is_not_written_over(
