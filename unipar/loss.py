@@ -60,6 +60,10 @@ def check_loss(loss: object, *, training: bool) -> None:
             f"the loss has shape {tuple(value.shape)}, and must be a scalar. "
             "Take its mean, or return unipar.LossSum(loss.sum(), loss.numel())."
         )
+    if value.is_complex():
+        raise ConfigError(
+            f"the loss is of {value.dtype}, and must be a real number. Take its .abs() or .real."
+        )
     if training and not value.requires_grad:
         raise ConfigError(
             "the loss does not require grad: it was computed under no_grad, detached, "

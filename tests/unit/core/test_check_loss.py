@@ -15,3 +15,8 @@ def test_a_sum_is_checked_by_its_total():
     with pytest.raises(ConfigError, match="does not require grad"):
         check_loss(LossSum(torch.zeros(()), 3), training=True)
     check_loss(LossSum(torch.zeros(()), 3), training=False)
+
+
+def test_a_complex_loss_is_refused():
+    with pytest.raises(ConfigError, match=r"the loss is of torch.complex64, and must be a real"):
+        check_loss(torch.ones((), dtype=torch.complex64, requires_grad=True), training=True)
