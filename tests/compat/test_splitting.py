@@ -313,6 +313,25 @@ def layered() -> list[float]:
     return train(Layered(), lambda model, x: model(x).square().mean(), xs)
 
 
+class Causal(nn.Module):
+    """Attention by an infinite mask in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Linear(6, 6)
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.queries(x) @ x.transpose(1, 2) + self.mask
+        return scores.softmax(-1) @ x
+
+
+def causal() -> list[float]:
+    torch.manual_seed(3)
+    xs = [torch.randn(8, 4, 6) for _ in range(3)]
+    return train(Causal(), lambda model, x: model(x).square().mean(), xs)
+
+
 def replaced() -> list[float]:
     """A model that gets another head, and is thawed: an optimizer for each stage."""
     torch.manual_seed(1)
@@ -336,7 +355,7 @@ def replaced() -> list[float]:
 
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
-    unrolled, chosen, replaced,
+    unrolled, chosen, replaced, causal,
 ]  # fmt: skip
 
 

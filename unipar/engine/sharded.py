@@ -72,7 +72,9 @@ def explain_sharded(error: BaseException, strategy: str) -> str:
     return (
         f"a parameter of the model was used outside of the model's forward pass, together with "
         f"plain tensors. Under strategy '{strategy}' it is there a DTensor, of which this rank "
-        f"holds a shard, and torch cannot compute with both. {_REMEDIES}"
+        f"holds a shard, and torch cannot compute with both. So it is with what is made of one, "
+        f"as by weight.new_zeros(…): use torch.zeros(…, dtype=weight.dtype, device=weight.device). "
+        f"{_REMEDIES}"
     )
 
 

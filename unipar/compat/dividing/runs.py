@@ -175,7 +175,8 @@ class Runner:
                     gradients = _gradients(asked, module, is_copy=self.is_copy)
                     drew_back = _generators(device) != drawn
             except Exception as error:
-                return Run([], {}, f"it fails where that is tried ({error})"[:300])
+                why = "it fails where parts are tried, as where its inputs have no dim of samples"
+                return Run([], {}, f"{why} ({error})"[:300])
             after = _attributes(module)
             self.traces |= set_before != settings_of(module) or any(
                 one is not kept[name]

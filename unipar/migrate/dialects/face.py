@@ -38,7 +38,7 @@ class FaceDialect(Dialect):
     def __init_subclass__(cls) -> None:
         tables = [*cls.calls, *filter(None, (cls.members, *cls.modules.values()))]
         cls.refused = tuple(
-            Row(row.names.replace(" ", "`, `"), row.why)
+            Row("`, `".join(_told(name, table) for name in row.names.split()), row.why)
             for table in dict.fromkeys(tables)
             for row in table.rows
             if row.fate == "refused"
@@ -143,6 +143,11 @@ class FaceDialect(Dialect):
 
 
 @functools.cache
+def _told(name: str, table: Table) -> str:
+    """A name of a table, for one that stands beside those of other tables."""
+    return f"{table.title}.*" if name == "*" else name
+
+
 def _bound_in(module: str) -> set[str]:
     """The names that a module of ours binds, without importing it, and torch with it."""
     path = Path(__file__).parents[2].joinpath(*module.split(".")[1:])
