@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -39,7 +40,11 @@ def test_verify_runs_both_and_says_whether_they_agree(
     assert main(["migrate", str(script), "--verify", "--steps", "5", "--processes", "2"]) == 0
     said = capsys.readouterr().out
     assert "The migrated script ran on 2 processes, the original on one." in said
-    assert "largest relative difference 0 (up to 1e-05 is rounding): the runs agree" in said
+    # How two halves of a batch are summed depends on the processor.
+    agree = r"largest relative difference (\S+) \(up to 1e-05 is rounding\): the runs agree\n"
+    found = re.search(agree, said)
+    assert found is not None
+    assert float(found[1]) < 1e-6
     assert said.count("\n   0 ") == 5
 
 
