@@ -142,12 +142,12 @@ class FaceDialect(Dialect):
                 plan.refuse_where_reached(call, f"the face refuses {func.attr.value}.", row.why)
 
 
-@functools.cache
 def _told(name: str, table: Table) -> str:
     """A name of a table, for one that stands beside those of other tables."""
     return f"{table.title}.*" if name == "*" else name
 
 
+@functools.cache
 def _bound_in(module: str) -> set[str]:
     """The names that a module of ours binds, without importing it, and torch with it."""
     path = Path(__file__).parents[2].joinpath(*module.split(".")[1:])
