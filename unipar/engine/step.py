@@ -256,9 +256,14 @@ class StepEngine(Engine):
         looks_itself = self._whole_steps or layout.cp * layout.tp * layout.ep > 1
         if num_parts == 1 or looks_itself or self.spec.precision == "fp8":
             return
-        compute = functools.partial(
-            self._loss, self.eval_model, loss_fn=loss_fn, part_of=None, training=False
-        )
+
+        def compute(piece: MicroBatch) -> Loss:
+            try:
+                return self._loss(self.eval_model, piece, loss_fn, None, training=False)
+            except Exception:
+                self._given_up = True
+                raise
+
         # Without autocast rounding hides less.
         with precision.left_out() if precision.autocasts else contextlib.nullcontext():
             warn_of_parts(
@@ -270,6 +275,7 @@ class StepEngine(Engine):
                 num_parts=num_parts,
                 exact=precision.autocasts or precision.dtype is torch.float32,
             )
+        self._drop_given_up()
 
     def _dividing(
         self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,9 @@ from unipar.world.network import (
     some_of_each,
 )
 from unipar.world.placement import Placement
+from unipar.world.waits import QUIET, await_name, host_of, told_of
+
+log = logging.getLogger("unipar")
 
 _NAMED = 16
 """Ranks that never came, as many as a message names."""
@@ -100,10 +104,12 @@ def come(store: Store, placement: Placement, number: int) -> None:
         few = [asdict(one) for one in some_of_each(arrivals)]
         _tell(store, told, refused=_different_versions(arrivals), few=few)
     try:
+        if placement.rank == 0 and placement.timeout > QUIET:
+            _tell_who_is_late(store, told, came, placement)
         store.wait([told], timeout)
     except RuntimeError:  # A store in a file raises no more than that.
         if store.add(f"unipar/{number}/late", 1) == 1:
-            missing = [r for r in range(placement.size) if not store.check([f"{came}/{r}"])]
+            missing = _missing(store, came, placement.size)
             if missing:
                 _tell(store, told, late=_late(placement, store, number, missing), missing=missing)
         store.wait([told], timedelta(seconds=_PATIENCE))
@@ -119,6 +125,32 @@ def come(store: Store, placement: Placement, number: int) -> None:
     choose_interface(here, others, meeting[1] if meeting else 0, main=placement.rank == 0)
 
 
+def _tell_who_is_late(store: Store, told: str, came: str, placement: Placement) -> None:
+    """Wait for a while, and say of whom this is; nothing if all come."""
+    try:
+        store.wait([told], timedelta(seconds=QUIET))
+    except RuntimeError:
+        missing = _missing(store, came, placement.size)
+        if missing:
+            log.warning(
+                "of %d ranks %s not come in %g s. The others wait for up to %g s.",
+                placement.size,
+                f"rank {missing[0]} has" if len(missing) == 1 else f"{_some(missing)} have",
+                QUIET,
+                placement.timeout,
+            )
+
+
+def _missing(store: Store, came: str, size: int) -> list[int]:
+    """The ranks that have not come."""
+    return [rank for rank in range(size) if not store.check([f"{came}/{rank}"])]
+
+
+def _some(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return ", ".join(map(str, ranks[:_NAMED])) + more
+
+
 def _tell(store: Store, key: str, **what: Any) -> None:
     """Say how the meeting ends, unless another rank has said it."""
     store.compare_set(key, "", json.dumps(what))
@@ -132,11 +164,48 @@ def _find(placement: Placement) -> _Place:
     if method == "env://":
         address = (*address, os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     if _place is None or _place.address != address:
-        timeout = timedelta(seconds=placement.timeout)
-        found = rendezvous(method, placement.rank, placement.size, timeout=timeout)
-        store, _, _ = next(iter(found))
-        _place = _Place(address, store)
+        _place = _Place(address, _reach(method, placement))
     return _place
+
+
+def _reach(method: str, placement: Placement) -> Store:
+    """Wait for the store that rank 0 keeps."""
+    timeout = timedelta(seconds=placement.timeout)
+    where = host_of(method)
+    if method == "env://":
+        where = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
+    if where is None:
+        store, _, _ = next(iter(rendezvous(method, placement.rank, placement.size)))
+        return store
+    host, port = where
+    await_name(host, placement.timeout)
+    address = f"{host}, port {port}"
+    if placement.rank:
+        unmet = f"rank {placement.rank} of {placement.size} has not reached rank 0 at {address},"
+        remedy = (
+            "Rank 0 may not have started; if it has, look whether MASTER_ADDR is its host and "
+            "MASTER_PORT its port, and whether a firewall lets them through."
+        )
+    else:
+        unmet = f"rank 0 waits at {address}, and has not heard from all {placement.size} ranks"
+        remedy = (
+            "Start the others with the same MASTER_ADDR and MASTER_PORT, and look whether a "
+            "firewall keeps them away."
+        )
+    limit = f"{placement.timeout:g} s"
+    try:
+        with told_of(f"{unmet} in {QUIET:g} s; it waits for up to {limit}. {remedy}"):
+            found = rendezvous(method, placement.rank, placement.size, timeout=timeout)
+            store, _, _ = next(iter(found))
+    except dist.DistError as error:
+        said = str(error).partition("\n")[0].rstrip(".")
+        if placement.rank == 0 and not isinstance(error, dist.DistStoreError):
+            raise dist.DistNetworkError(
+                f"rank 0 cannot serve the others at {address} ({said}). Set MASTER_ADDR to its own "
+                "host and MASTER_PORT to a port that is free there, for all processes alike."
+            ) from error
+        raise dist.DistStoreError(f"{unmet} within {limit} ({said}). {remedy}") from error
+    return store
 
 
 def _different_versions(arrivals: Sequence[Arrival]) -> str | None:
