@@ -27,8 +27,6 @@ from unipar.world import World
 log = logging.getLogger("unipar")
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_LEAST_BYTES = 64 * 2**20
-"""Of tensors that may be kept however small the model is."""
 _ROUNDING = 1e-6
 """What a loss that is small beside its items may be off by."""
 
@@ -59,8 +57,7 @@ def warn_of_parts(
         num_parts: into how many a global batch is divided.
         exact: whether the model computes in fp32.
     """
-    parameters = sum(p.numel() * p.element_size() for p in module.parameters())
-    reach = Reach((loss_fn, module), max(2 * parameters, _LEAST_BYTES))
+    reach = Reach((loss_fn, module))
     pieces = _pieces(microbatch) if reach.repeatable else []
     # A rank alone would wait where forward passes are collective.
     if not all(world.gather(len(pieces) > 0)):
@@ -111,7 +108,7 @@ def _compute(
     """The loss, summed over its items, and their number; not a number where it draws."""
     before = torch_generators(world.device)
     try:
-        with trial(module, world.device) as draws, torch.no_grad():
+        with trial(module, world.device) as draws, torch.no_grad(), reach.watching():
             for one in module.modules():
                 if isinstance(one, _BATCH_NORMS):
                     one.training = False

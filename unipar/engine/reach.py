@@ -7,14 +7,18 @@ import io
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from unipar.engine.writes import storages, written_by
 from unipar.objective import Objective
+from unipar.state import is_dtensor
 
 _FOREIGN = ("torch", "numpy", "unipar")
 """Packages whose own functions and objects are not looked into."""
@@ -38,27 +42,26 @@ class Reach:
     """State that can be reached from some objects, as it was when this was made.
 
     Variables of closures and modules that functions name, attributes, lists, dicts, sets and
-    tensors, through any number of steps. Not parameters that ranks divide, and not what files,
-    other processes or objects without attributes hold.
+    tensors, through any number of steps. Not what files, other processes or objects without
+    attributes hold.
 
     Args:
         roots: functions, modules and other objects.
-        most_bytes: of tensors to keep copies of.
 
     Attributes:
         repeatable: whether what was found can be put back, so that calling the functions again is
             as if they had not been called: ``False`` with iterators, generators of random numbers,
-            files, code that runs backward passes or talks to other ranks, or too many tensors.
+            files, and code that runs backward passes or talks to other ranks.
     """
 
-    def __init__(self, roots: Iterable[Any], most_bytes: int) -> None:
+    def __init__(self, roots: Iterable[Any]) -> None:
         self.repeatable = True
-        self._left = most_bytes
         self._seen: dict[int, Any] = {}
         self._cells: list[tuple[types.CellType, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._held: list[tuple[Any, list[Any], list[int]]] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._written: dict[int, torch.UntypedStorage] = {}
         waiting = list(roots)
         while waiting and self.repeatable:
             one = waiting.pop()
@@ -78,10 +81,17 @@ class Reach:
             namespace[name] = value
         for holder, before, ids in self._held:
             restore(holder, before, ids)
-        with torch.no_grad():
-            for tensor, before in self._tensors:
-                if tensor.shape == before.shape and not torch.equal(tensor, before):
-                    tensor.copy_(before)
+        for key, before in self._written.items():
+            if self._storages[key].nbytes() == before.nbytes():
+                self._storages[key].copy_(before)
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Surround what may change tensors: of those that it writes to, copies are kept."""
+        return _Writes(self._about_to_write)
+
+    def _about_to_write(self, value: Any) -> None:
+        for key in self._storages.keys() & storages(value).keys() - self._written.keys():
+            self._written[key] = self._storages[key].clone()
 
     def _look_at(self, one: Any) -> Iterable[Any]:
         """Keep what an object holds, and return it."""
@@ -92,7 +102,9 @@ class Reach:
         if isinstance(one, functools.partial):
             return (one.func, one.args, one.keywords)
         if isinstance(one, torch.Tensor):
-            return self._look_at_tensor(one)
+            if _has_memory(one):
+                self._storages |= storages(one)
+            return ()
         if isinstance(one, _MOVES):
             self.repeatable = False
             return ()
@@ -130,19 +142,29 @@ class Reach:
             self.repeatable = self.repeatable and name not in _TELLING
         return found
 
-    def _look_at_tensor(self, tensor: torch.Tensor) -> Iterable[Any]:
-        # What is another type is of a framework, which may hold it elsewhere.
-        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.is_sparse:
-            return ()
-        self._left -= tensor.numel() * tensor.element_size()
-        if self._left < 0:
-            self.repeatable = False
-        elif tensor.numel():
-            self._tensors.append((tensor, tensor.detach().clone()))
-        return ()
-
     def _keep(self, holder: Any) -> None:
         self._held.append((holder, contents(holder), ids(holder)))
+
+
+class _Writes(TorchDispatchMode):
+    """Tells of tensors that are about to be changed in place."""
+
+    def __init__(self, tell: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for value in written_by(func, args, kwargs):
+            self._tell(value)
+        return func(*args, **kwargs)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its memory is known to be its own: a framework's type may have it elsewhere."""
+    kinds = (torch.Tensor, nn.Parameter, nn.Buffer)
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return (type(tensor) in kinds or is_dtensor(tensor)) and strided and not tensor.is_meta
 
 
 def contents(holder: Any) -> list[Any]:
