@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
+import os
 import random
+import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,8 +23,9 @@ from unipar.engine.writes import storages, written_by
 from unipar.objective import Objective
 from unipar.state import is_dtensor
 
-_FOREIGN = ("torch", "numpy", "unipar")
+_KNOWN = ("torch", "numpy", "unipar")
 """Packages whose own functions and objects are not looked into."""
+_INSTALLED = {"site-packages", "dist-packages"}
 _MOVES = (
     Iterator,
     io.IOBase,
@@ -46,7 +50,9 @@ class Reach:
     attributes hold.
 
     Args:
-        roots: functions, modules and other objects.
+        module: as a framework may have prepared it. Of what it has or hangs on it, hooks among
+            them, installed packages are not looked into: they keep their own state.
+        function: the user's.
 
     Attributes:
         repeatable: whether what was found can be put back, so that calling the functions again is
@@ -54,23 +60,19 @@ class Reach:
             files, and code that runs backward passes or talks to other ranks.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, module: nn.Module | None, function: Any = None) -> None:
         self.repeatable = True
+        self._foreign = _is_installed
         self._seen: dict[int, Any] = {}
         self._cells: list[tuple[types.CellType, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._held: list[tuple[Any, list[Any], list[int]]] = []
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._written: dict[int, torch.UntypedStorage] = {}
-        waiting = list(roots)
-        while waiting and self.repeatable:
-            one = waiting.pop()
-            if id(one) in self._seen:
-                continue
-            # Held, so that no other object gets its id.
-            self._seen[id(one)] = one
-            waiting.extend(self._look_at(one))
-            self.repeatable = self.repeatable and len(self._seen) < _MOST
+        self._search(module)
+        # It may be the method of an installed package's object, which may count its calls.
+        self._foreign = _is_known
+        self._search(function)
 
     def put_back(self) -> None:
         """Give everything what it held."""
@@ -93,12 +95,23 @@ class Reach:
         for key in self._storages.keys() & storages(value).keys() - self._written.keys():
             self._written[key] = self._storages[key].clone()
 
+    def _search(self, root: Any) -> None:
+        waiting = [root]
+        while waiting and self.repeatable:
+            one = waiting.pop()
+            if id(one) in self._seen:
+                continue
+            # Held, so that no other object gets its id.
+            self._seen[id(one)] = one
+            waiting.extend(self._look_at(one))
+            self.repeatable = self.repeatable and len(self._seen) < _MOST
+
     def _look_at(self, one: Any) -> Iterable[Any]:
         """Keep what an object holds, and return it."""
         if isinstance(one, types.FunctionType):
             return self._look_at_function(one)
         if isinstance(one, types.MethodType):
-            return () if _is_foreign(one.__func__) else (one.__func__, one.__self__)
+            return () if self._foreign(one.__func__) else (one.__func__, one.__self__)
         if isinstance(one, functools.partial):
             return (one.func, one.args, one.keywords)
         if isinstance(one, torch.Tensor):
@@ -114,9 +127,9 @@ class Reach:
             return one.values()
         if isinstance(one, (list, set, deque, tuple, frozenset)):
             return one
-        if isinstance(one, (type, types.ModuleType)):
+        if isinstance(one, (type, types.ModuleType, logging.Logger)):
             return ()
-        if not isinstance(one, (nn.Module, Objective)) and _is_foreign(type(one)):
+        if not isinstance(one, (nn.Module, Objective)) and self._foreign(type(one)):
             return ()
         if isinstance(own := getattr(one, "__dict__", None), dict):
             self._keep(own)
@@ -124,7 +137,7 @@ class Reach:
         return ()
 
     def _look_at_function(self, function: types.FunctionType) -> Iterable[Any]:
-        if _is_foreign(function):
+        if self._foreign(function):
             return ()
         found: list[Any] = [function.__defaults__, function.__kwdefaults__, function.__dict__]
         for cell in function.__closure__ or ():
@@ -200,6 +213,14 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _is_foreign(one: Any) -> bool:
+def _is_known(one: Any) -> bool:
+    """Whether a function or class is PyTorch's or of the like, and has no state to look for."""
     package, _, _ = (getattr(one, "__module__", None) or "").partition(".")
-    return package in _FOREIGN or package.startswith("unipar_")
+    return package in _KNOWN or package.startswith("unipar_")
+
+
+def _is_installed(one: Any) -> bool:
+    """Whether a function or class is of an installed package."""
+    module = sys.modules.get(getattr(one, "__module__", None) or "")
+    path = getattr(module, "__file__", None) or ""
+    return _is_known(one) or not _INSTALLED.isdisjoint(path.split(os.sep))

@@ -52,7 +52,7 @@ def through_another() -> None:
 
 @pytest.mark.parametrize("function", [changes_globals, through_another])
 def test_globals_are_put_back(function: Callable[[], None]) -> None:
-    reach = Reach([function])
+    reach = Reach(None, function)
     assert reach.repeatable
     with reach.watching():
         function()
@@ -68,7 +68,7 @@ def test_globals_are_put_back(function: Callable[[], None]) -> None:
 def test_objects_are_put_back(bind: Callable[[Holder], Any]) -> None:
     holder = Holder()
     before = holder.state()
-    reach = Reach([bind(holder)])
+    reach = Reach(None, bind(holder))
     with reach.watching():
         holder()
     assert holder.state() != before
@@ -84,7 +84,7 @@ def test_variables_of_a_closure_are_put_back() -> None:
         number += 1
         holder()
 
-    reach = Reach([change])
+    reach = Reach(None, change)
     change()
     assert number == 1
     reach.put_back()
@@ -98,7 +98,7 @@ def test_what_hooks_of_a_module_fill_and_weights_moved_by_data_are_put_back() ->
     model = nn.Sequential(first, nn.BatchNorm1d(2))
     first.register_forward_hook(lambda *_: shapes.append(1))
     before = [one.clone() for one in (*model.parameters(), *model.buffers())]
-    reach = Reach([model])
+    reach = Reach(model)
     with reach.watching():
         model(torch.randn(4, 2))
         first.weight.data.mul_(2)
@@ -134,4 +134,4 @@ def talking() -> None:
     ],
 )
 def test_what_cannot_be_put_back_is_known(function: Callable[[], Any]) -> None:
-    assert not Reach([function]).repeatable
+    assert not Reach(None, function).repeatable
