@@ -92,7 +92,7 @@ def _pieces(microbatch: MicroBatch) -> list[MicroBatch]:
         for places in (range(samples), range(half), range(half, samples)):
             data = picked(microbatch.data, samples, places)
             pieces.append(replace(microbatch, data=data, num_samples=len(places), copy=None))
-    except ValueError:
+    except (ValueError, TypeError):
         return []
     return pieces
 
