@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -63,11 +64,15 @@ def warn_of_parts(
     if not all(world.gather(len(pieces) > 0)):
         return
     losses: list[tuple[float, float]] = []
+    rounding = 0.0
     with contextlib.suppress(Exception), _eagerly():
         for piece in pieces:
-            losses.append(_compute(module, piece, compute, reach, world))
+            loss = _compute(module, piece, compute, reach, world)
+            total = loss.total if isinstance(loss, LossSum) else loss
+            rounding = max(rounding, torch.finfo(total.dtype).eps)
+            losses.append(_terms(loss, piece))
     # Close, for the losses of an untrained language model's tokens are all about the same.
-    problem = _difference(losses, 5e-6 if exact else 1e-3)
+    problem = _difference(losses, max(5e-6 if exact else 1e-3, 2 * rounding))
     found = [said for said in world.gather(problem) if said]
     if found and world.rank == 0:
         log.warning(
@@ -103,8 +108,8 @@ def _compute(
     compute: Callable[[MicroBatch], Loss],
     reach: Reach,
     world: World,
-) -> tuple[float, float]:
-    """The loss, summed over its items, and their number; not a number where it draws."""
+) -> Loss:
+    """The loss of a piece; not a number where it draws random numbers."""
     before = torch_generators(world.device)
     try:
         with trial(module, world.device) as draws, torch.no_grad(), reach.watching():
@@ -115,8 +120,11 @@ def _compute(
             drawn = not all(map(torch.equal, before, torch_generators(world.device)))
     finally:
         reach.put_back()
-    if drawn or draws.on_host:
-        return float("nan"), 1.0
+    return torch.tensor(math.nan) if drawn or draws.on_host else loss
+
+
+def _terms(loss: Loss, piece: MicroBatch) -> tuple[float, float]:
+    """The loss, summed over its items, and their number."""
     if isinstance(loss, LossSum):
         return float(loss.total), float(loss.count)
     return float(loss) * piece.num_samples, float(piece.num_samples)

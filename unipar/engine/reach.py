@@ -111,7 +111,13 @@ class Reach:
         if isinstance(one, types.FunctionType):
             return self._look_at_function(one)
         if isinstance(one, types.MethodType):
-            return () if self._foreign(one.__func__) else (one.__func__, one.__self__)
+            if self._foreign(one.__func__):
+                return ()
+            return (
+                *_methods(type(one.__self__), one.__func__.__name__),
+                one.__func__,
+                one.__self__,
+            )
         if isinstance(one, functools.partial):
             return (one.func, one.args, one.keywords)
         if isinstance(one, torch.Tensor):
@@ -133,7 +139,8 @@ class Reach:
             return ()
         if isinstance(own := getattr(one, "__dict__", None), dict):
             self._keep(own)
-            return own.values()
+            called = "forward" if isinstance(one, nn.Module) else "__call__"
+            return (*_methods(type(one), called), *own.values())
         return ()
 
     def _look_at_function(self, function: types.FunctionType) -> Iterable[Any]:
@@ -202,6 +209,24 @@ def restore(holder: Any, before: list[Any], before_ids: list[int]) -> None:
         dict.update(holder, before)
     else:
         holder.update(before) if isinstance(holder, set) else holder.extend(before)
+
+
+def _methods(kind: type, name: str) -> list[types.FunctionType]:
+    """A method of a class, and those of the same object that it may call, by their names."""
+    waiting, looked_for = [name], set()
+    found: list[types.FunctionType] = []
+    while waiting:
+        name = waiting.pop()
+        if name in looked_for:
+            continue
+        looked_for.add(name)
+        for one in kind.__mro__:
+            method = vars(one).get(name)
+            method = getattr(method, "__func__", method)
+            if isinstance(method, types.FunctionType):
+                found.append(method)
+                waiting.extend(_names(method.__code__))
+    return found
 
 
 def _names(code: types.CodeType) -> set[str]:

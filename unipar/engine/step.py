@@ -254,7 +254,8 @@ class StepEngine(Engine):
         layout, precision = self.world.layout, self.precision
         # Layers that ranks divide look at their own first pass, and a scale of fp8 is of a batch.
         looks_itself = self._whole_steps or layout.cp * layout.tp * layout.ep > 1
-        if num_parts == 1 or looks_itself or self.spec.precision == "fp8":
+        undisturbed = self.reducer.holds_forwards and self.spec.precision != "fp8"
+        if num_parts == 1 or looks_itself or not undisturbed:
             return
 
         def compute(piece: MicroBatch) -> Loss:

@@ -111,6 +111,28 @@ def test_what_hooks_of_a_module_fill_and_weights_moved_by_data_are_put_back() ->
     assert all(map(torch.equal, before, after))
 
 
+class Recording(nn.Module):
+    """What its forward reaches is of a function around it, and of another method."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.note(x)
+        return x
+
+    @staticmethod
+    def note(x: torch.Tensor) -> None:
+        CALLS.append(len(x))
+
+
+def test_what_methods_reach_is_put_back() -> None:
+    model = nn.Sequential(Recording())
+    reach = Reach(model)
+    with reach.watching():
+        model(torch.zeros(3))
+    assert CALLS == [3]
+    reach.put_back()
+    assert not CALLS
+
+
 def giving(value: Any) -> Callable[[], Any]:
     return lambda: value
 
