@@ -8,6 +8,7 @@ shows it: each part alone is a sound loss.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import math
 import sys
@@ -65,7 +66,8 @@ def warn_of_parts(
         return
     losses: list[tuple[float, float]] = []
     rounding = 0.0
-    with contextlib.suppress(Exception), _eagerly():
+    printed = io.StringIO()
+    with contextlib.suppress(Exception), _eagerly(), contextlib.redirect_stdout(printed):
         for piece in pieces:
             loss = _compute(module, piece, compute, reach, world)
             total = loss.total if isinstance(loss, LossSum) else loss
