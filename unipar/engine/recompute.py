@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,7 +27,6 @@ from torch.utils.checkpoint import (
 from unipar.engine.forwards import replace_forward
 from unipar.engine.repeatable import Repeatable
 from unipar.engine.transforms import Undo, last_first, modules_of_classes, repeated_blocks
-from unipar.engine.writes import storages, written_by
 from unipar.errors import ConfigError
 
 log = logging.getLogger("unipar")
@@ -212,22 +212,40 @@ class _Unchanged(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in written_by(func, args, kwargs):
-            self._refuse(func, value)
+        if func._schema.is_mutable:
+            taken = func._schema.arguments
+            given = {**dict(zip((one.name for one in taken), args, strict=False)), **kwargs}
+            for one in taken:
+                if one.alias_info is not None and one.alias_info.is_write:
+                    self._refuse(func, given.get(one.name))
         made = func(*args, **kwargs)
         if func.name() in KEPT:
             # Held, so that no other memory has its place while this looks.
-            self._kept |= storages(made)
+            self._kept |= _storages(made)
         return made
 
     def _refuse(self, operation: Any, value: Any) -> None:
-        if self._kept.keys() & storages(value).keys():
+        if self._kept.keys() & _storages(value).keys():
             raise ConfigError(
                 "activation_checkpointing='selective' keeps the outputs of matrix products, and "
                 f"the model changes one in place ({operation.name()}), so that it would be changed "
                 "twice. Let the model compute a new tensor (x = x + y in place of x += y), or set "
                 "activation_checkpointing='full'."
             )
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of tensors, or of what they are made of: a DTensor has another for each view."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in (one for one in tree_leaves(values) if isinstance(one, torch.Tensor)):
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                found |= _storages(getattr(tensor, name))
+        else:
+            storage = tensor.untyped_storage()
+            # Not its address, which tensors of tensors have not (torch 2.13, storage.py).
+            found[storage._cdata] = storage
+    return found
 
 
 def _casting_each_time(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from unipar.data.batch import MicroBatch
-from unipar.data.picked import picked
+from unipar.data.rolled import rolled
 from unipar.engine.sample_dropout import (
     OPTION,
     REMEDY,
@@ -57,7 +57,7 @@ def check_rows(
     """
     samples = max(microbatch.num_samples, 1)
     try:
-        other = picked(microbatch.data, samples, [samples - 1, *range(samples - 1)])
+        other = rolled(microbatch.data, samples)
     except ValueError as error:
         raise ConfigError(
             f"{OPTION} needs to know which samples a batch has, in a micro-batch of {samples}, and "

@@ -24,7 +24,6 @@ from unipar.engine.divider import Divider, PartOf
 from unipar.engine.divisible import has_modes
 from unipar.engine.first_step import watch_first_step
 from unipar.engine.guard import GradientGuard, guard_optimizer
-from unipar.engine.halves import warn_of_parts
 from unipar.engine.inner import backward_pass
 from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
 from unipar.engine.losses import compute_loss
@@ -151,7 +150,7 @@ class StepEngine(Engine):
         self.replicas: Replicas | None = None
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
-        self._untried = self._unlooked = True
+        self._untried = True
         each = () if optimizer is None else optimizers_in(optimizer).values()
         self._modal: list[Any] = [one for one in each if has_modes(one)]
         self._resting = bool(self._modal)
@@ -186,8 +185,6 @@ class StepEngine(Engine):
                 self._drop_given_up()
             if self._dropout is not None and batch.global_num_samples > self._looked_at:
                 self._check_dropout(self._dropout, batch, loss_fn)
-            if self._unlooked:
-                self._look_at_parts(batch, loss_fn)
             self.reducer.begin(whole_step=True)
             self._begin()
             if self._pipeline is not None:
@@ -246,37 +243,6 @@ class StepEngine(Engine):
             exact=self.precision.dtype is torch.float32,
         )
         self._looked_at = batch.global_num_samples
-
-    def _look_at_parts(self, batch: Batch, loss_fn: LossFn) -> None:
-        """Look whether the first batch's loss is the mean of those of its parts."""
-        self._unlooked = False
-        num_parts = self.world.data_size * len(batch)
-        layout, precision = self.world.layout, self.precision
-        # Layers that ranks divide look at their own first pass, and a scale of fp8 is of a batch.
-        looks_itself = self._whole_steps or layout.cp * layout.tp * layout.ep > 1
-        undisturbed = self.reducer.holds_forwards and self.spec.precision != "fp8"
-        if num_parts == 1 or looks_itself or not undisturbed:
-            return
-
-        def compute(piece: MicroBatch) -> Loss:
-            try:
-                return self._loss(self.eval_model, piece, loss_fn, None, training=False)
-            except Exception:
-                self._given_up = True
-                raise
-
-        # Without autocast rounding hides less.
-        with precision.left_out() if precision.autocasts else contextlib.nullcontext():
-            warn_of_parts(
-                self.module,
-                batch.microbatches[0],
-                loss_fn,
-                compute,
-                self.world,
-                num_parts=num_parts,
-                exact=precision.autocasts or precision.dtype is torch.float32,
-            )
-        self._drop_given_up()
 
     def _dividing(
         self, model: nn.Module, microbatch: MicroBatch, loss_fn: LossFn

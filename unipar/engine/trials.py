@@ -22,8 +22,6 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from unipar.engine.reach import contents, ids, restore
-
 ATTENTION = "scaled_dot_product_attention"
 _DROPOUTS = {
     functional.dropout,
@@ -140,7 +138,7 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
     kept = [(module, dict(vars(module))) for module in model.modules()]
     values = [v for _, own in kept for key, v in own.items() if key not in _OF_TORCH]
     held = {
-        id(value): (value, contents(value), ids(value))
+        id(value): (value, list(value.items() if isinstance(value, dict) else value), _ids(value))
         for value in values
         if isinstance(value, (list, set, dict, deque))
     }
@@ -152,8 +150,20 @@ def own_attributes(model: nn.Module) -> Iterator[None]:
             for key in own.keys() - attributes.keys():
                 del own[key]
             own.update(attributes)
-        for value, before, before_ids in held.values():
-            restore(value, before, before_ids)
+        for value, before, ids in held.values():
+            # Only what is another: there are dicts that cannot be changed.
+            if _ids(value) != ids:
+                value.clear()
+                if isinstance(value, dict):
+                    # A Counter's own would count the pairs.
+                    dict.update(value, before)
+                else:
+                    value.update(before) if isinstance(value, set) else value.extend(before)
+
+
+def _ids(value: Any) -> list[int]:
+    held = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+    return [id(one) for one in held]
 
 
 class _NoDropout(TorchFunctionMode):
