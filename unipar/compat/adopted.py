@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -244,15 +244,21 @@ class AdoptedOptimizer(PreparedOptimizer):
             for p, grad in zip(parameters, held, strict=True):
                 p.grad = grad
 
-    def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
+    def clip_given(self, max_norm: float, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """:meth:`clip` what a script has given, which may be more than the optimizer steps.
+
+        Raises:
+            ConfigError: it is, and gradients are with what steps alone.
+        """
         model = self.model
         assert model is not None
         if not self.lends_gradients:
+            clipped = {model.name_of(one) for one in given}
             held = {model.name_of(p) for group in self.param_groups for p in group["params"]}
             known = [name for names in self._numbered for name in names]
             left = [
                 name for name, one in model.module.named_parameters()
-                if one.requires_grad and name not in held and name not in known
+                if name in clipped and one.requires_grad and name not in held and name not in known
             ]  # fmt: skip
             if left:
                 raise ConfigError(
@@ -262,7 +268,7 @@ class AdoptedOptimizer(PreparedOptimizer):
                     "Freeze the others (requires_grad_(False)), or use a strategy that leaves "
                     "gradients whole, such as ddp."
                 )
-        return super().clip(max_norm, device)
+        return self.clip(max_norm, self.world.device)
 
     def take_step(self) -> None:
         if self._carried and self.begun:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -156,6 +158,25 @@ class GradientGuard:
                         parameter.grad = absent
                         self._hidden.append((parameter, grad, absent))
         self._marks = self.look()
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Surround a forward pass that may be compiled with ``None`` where stand-ins are.
+
+        What compiles describes ``parameter.grad`` too (torch 2.13, _subclasses/meta_utils.py).
+        """
+        held: list[tuple[nn.Parameter, AbsentGradient]] = []
+        if self._hidden and "torch._dynamo" in sys.modules:
+            with torch._C.DisableTorchFunctionSubclass():
+                held = [(p, absent) for p, _, absent in self._hidden if p.grad is absent]
+                for parameter, _ in held:
+                    parameter.grad = None
+        try:
+            yield
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, absent in held:
+                    parameter.grad = absent
 
     def check(self, *, begun: bool) -> None:
         """Refuse gradients that something else than the engine's backward passes has touched.

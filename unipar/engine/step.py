@@ -519,7 +519,7 @@ class StepEngine(Engine):
             self._loop.forwards += 1
         else:
             self._drop_given_up()
-        with self._loop:
+        with self._loop, self._guard.lifted():
             if not self.precision.surrounds:
                 return self.loop_model(*args, **kwargs)
             with self.precision.forward():
@@ -631,6 +631,10 @@ class StepEngine(Engine):
     def speak_of(self, calls: LoopCalls) -> None:
         """Name the calls of a loop that is not by the engine's own in messages."""
         self._guard.calls = calls
+
+    def without_stand_ins(self) -> AbstractContextManager[None]:
+        """Surround a pass that does not go through the engine, and may be compiled."""
+        return self._guard.lifted()
 
     @property
     def lends_gradients(self) -> bool:

@@ -139,9 +139,11 @@ class Runner:
         device = self._model.world.device
         # Not by a call of the engine, to which one that fails would be a step that has failed.
         called, surrounding = module, contextlib.nullcontext
+        lifting = contextlib.nullcontext
         if training is not None and isinstance(training.engine, StepEngine):
             called = module if graph or self.is_copy else training.engine.eval_model
             surrounding = training.engine.precision.forward
+            lifting = training.engine.without_stand_ins
         # What it writes into what it is given, the script would find.
         args, kwargs = rebuilt(changed((args, kwargs), lambda one: one.detach().clone()))
         # What is replaced stays alive, and keeps its identity.
@@ -157,6 +159,7 @@ class Runner:
             _own_weights(module, first=not self.looked_into) as written,
             _Watching(drops=drawing is not None) as watched,
             surrounding(),
+            lifting(),
             computing(),
             contextlib.nullcontext() if drawing is None else drawing.going_on(),
         ):

@@ -137,7 +137,7 @@ def clip_grad_norm_(
         if current.session is None or not current.session.capabilities.clipping:
             raise ConfigError("this strategy cannot clip gradients. Use another, or leave it out.")
         refuse_scaled()
-        return trained[0].clip(float(max_norm), trained[0].world.device)
+        return trained[0].clip_given(float(max_norm), given)
     asked = f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})"
     _fetch(trained, f"{asked} of {len(given)} parameters")
     return nn.utils.clip_grad_norm_(given, max_norm, norm_type, *args, **kwargs)
