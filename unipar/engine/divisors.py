@@ -19,7 +19,7 @@ log = logging.getLogger("unipar")
 
 # As torch 2.13 has them, derivatives.yaml: names of functions, and what each keeps (_saved_…).
 _PASSED = (
-    *("Add", "Sub", "Rsub", "Neg", "Mul", "ToCopy", "Clone", "Alias", "View", "UnsafeView"),
+    *("Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView"),
     *("Squeeze", "Unsqueeze", "Select", "Stack", "Expand", "Permute", "T"),
 )
 _MEANS = (
@@ -54,11 +54,14 @@ class Part:
         return [float(one) for one in self.found]
 
     def _read(self, root: Any) -> None:
-        waiting, seen, summed = [root], 0, False
+        waiting, seen, summed, scaled = [root], 0, False, False
         while waiting and seen < _MOST:
             node = waiting.pop()
             seen += 1
-            kind = node.name().rpartition("Backward")[0]
+            # A user's own function has no number behind its name.
+            kind, _, number = node.name().rpartition("Backward")
+            if not number.isdecimal():
+                continue
             if kind == "Div":
                 other = node._saved_other
                 if isinstance(other, torch.Tensor) and other.numel() == 1:
@@ -83,10 +86,14 @@ class Part:
                 inner = [one for one, _ in node.next_functions if one is not None]
                 waiting += [one for one in inner if one.name().startswith("DivBackward")]
                 continue
+            elif kind == "Mul":
+                # A factor may be one over the number of samples.
+                other = node._saved_other
+                scaled |= not isinstance(other, torch.Tensor) or other.numel() == 1
             elif kind not in _PASSED:
                 continue
             waiting += [one for one, _ in reversed(node.next_functions) if one is not None]
-        self.sums = summed and not self.found
+        self.sums = summed and not self.found and not scaled
 
 
 def _num_inputs(node: Any) -> float:

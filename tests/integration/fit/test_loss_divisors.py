@@ -102,7 +102,11 @@ def of_each_sample(model: Any, batch: Any) -> torch.Tensor:
 
 
 def sum_by_samples(model: Any, batch: Any) -> torch.Tensor:
-    return each(model, batch).sum() / len(batch[0]) / 3.0 + 0 * torch.tensor(1.0)
+    return each(model, batch).sum() / len(batch[0])
+
+
+def sum_by_factor(model: Any, batch: Any) -> torch.Tensor:
+    return (1 / len(batch[0])) * each(model, batch).mean(1).sum()
 
 
 def penalized(model: Any, batch: Any) -> torch.Tensor:
@@ -113,6 +117,24 @@ def by_all(model: Any, batch: Any) -> torch.Tensor:
     number = batch[2].sum()
     torch.distributed.all_reduce(number)
     return (each(model, batch) * batch[2]).sum() / (number / torch.distributed.get_world_size())
+
+
+class Div(torch.autograd.Function):
+    """Has the name of torch's own in its graph, and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss / 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / 2
+
+
+def by_own_function(model: Any, batch: Any) -> torch.Tensor:
+    loss = Div.apply(mean(model, batch))
+    assert isinstance(loss, torch.Tensor)
+    return loss
 
 
 def summed(model: Any, batch: Any) -> LossSum:
@@ -169,7 +191,16 @@ WRONG = [
     masked, masked_first, masked_by_number, chosen, chosen_errors, ignoring, ignoring_smooth,
     of_classes, small,
 ]  # fmt: skip
-RIGHT = [mean, smooth, of_each_sample, sum_by_samples, summed, COUNTED]
+RIGHT = [
+    mean,
+    smooth,
+    of_each_sample,
+    sum_by_samples,
+    sum_by_factor,
+    by_own_function,
+    summed,
+    COUNTED,
+]
 
 
 @pytest.mark.parametrize(
