@@ -217,8 +217,6 @@ class StepEngine(Engine):
             if index < last:
                 # What its graph keeps would be held beside the next one's.
                 loss = None
-        if self._parts is not None:
-            self._told = warn_of_parts(self._parts, self.world)
         return loss
 
     def _looks_at_parts(self, batch: Batch) -> bool:
@@ -421,6 +419,10 @@ class StepEngine(Engine):
             self.reducer.finish_guessed(lent=self._guard.lends)
         else:
             self.reducer.finish()
+        if self._parts is not None:
+            # Not before: ranks are known to be in the same step, and to have reduced alike.
+            parts, self._parts = self._parts, None
+            self._told = warn_of_parts(parts, self.world)
         return reduced
 
     def _fingerprint(self) -> int:
@@ -476,7 +478,7 @@ class StepEngine(Engine):
         self.average.clear()
         self._loop.clear()
         self._guard.clear()
-        self._reduced = None
+        self._reduced = self._parts = None
         self._looked_at_late = 0
         self.reducer.forget()
 
