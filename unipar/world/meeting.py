@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 from unipar.world.network import (
     Arrival,
     allow_connections,
@@ -135,7 +135,9 @@ def _tell_who_is_late(store: Store, told: str, came: str, placement: Placement) 
             log.warning(
                 "of %d ranks %s not come in %g s. The others wait for up to %g s.",
                 placement.size,
-                f"rank {missing[0]} has" if len(missing) == 1 else f"{_some(missing)} have",
+                f"rank {missing[0]} has"
+                if len(missing) == 1
+                else f"ranks {first_few([*map(str, missing)], _NAMED)} have",
                 QUIET,
                 placement.timeout,
             )
@@ -144,11 +146,6 @@ def _tell_who_is_late(store: Store, told: str, came: str, placement: Placement) 
 def _missing(store: Store, came: str, size: int) -> list[int]:
     """The ranks that have not come."""
     return [rank for rank in range(size) if not store.check([f"{came}/{rank}"])]
-
-
-def _some(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return ", ".join(map(str, ranks[:_NAMED])) + more
 
 
 def _tell(store: Store, key: str, **what: Any) -> None:
@@ -171,12 +168,10 @@ def _find(placement: Placement) -> _Place:
 def _reach(method: str, placement: Placement) -> Store:
     """Wait for the store that rank 0 keeps."""
     timeout = timedelta(seconds=placement.timeout)
+    found = rendezvous(method, placement.rank, placement.size, timeout=timeout)
     where = host_of(method)
-    if method == "env://":
-        where = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
     if where is None:
-        store, _, _ = next(iter(rendezvous(method, placement.rank, placement.size)))
-        return store
+        return next(iter(found))[0]
     host, port = where
     await_name(host, placement.timeout)
     address = f"{host}, port {port}"
@@ -195,8 +190,7 @@ def _reach(method: str, placement: Placement) -> Store:
     limit = f"{placement.timeout:g} s"
     try:
         with told_of(f"{unmet} in {QUIET:g} s; it waits for up to {limit}. {remedy}"):
-            found = rendezvous(method, placement.rank, placement.size, timeout=timeout)
-            store, _, _ = next(iter(found))
+            return next(iter(found))[0]
     except dist.DistError as error:
         said = str(error).partition("\n")[0].rstrip(".")
         if placement.rank == 0 and not isinstance(error, dist.DistStoreError):
@@ -205,7 +199,6 @@ def _reach(method: str, placement: Placement) -> Store:
                 "host and MASTER_PORT to a port that is free there, for all processes alike."
             ) from error
         raise dist.DistStoreError(f"{unmet} within {limit} ({said}). {remedy}") from error
-    return store
 
 
 def _different_versions(arrivals: Sequence[Arrival]) -> str | None:

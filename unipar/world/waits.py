@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -73,9 +74,11 @@ def await_name(host: str, timeout: float) -> None:
         time.sleep(min(_AGAIN, timeout))
 
 
-def host_of(method: str) -> tuple[str, int] | None:
-    """The host and port of a meeting point; ``None`` of one that has none."""
-    parts = urlsplit(method)
-    if parts.scheme != "tcp" or parts.hostname is None or parts.port is None:
-        return None
-    return parts.hostname, parts.port
+def host_of(method: str) -> tuple[str, str] | None:
+    """The host and port of a meeting point; ``None`` of one that has none, or does not say it."""
+    if method == "env://":
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    else:
+        parts = urlsplit(method)
+        host, port = parts.hostname, parts.scheme == "tcp" and str(parts.port or "")
+    return (host, port) if host and port else None

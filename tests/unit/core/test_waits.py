@@ -95,6 +95,12 @@ def test_a_port_that_is_taken_is_named() -> None:
             meeting.meet(placement)
 
 
+def test_a_host_that_is_not_given_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="environment variable MASTER_ADDR expected"):
+        meeting.meet(Placement(0, 2, init_method="env://", timeout=60.0))
+
+
 @pytest.mark.usefixtures("soon")
 def test_rank_0_says_who_is_late(caplog: pytest.LogCaptureFixture) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
