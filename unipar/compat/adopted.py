@@ -253,13 +253,10 @@ class AdoptedOptimizer(PreparedOptimizer):
         model = self.model
         assert model is not None
         if not self.lends_gradients:
-            clipped = {model.name_of(one) for one in given}
             held = {model.name_of(p) for group in self.param_groups for p in group["params"]}
-            known = [name for names in self._numbered for name in names]
-            left = [
-                name for name, one in model.module.named_parameters()
-                if name in clipped and one.requires_grad and name not in held and name not in known
-            ]  # fmt: skip
+            held.update(name for names in self._numbered for name in names)
+            names = [model.name_of(one) for one in given if one.requires_grad]
+            left = [name for name in names if name is not None and name not in held]
             if left:
                 raise ConfigError(
                     f"{self.calls.clip}: the optimizer has some of the parameters that are "

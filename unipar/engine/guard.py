@@ -6,6 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -159,24 +160,29 @@ class GradientGuard:
                         self._hidden.append((parameter, grad, absent))
         self._marks = self.look()
 
-    @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lifted(self) -> AbstractContextManager[None]:
         """Surround a forward pass that may be compiled with ``None`` where stand-ins are.
 
         What compiles describes ``parameter.grad`` too (torch 2.13, _subclasses/meta_utils.py).
         """
-        held: list[tuple[nn.Parameter, AbsentGradient]] = []
         if self._hidden and "torch._dynamo" in sys.modules:
-            with torch._C.DisableTorchFunctionSubclass():
-                held = [(p, absent) for p, _, absent in self._hidden if p.grad is absent]
-                for parameter, _ in held:
-                    parameter.grad = None
+            return self._lifted()
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _lifted(self) -> Iterator[None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            held = [(p, absent) for p, _, absent in self._hidden if p.grad is absent]
+            for parameter, _ in held:
+                parameter.grad = None
         try:
             yield
         finally:
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter, absent in held:
-                    parameter.grad = absent
+                    # What the pass itself has put there is to be seen.
+                    if parameter.grad is None:
+                        parameter.grad = absent
 
     def check(self, *, begun: bool) -> None:
         """Refuse gradients that something else than the engine's backward passes has touched.
