@@ -6,6 +6,7 @@ part's is a sound loss, so that nothing else shows it. Nothing is computed or ca
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 
+from unipar.engine.doubling import Doubling
+from unipar.loss import Loss
 from unipar.world import World
 
 log = logging.getLogger("unipar")
@@ -21,10 +24,6 @@ log = logging.getLogger("unipar")
 _PASSED = (
     *("Add", "Sub", "Rsub", "Neg", "ToCopy", "Clone", "Alias", "View", "UnsafeView"),
     *("Squeeze", "Unsqueeze", "Select", "Stack", "Expand", "Permute", "T"),
-)
-_MEANS = (
-    *("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "MultiMarginLoss"),
-    *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MultilabelMarginLoss"),
 )
 _MEAN = 1
 """``reduction`` of a loss function, as its graph keeps it."""
@@ -62,38 +61,45 @@ class Part:
             kind, _, number = node.name().rpartition("Backward")
             if not number.isdecimal():
                 continue
-            if kind == "Div":
-                other = node._saved_other
-                if isinstance(other, torch.Tensor) and other.numel() == 1:
-                    self.found.append(other.detach())
-            elif kind == "Mean":
+            following = [one for one, _ in reversed(node.next_functions) if one is not None]
+            if kind == "Mean":
                 self.found.append(float(math.prod(node._saved_self_sym_sizes)))
-                continue
-            elif kind in ("NllLoss", "NllLoss2D"):
+            elif kind in _LOSSES:
                 if node._saved_reduction == _MEAN:
-                    self.found.append(node._saved_total_weight)
+                    self._found(_LOSSES[kind](node))
                 summed |= node._saved_reduction == _SUM
-                continue
-            elif kind in _MEANS:
-                if node._saved_reduction == _MEAN:
-                    self.found.append(_num_inputs(node))
-                summed |= node._saved_reduction == _SUM
-                continue
             elif kind == "Sum":
                 sizes = node._saved_self_sym_sizes
                 summed |= len(sizes) > 0 and sizes[0] == self.num_samples
                 # What is divided before it is summed.
-                inner = [one for one, _ in node.next_functions if one is not None]
-                waiting += [one for one in inner if one.name().startswith("DivBackward")]
-                continue
+                waiting += [one for one in following if one.name().startswith("DivBackward")]
+            elif kind == "Div":
+                self._found(_kept(node, "_saved_other"))
+                waiting += following
             elif kind == "Mul":
                 # A factor may be one over the number of samples.
-                other = node._saved_other
+                other = _kept(node, "_saved_other")
                 scaled |= not isinstance(other, torch.Tensor) or other.numel() == 1
-            elif kind not in _PASSED:
-                continue
-            waiting += [one for one, _ in reversed(node.next_functions) if one is not None]
+                waiting += following
+            elif kind in _PASSED:
+                waiting += following
         self.sums = summed and not self.found and not scaled
+
+    def _found(self, divisor: Any) -> None:
+        if isinstance(divisor, float):
+            self.found.append(divisor)
+        elif isinstance(divisor, torch.Tensor) and divisor.numel() == 1:
+            self.found.append(divisor.detach())
+
+
+def _kept(node: Any, name: str) -> Any:
+    """What a function has kept of an argument; ``None`` where it would have to be brought back.
+
+    A checkpointed region would be computed for it, and what is offloaded would be copied (hooks of
+    saved tensors; torch 2.8 does not tell of them yet).
+    """
+    held = getattr(node, f"_raw{name}", None)
+    return None if getattr(held, "unpack_hook", None) is not None else getattr(node, name)
 
 
 def _num_inputs(node: Any) -> float:
@@ -102,22 +108,56 @@ def _num_inputs(node: Any) -> float:
     return math.nan if before is None else float(math.prod(before._input_metadata[place].shape))
 
 
-def warn_of_parts(parts: Sequence[Part], world: World) -> bool:
-    """Warn of a mean that is not over samples, where a batch is divided. Collective.
+_LOSSES = {
+    **dict.fromkeys(("NllLoss", "NllLoss2D"), functools.partial(_kept, name="_saved_total_weight")),
+    **dict.fromkeys(
+        (
+            *("MseLoss", "SmoothL1Loss", "HuberLoss", "SoftMarginLoss", "MultiMarginLoss"),
+            *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MultilabelMarginLoss"),
+        ),
+        _num_inputs,
+    ),
+}
+"""What a loss function with ``reduction`` divides a mean by."""
+
+
+class Divisors:
+    """Compares what parts of a batch are divided by, in some steps, and warns once.
 
     Args:
-        parts: of this rank's micro-batches that count.
         world: the joined processes.
-
-    Returns:
-        Whether there was something to warn of.
     """
-    own = [(part.num_samples, part.sums, part.values()) for part in parts]
-    every = [part for rank in world.gather(own) for part in rank]
-    problem = _problem(every)
-    if problem and world.rank == 0:
-        log.warning("%s", problem)
-    return bool(problem)
+
+    def __init__(self, world: World) -> None:
+        self._world, self._looks = world, Doubling()
+        self._told = False
+        self._parts: list[Part] | None = None
+
+    def begin(self, steps: int, num_microbatches: int) -> None:
+        """Begin the step after so many, of so many micro-batches on each rank."""
+        due = self._looks.is_due(steps) and not self._told
+        divided = num_microbatches * self._world.data_size > 1
+        self._parts = [] if due and divided else None
+
+    def note(self, loss: Loss, num_samples: int) -> None:
+        """Read a micro-batch's loss, before its backward pass."""
+        if self._parts is not None and num_samples and isinstance(loss, torch.Tensor):
+            self._parts.append(Part(loss, num_samples))
+
+    def forget(self) -> None:
+        """Give up the step."""
+        self._parts = None
+
+    def compare(self) -> None:
+        """Warn of a mean that is not over samples. Collective, where the step is looked at."""
+        if self._parts is None:
+            return
+        own = [(part.num_samples, part.sums, part.values()) for part in self._parts]
+        self._parts = None
+        problem = _problem([part for rank in self._world.gather(own) for part in rank])
+        self._told = bool(problem)
+        if problem and self._world.rank == 0:
+            log.warning("%s", problem)
 
 
 def _problem(parts: Sequence[tuple[int, bool, list[float]]]) -> str:

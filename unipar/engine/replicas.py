@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from unipar.engine.doubling import Doubling
 from unipar.errors import ConfigError, first_few
 from unipar.world import World
 
@@ -39,7 +40,7 @@ class Replicas:
 
     def __init__(self, module: nn.Module, world: World, *, weights: bool) -> None:
         self._module, self._world, self._weights = module, world, weights
-        self._before: int | None = None
+        self._looks = Doubling()
         self._told = False
         self._kinds: dict[str, _Marks] = {}
 
@@ -57,10 +58,7 @@ class Replicas:
             steps: how many were taken before this one, of which the forward passes are done.
         """
         self._kinds = {}
-        if self._before is None:
-            self._before = steps
-        number = steps - self._before + 1
-        if number & (number - 1):
+        if not self._looks.is_due(steps):
             return 0
         if self._weights:
             self._kinds["weights"] = _marks_of(self._module.named_parameters(), self._world)

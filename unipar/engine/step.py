@@ -22,7 +22,7 @@ from unipar.engine.alike import fingerprint, refuse_unlike
 from unipar.engine.average import LossAverage
 from unipar.engine.divider import Divider, PartOf
 from unipar.engine.divisible import has_modes
-from unipar.engine.divisors import Part, warn_of_parts
+from unipar.engine.divisors import Divisors
 from unipar.engine.first_step import watch_first_step
 from unipar.engine.guard import GradientGuard, guard_optimizer
 from unipar.engine.inner import backward_pass
@@ -152,9 +152,7 @@ class StepEngine(Engine):
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
         self._untried = True
-        self._parts: list[Part] | None = None
-        self._first_step: int | None = None
-        self._told = False
+        self._divisors = Divisors(world)
         each = () if optimizer is None else optimizers_in(optimizer).values()
         self._modal: list[Any] = [one for one in each if has_modes(one)]
         self._resting = bool(self._modal)
@@ -205,26 +203,20 @@ class StepEngine(Engine):
 
     def _run_microbatches(self, batch: Batch, loss_fn: LossFn) -> Loss | None:
         """Forward and backward passes of a step; the last loss, with its graph."""
-        self._parts = [] if self._looks_at_parts(batch) else None
+        if not self._whole_steps:
+            self._divisors.begin(self.num_steps, len(batch))
         run = self._pass if self._dropout is None and self._divider is None else self._divided_pass
         last = len(batch.microbatches) - 1
-        loss = None
         if last == 0:
-            loss = run(batch.microbatches[0], loss_fn, batch, last=True)
-        for index, microbatch in enumerate(batch.microbatches if last else ()):
+            return run(batch.microbatches[0], loss_fn, batch, last=True)
+        loss = None
+        for index, microbatch in enumerate(batch.microbatches):
             with self.reducer.microbatch(last=index == last):
                 loss = run(microbatch, loss_fn, batch, last=index == last)
             if index < last:
                 # What its graph keeps would be held beside the next one's.
                 loss = None
         return loss
-
-    def _looks_at_parts(self, batch: Batch) -> bool:
-        """Whether this step looks what losses are divided by: ever more rarely, for it waits."""
-        self._first_step = self.num_steps if self._first_step is None else self._first_step
-        number = self.num_steps - self._first_step + 1
-        divided = len(batch) * self.world.data_size > 1 and not self._whole_steps
-        return divided and not self._told and not number & (number - 1)
 
     def _divided_pass(
         self, microbatch: MicroBatch, loss_fn: LossFn, batch: Batch, *, last: bool
@@ -277,8 +269,7 @@ class StepEngine(Engine):
         marks = self._guard.look() if self.average.begun else self._guard.nothing
         loss = self._loss(self.model, microbatch, loss_fn, part_of, training=True)
         self._guard.compare(marks)
-        if self._parts is not None and microbatch.num_samples and isinstance(loss, torch.Tensor):
-            self._parts.append(Part(loss, microbatch.num_samples))
+        self._divisors.note(loss, microbatch.num_samples)
         if self._dropout is not None:
             self._dropout.end_forward()
         if not self.average.begun:
@@ -419,10 +410,8 @@ class StepEngine(Engine):
             self.reducer.finish_guessed(lent=self._guard.lends)
         else:
             self.reducer.finish()
-        if self._parts is not None:
-            # Not before: ranks are known to be in the same step, and to have reduced alike.
-            parts, self._parts = self._parts, None
-            self._told = warn_of_parts(parts, self.world)
+        # Not before: ranks are known to be in the same step, and to have reduced alike.
+        self._divisors.compare()
         return reduced
 
     def _fingerprint(self) -> int:
@@ -478,7 +467,8 @@ class StepEngine(Engine):
         self.average.clear()
         self._loop.clear()
         self._guard.clear()
-        self._reduced = self._parts = None
+        self._divisors.forget()
+        self._reduced = None
         self._looked_at_late = 0
         self.reducer.forget()
 

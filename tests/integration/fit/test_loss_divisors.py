@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from told import warned_of
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from unipar import LossSum, Objective, Session
 from unipar.testing.pool import WorldPools
@@ -154,36 +155,21 @@ COUNTED = Objective(
 )
 
 
-class Records(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def told(
     placement: Placement, strategy: str, losses: list[Any], size: int, precision: Any = "fp32"
 ) -> list[list[str]]:
     """What a rank warns of in two steps by each loss."""
     found = []
     for loss in losses:
-        records = Records()
-        log = logging.getLogger("unipar")
-        log.addHandler(records)
-        try:
-            options: dict[str, Any] = {"placement": placement, "precision": precision}
-            with Session(strategy, device="cpu", **options) as session:
-                engine = session.prepare(build(), optimizer=sgd)
-                loader = session.loader(
-                    data(), global_batch_size=BATCH, micro_batch_size=size, shuffle=False
-                )
-                for batch in loader:
-                    engine.train_step(batch, loss)
-        finally:
-            log.removeHandler(records)
-        found.append(records.said)
+        options: dict[str, Any] = {"placement": placement, "precision": precision}
+        with warned_of() as said, Session(strategy, device="cpu", **options) as session:
+            engine = session.prepare(build(), optimizer=sgd)
+            loader = session.loader(
+                data(), global_batch_size=BATCH, micro_batch_size=size, shuffle=False
+            )
+            for batch in loader:
+                engine.train_step(batch, loss)
+        found.append(said)
     return found
 
 
@@ -239,3 +225,28 @@ def test_a_sum_over_samples_is_told_of(world_pool: WorldPools) -> None:
     assert len(said) == 1
     assert "the loss is a sum over samples, and counts as a mean over them" in said[0]
     assert not none
+
+
+def computed_again(placement: Placement) -> int:
+    """How often a checkpointed loss is computed in one step."""
+    calls: list[int] = []
+
+    def of_output(output: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return (output.square().sum(-1) * weights).sum() / weights.sum()
+
+    def loss(model: Any, batch: Any) -> Any:
+        return checkpoint(of_output, model(batch[0]), batch[2], use_reentrant=False)
+
+    with Session("ddp", device="cpu", placement=placement) as session:
+        engine = session.prepare(build(), optimizer=sgd)
+        engine.train_step(next(iter(session.loader(data(), global_batch_size=BATCH))), loss)
+    return len(calls)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"),  # pyright: ignore[reportAttributeAccessIssue]
+    reason="this torch does not tell what has to be computed again",
+)
+def test_a_checkpointed_loss_is_not_computed_to_be_read(world_pool: WorldPools) -> None:
+    assert world_pool(2).run(computed_again) == [2, 2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small_run import accuracy, build, data, fit_in_world, make_scheduler
+from told import warned_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -198,31 +198,20 @@ class Codebook(nn.Module):
 
 def keeping(placement: Placement, strategy: str, kept: str) -> tuple[list[str], str]:
     """What a rank logs in four steps, of different samples, and how they end."""
-    said = Said()
-    logging.getLogger("unipar").addHandler(said)
-    try:
-        with Session(strategy, device="cpu", placement=placement) as session:
-            torch.manual_seed(0)
-            engine = session.prepare(Codebook(kept), optimizer="SGD")
-            for step in range(4):
-                x = torch.arange(6.0).reshape(2, 3) * (1 + placement.rank) + step
-                batch = Batch((MicroBatch((x, x[:, :2]), 2),), 4)
-                try:
-                    engine.train_step(batch, squared_error)
-                except ConfigError as error:
-                    return said.lines, str(error)
-    finally:
-        logging.getLogger("unipar").removeHandler(said)
-    return said.lines, ""
-
-
-class Said(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+    with (
+        warned_of() as said,
+        Session(strategy, device="cpu", placement=placement) as session,
+    ):
+        torch.manual_seed(0)
+        engine = session.prepare(Codebook(kept), optimizer="SGD")
+        for step in range(4):
+            x = torch.arange(6.0).reshape(2, 3) * (1 + placement.rank) + step
+            batch = Batch((MicroBatch((x, x[:, :2]), 2),), 4)
+            try:
+                engine.train_step(batch, squared_error)
+            except ConfigError as error:
+                return said, str(error)
+    return said, ""
 
 
 def squared_error(model: nn.Module, batch: Any) -> torch.Tensor:
