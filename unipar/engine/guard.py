@@ -49,7 +49,8 @@ class GradientGuard:
         self._is_none: Callable[[nn.Parameter], bool] | None = None
         self.lends = self._kept = False
         self.calls = LoopCalls()
-        self._absent: dict[nn.Parameter, AbsentGradient] = {}
+        # One for each parameter, once there is one.
+        self._absents: list[AbsentGradient | None] = [None] * len(self._parameters)
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._marks: list[Mark] = []
         self._passes = 0
@@ -87,8 +88,10 @@ class GradientGuard:
         """Return what :meth:`compare` is given after the user's code."""
         if not self._reducer.watches_gradients:
             return []
-        parameters = self._parameters
-        return [NOTHING if (grad := p.grad) is None else _mark(grad) for p in parameters]
+        # Of a class of tensors with functions of its own, each attribute would take twice as long.
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [parameter.grad for parameter in self._parameters]
+            return [NOTHING if grad is None else _mark(grad) for grad in grads]
 
     # -- a user's own loop -----------------------------------------------------------------------
 
@@ -145,19 +148,21 @@ class GradientGuard:
         if self._reducer.hides_gradients or self.lends:
             # A framework's own class of parameters may do things when they are set.
             with torch._C.DisableTorchFunctionSubclass():
-                for parameter in self._parameters:
+                for index, parameter in enumerate(self._parameters):
+                    grad = parameter.grad
                     # One that was frozen since has the gradient of an earlier pass.
-                    if parameter.requires_grad or parameter.grad is not None:
-                        grad, absent = parameter.grad, self._absent.get(parameter)
-                        if grad is None and self._is_none is not None and self._is_none(parameter):
-                            continue
-                        # ZeRO's third stage changes the shapes of parameters.
-                        if absent is None or absent.shape != parameter.shape:
-                            absent = AbsentGradient.of(parameter, self._fetch, self.calls)
-                            self._absent[parameter] = absent
-                        absent._stepped = stepped
-                        parameter.grad = absent
-                        self._hidden.append((parameter, grad, absent))
+                    if grad is None and not parameter.requires_grad:
+                        continue
+                    if grad is None and self._is_none is not None and self._is_none(parameter):
+                        continue
+                    absent = self._absents[index]
+                    # ZeRO's third stage changes the shapes of parameters.
+                    if absent is None or absent.shape != parameter.shape:
+                        absent = AbsentGradient.of(parameter, self._fetch, self.calls)
+                        self._absents[index] = absent
+                    absent._stepped = stepped
+                    parameter.grad = absent
+                    self._hidden.append((parameter, grad, absent))
         self._marks = self.look()
 
     def lifted(self) -> AbstractContextManager[None]:

@@ -17,32 +17,38 @@ from unipar.errors import ConfigError
 
 _CLOSED = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, nn.Module)
 """What holds no output."""
+_PLAIN = {dict, list, tuple, set, frozenset}
+"""What has no attributes."""
 
 
 def tensors_of(data: Any) -> Iterator[torch.Tensor]:
     """Every tensor in what a module gives, in containers and in attributes of any object."""
-    return _tensors(data, set())
+    # Kept for as long: what an attribute is made for would leave its address to another one.
+    left, seen = [data], dict[int, Any]()
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            yield one
+            continue
+        if one is None or isinstance(one, _CLOSED) or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        held: list[Any] = []
+        if isinstance(one, Mapping):
+            held += one.values()
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            held += one
+        if type(one) not in _PLAIN:
+            held += _attributes(one)
+        left += reversed(held)
 
 
-def _tensors(data: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-        return
-    if data is None or isinstance(data, _CLOSED) or id(data) in seen:
-        return
-    seen.add(id(data))
-    held: list[Any] = []
-    if isinstance(data, Mapping):
-        held += data.values()
-    elif isinstance(data, (list, tuple, set, frozenset)):
-        held += data
-    held += getattr(data, "__dict__", {}).values()
+def _attributes(data: Any) -> Iterator[Any]:
+    yield from getattr(data, "__dict__", {}).values()
     for kind in type(data).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            held.append(getattr(data, name, None))
-    for item in held:
-        yield from _tensors(item, seen)
+            yield getattr(data, name, None)
 
 
 def refuse_hidden_outputs(

@@ -134,8 +134,9 @@ class Reducer:
         model.
         """
         # An optimizer's `zero_grad()` does no more, and takes twenty times as long.
-        for parameter in self.parameters:
-            parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def forget(self) -> None:
         """Be ready for another step, whatever became of this one. No collective."""

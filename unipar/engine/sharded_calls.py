@@ -139,7 +139,9 @@ class _Call:
     def see(self, output: Any, seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Hook the tensors of a module's, besides FSDP's own hooks: a second one does nothing."""
         known: set[int] = set()
-        for tensor in (*tensors_of(output), *tensors_of(self._given)):
+        # One that is no view FSDP finds.
+        found = isinstance(output, torch.Tensor) and output._base is None
+        for tensor in (*(() if found else tensors_of(output)), *tensors_of(self._given)):
             base = tensor._base
             # A view that a function of autograd has made in its forward is the first to have one.
             one = tensor if base is None or not base.requires_grad else base
@@ -163,6 +165,11 @@ class _Call:
         if isinstance(copy, torch.Tensor):
             self._tensors.append((given, copy, changes_of(copy)))
             return
+        if type(given) is tuple is type(copy):
+            # Nobody writes into one.
+            for item, other in zip(given, copy, strict=False):
+                self._pair(item, other)
+            return
         inside = _contents(copy)
         for key, item in _contents(given).items():
             if key in inside:
@@ -171,6 +178,8 @@ class _Call:
 
 
 def _contents(data: Any) -> dict[Any, Any]:
+    if type(data) is dict:
+        return dict(data)
     if isinstance(data, MutableSet):
         return {id(item): item for item in data}
     if dataclasses.is_dataclass(data):

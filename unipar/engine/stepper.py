@@ -140,14 +140,14 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
     """Multiply the gradients that there are, in place."""
     if factor == 1:
         return
-    dense: list[torch.Tensor] = []
     with torch.no_grad():
-        for parameter in parameters:
-            if (grad := parameter.grad) is not None and grad.is_sparse:
-                grad.mul_(factor)
-            elif grad is not None:
-                # What is here of it: shards on several meshes are no list to torch.
-                dense.append(grad.to_local() if is_dtensor(grad) else grad)
+        with torch._C.DisableTorchFunctionSubclass():
+            grads = [grad for one in parameters if (grad := one.grad) is not None]
+            sparse = [grad for grad in grads if grad.is_sparse]
+            # What is here of it: shards on several meshes are no list to torch.
+            dense = [g.to_local() if is_dtensor(g) else g for g in grads if not g.is_sparse]
+        for grad in sparse:
+            grad.mul_(factor)
         # A rank may hold none, where a small model is divided among many.
         if dense:
             torch._foreach_mul_(_buffers_of(dense), factor)  # pyright: ignore[reportPrivateImportUsage]

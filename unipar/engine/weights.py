@@ -101,7 +101,11 @@ class _Watch:
     """Looks at a module's parameters before and after a forward pass."""
 
     def __init__(self, module: nn.Module, rules: _Rules) -> None:
-        self._module, self._rules = module, rules
+        self._rules = rules
+        # By where they are: a framework puts others in their places, and to walk through all
+        # modules takes longer than what is done with them.
+        held = [(one, *named) for one in module.modules() for named in one._parameters.items()]
+        self._places = tuple({p: (one, name) for one, name, p in held if p is not None}.values())
         enter: Any = torch.compiler.disable(self.enter)
         leave: Any = torch.compiler.disable(self.leave)
         self._handles = [
@@ -121,7 +125,11 @@ class _Watch:
             self._handles.pop().remove()
 
     def _copies(self) -> Iterator[nn.Parameter]:
-        return filter(self._rules.is_copy, self._module.parameters())
+        for holder, name in self._places:
+            parameter = holder._parameters.get(name)
+            # A model may take one of its own away.
+            if parameter is not None and self._rules.is_copy(parameter):
+                yield parameter
 
     def _refuse(self, changed: Collection[nn.Parameter]) -> None:
         if changed:

@@ -273,6 +273,7 @@ class ShardReducer(Reducer):
         super().__init__(module, world)
         self.strategy, self._every, self._keeps = strategy, every, keeps
         parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._parts = parts
         self._groups = [group for part in parts for group in sharded_groups(part)]
         named = module.named_parameters()
         # Of experts a rank has its own, and perhaps no sample for them.
@@ -295,7 +296,8 @@ class ShardReducer(Reducer):
         self._trail.look()
         if self._keeps:
             # By a forward pass after the last backward pass: the optimizer makes it old.
-            reshard(self.module)
+            for part in self._parts:
+                part.reshard()
 
     def close(self) -> None:
         while self._undo:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed.fsdp as real
@@ -25,12 +25,6 @@ _REFUSED = ("process_group", "ignored_modules", "ignored_states", "ignored_param
 class FSDPModule:
     """What ``fully_shard`` puts before a module's class; all of it is the strategy's business."""
 
-    _NOTHING: ClassVar = (
-        "set_requires_all_reduce", "set_is_last_backward", "set_reshard_after_backward",
-        "set_reshard_after_forward", "set_unshard_in_backward", "set_modules_to_forward_prefetch",
-        "set_modules_to_backward_prefetch", "unshard", "reshard",
-    )  # fmt: skip
-
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, **options: Any) -> None:
         """Say whether a step is likely to follow the next backward passes."""
         adoption.accumulates = not requires_gradient_sync
@@ -48,10 +42,12 @@ class FSDPModule:
                 module._parameters[other] = first._parameters[name]
         return self
 
-    def __getattr__(self, name: str) -> Any:
-        if name in FSDPModule._NOTHING:
-            return lambda *args, **kwargs: None
-        return super().__getattr__(name)  # pyright: ignore[reportAttributeAccessIssue]
+    def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
+
+    # By __getattr__, it would be asked for each submodule in each pass.
+    set_requires_all_reduce = set_is_last_backward = set_reshard_after_backward = _nothing
+    set_reshard_after_forward = set_unshard_in_backward = unshard = reshard = _nothing
+    set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = _nothing
 
 
 def fully_shard(
