@@ -3,7 +3,7 @@
 The same script runs under the framework, and as ``unipar migrate`` changes it under the face, with
 the strategy that the script asks for. Figures go to docs/migrate/faces.json.
 
-python measure/speed/faces.py            everything, in about ten minutes
+python measure/speed/faces.py            everything, in about a quarter of an hour
 python measure/speed/faces.py --quick    a few turns of each, to see that it runs
 """
 
@@ -87,13 +87,13 @@ FACES = {
 """By the page of docs/migrate that tells of each."""
 
 CELLS = (
-    {"program": "gpt", "ranks": 1, "turns": 12, "steps": 2},
-    {"program": "tiny", "ranks": 1, "turns": 12, "steps": 60},
-    {"program": "gpt", "ranks": 2, "turns": 16, "steps": 2},
-    {"program": "tiny", "ranks": 2, "turns": 10, "steps": 40},
+    {"program": "gpt", "ranks": 1, "turns": 5, "steps": 2},
+    {"program": "tiny", "ranks": 1, "turns": 5, "steps": 40},
+    {"program": "gpt", "ranks": 2, "turns": 9, "steps": 2},
+    {"program": "tiny", "ranks": 2, "turns": 5, "steps": 40},
 )
 PROGRAMS = {"gpt": "small GPT", "tiny": "tiny MLP"}
-ROUNDS, SECONDS = 3, 75.0
+ROUNDS, SECONDS = 9, 140.0
 
 
 def measure(face: Face, *, quick: bool) -> tuple[str, list[Row]]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 # Before torch is imported: threads of its own would compete with the other processes.
@@ -244,7 +245,8 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
             which none begins.
 
     Returns:
-        ``version`` of the package, and for each of ``cells`` the seconds of a step by side.
+        ``version`` of the package, and for each of ``cells`` the seconds of a step by side, one of
+        each round.
     """
     warnings.simplefilter("ignore")
     began = time.monotonic()
@@ -263,12 +265,13 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     gc.freeze()
     cells: list[dict[str, list[float]]] = [{name: [] for name in sides} for _ in asked["cells"]]
     for number in range(asked["rounds"]):
-        # New processes every round: where a model happens to lie in memory is worth a percent.
+        # New processes every round, which is a measurement: where a model happens to lie in memory
+        # is worth more than what differs from turn to turn.
         for cell, measured in zip(asked["cells"], cells, strict=True):
             if number and time.monotonic() - began > asked["seconds"]:
                 break
             for name, values in _round(sides, **cell).items():
-                measured[name] += values
+                measured[name].append(median(values))
     return {"version": version(asked["package"]), "cells": cells}
 
 

@@ -163,23 +163,25 @@ class _SomePasses(_Watch):
     """
 
     _number = 0
-    _seen: dict[nn.Parameter, tuple[int, int, torch.Tensor]]
+    _seen: Mapping[nn.Parameter, tuple[int, int, torch.Tensor]] = MappingProxyType({})
 
     def enter(self, module: nn.Module, args: Any) -> None:
         # What is computed again in a backward pass has to be the same operations.
         again = in_backward_pass()
         self._number += not again
-        looks = not again and self._number & (self._number - 1) == 0
-        copies = self._copies() if looks else ()
+        self._seen = {}
+        if again or self._number & (self._number - 1):
+            return
         # Not all of a module's parameters are gathered for it: those of the modules within it may
         # be later, and be of a class that refuses to be looked at until then.
         with torch._C.DisableTorchFunctionSubclass():
-            self._seen = {p: (p.numel(), _place(p), _sum(p)) for p in copies}
+            self._seen = {p: (p.numel(), _place(p), _sum(p)) for p in self._copies()}
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            changed = self._changed()
-        self._refuse(changed)
+        if self._seen:
+            with torch._C.DisableTorchFunctionSubclass():
+                changed = self._changed()
+            self._refuse(changed)
 
     def _changed(self) -> list[nn.Parameter]:
         # What has grown is gathered for a module within this one.
