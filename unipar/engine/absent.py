@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,20 @@ class LoopCalls(NamedTuple):
     clip: str = "prepare(…, max_grad_norm=…)"
 
 
-OWN = LoopCalls()
+@dataclass
+class Absence:
+    """Why gradients are not there; one for all stand-ins of an engine.
+
+    Attributes:
+        calls: of the loop.
+        fetch: puts the gradient of the step there, once it is asked for; ``None``: it cannot be
+            had there.
+        stepped: whether the step is done, and gradients are gone.
+    """
+
+    calls: LoopCalls = field(default_factory=LoopCalls)
+    fetch: Callable[[], None] | None = None
+    stepped: bool = False
 
 
 def asked_for(func: Any) -> str:
@@ -51,35 +65,21 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 class AbsentGradient(torch.Tensor):
     """Takes no memory. Who computes with it gets the gradient of the step, or is refused."""
 
-    _fetch: Callable[[], None] | None = None
-    _calls: LoopCalls
-    _stepped: bool = False
+    _why = Absence()
     _parameter: weakref.ref[nn.Parameter]
 
     @staticmethod
-    def of(
-        parameter: nn.Parameter,
-        fetch: Callable[[], None] | None = None,
-        calls: LoopCalls = OWN,
-    ) -> AbsentGradient:
-        """One that fits into ``parameter.grad``.
-
-        Args:
-            parameter: whose it is.
-            fetch: puts the gradient of the step there, once it is asked for; ``None``: it cannot
-                be had there.
-            calls: of the loop.
-        """
+    def of(parameter: nn.Parameter, why: Absence) -> AbsentGradient:
+        """One that fits into ``parameter.grad``."""
         nothing = _nothing(parameter.dtype, parameter.device)
         absent = nothing.expand(parameter.shape).as_subclass(AbsentGradient)
-        absent._fetch, absent._parameter = fetch, weakref.ref(parameter)
-        absent._calls = calls
+        absent._why, absent._parameter = why, weakref.ref(parameter)
         return absent
 
     def present(self) -> torch.Tensor:
         """The gradient of the step; zeros where the parameter was not used. Collective."""
-        assert self._fetch is not None
-        self._fetch()
+        assert self._why.fetch is not None
+        self._why.fetch()
         parameter = self._parameter()
         found = None if parameter is None else parameter.grad
         if found is None or isinstance(found, AbsentGradient):
@@ -99,12 +99,13 @@ class AbsentGradient(torch.Tensor):
             return super().__torch_function__(func, types, args, kwargs or {})
         found: list[AbsentGradient] = []
         tree_map_only(AbsentGradient, found.append, (args, kwargs or {}))
-        if found and all(one._fetch is not None for one in found):
+        if found and all(one._why.fetch is not None for one in found):
             plain = tree_map_only(AbsentGradient, AbsentGradient.present, (args, kwargs or {}))
             return func(*plain[0], **plain[1])
-        calls = found[0]._calls if found else OWN
+        why = found[0]._why if found else cls._why
+        calls = why.calls
         when, have = f"between {calls.backward} and {calls.step}", "have not summed them yet"
-        if found and found[0]._stepped:
+        if why.stepped:
             when, have = f"after {calls.step}", "have cleared them"
         raise ConfigError(
             f"parameter.grad was used {when}, and under this strategy gradients are not there: "

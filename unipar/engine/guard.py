@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unipar.combined import optimizers_in
-from unipar.engine.absent import AbsentGradient, LoopCalls
+from unipar.engine.absent import Absence, AbsentGradient, LoopCalls
 from unipar.engine.average import LossAverage
 from unipar.engine.inner import passes_begun
 from unipar.engine.reducer import Reducer
@@ -36,7 +36,6 @@ class GradientGuard:
 
     Attributes:
         lends: whether a loop may use the gradient of a step before the step.
-        calls: of the loop, for messages.
         nothing: what :meth:`look` finds before a step's first backward pass.
     """
 
@@ -45,16 +44,24 @@ class GradientGuard:
         # Frozen ones too: they may be thawed between steps.
         self._parameters = list(reducer.module.parameters())
         self.nothing = [NOTHING] * len(self._parameters) if reducer.watches_gradients else []
-        self._fetch: Callable[[], None] | None = None
+        self._why = Absence()
         self._is_none: Callable[[nn.Parameter], bool] | None = None
         self.lends = self._kept = False
-        self.calls = LoopCalls()
         # One for each parameter, once there is one.
         self._absents: list[AbsentGradient | None] = [None] * len(self._parameters)
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._marks: list[Mark] = []
         self._passes = 0
         self._open = self._lent = False
+
+    @property
+    def calls(self) -> LoopCalls:
+        """Those of the loop, for messages."""
+        return self._why.calls
+
+    @calls.setter
+    def calls(self, calls: LoopCalls) -> None:
+        self._why.calls = calls
 
     def clear(self) -> None:
         """Begin another step."""
@@ -127,7 +134,7 @@ class GradientGuard:
             is_none: whether a parameter without a gradient will have none.
             kept: whether the loop may do what it likes before a step's first backward pass.
         """
-        self._fetch, self._is_none, self._kept, self.lends = fetch, is_none, kept, True
+        self._why.fetch, self._is_none, self._kept, self.lends = fetch, is_none, kept, True
 
     def lent(self) -> None:
         """The gradient of the step is there, and the loop may do with it what it likes."""
@@ -145,6 +152,7 @@ class GradientGuard:
         Args:
             stepped: whether the step is done, and gradients are gone.
         """
+        self._why.stepped = stepped
         if self._reducer.hides_gradients or self.lends:
             # A framework's own class of parameters may do things when they are set.
             with torch._C.DisableTorchFunctionSubclass():
@@ -158,9 +166,7 @@ class GradientGuard:
                     absent = self._absents[index]
                     # ZeRO's third stage changes the shapes of parameters.
                     if absent is None or absent.shape != parameter.shape:
-                        absent = AbsentGradient.of(parameter, self._fetch, self.calls)
-                        self._absents[index] = absent
-                    absent._stepped = stepped
+                        absent = self._absents[index] = AbsentGradient.of(parameter, self._why)
                     parameter.grad = absent
                     self._hidden.append((parameter, grad, absent))
         self._marks = self.look()

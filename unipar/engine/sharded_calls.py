@@ -10,7 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    MutableSet,
+    Sequence,
+)
 from typing import Any
 
 import torch
@@ -20,6 +28,8 @@ from unipar.engine.outputs import tensors_of
 from unipar.engine.trail import Trail
 from unipar.errors import ConfigError
 from unipar.state import changes_of
+
+_FLAT = (torch.Tensor, bool, int, float, str)
 
 
 def see_calls(
@@ -73,10 +83,10 @@ class _Calls:
         def enter(module: Any, args: Any, kwargs: Any) -> Any:
             if self._note is not None:
                 self._note()
-            call = _Call((args, kwargs))
+            call = _Call((*args, *kwargs.values()))
             self._running.append(call)
             got = original(module, args, kwargs)
-            call.gets(got)
+            call.gets((*got[0], *got[1].values()))
             return got
 
         hooks[key] = torch.compiler.disable(enter)
@@ -99,19 +109,25 @@ class _Calls:
 class _Call:
     """What a module was given in one call, and what it got in its place."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: tuple[Any, ...]) -> None:
         self._given = given
+        # As nearly always, and then there is nothing to look through.
+        self._flat = all(one is None or isinstance(one, _FLAT) for one in given)
         # What came in is used by others, too, whose backward passes are not this module's.
         self._came: dict[int, tuple[torch.Tensor, Any]] = {}
         if torch.is_grad_enabled():
-            self._know(tensors_of(given))
+            self._know(self._inputs())
         self._copies: list[tuple[Any, Any, dict[Any, Any]]] = []
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._cast: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self._given_for: dict[int, Any] = {}
 
-    def gets(self, got: Any) -> None:
+    def _inputs(self) -> Iterable[torch.Tensor]:
+        if self._flat:
+            return [one for one in self._given if isinstance(one, torch.Tensor)]
+        return tensors_of(self._given)
+
+    def gets(self, got: tuple[Any, ...]) -> None:
         self._pair(self._given, got)
-        self._know(copy for _, copy, _ in self._tensors)
 
     def write_back(self, said: str) -> None:
         """Do to what was given what the module has done to its copies.
@@ -119,11 +135,11 @@ class _Call:
         Raises:
             ConfigError: it has several of one container, and has written into one of them.
         """
-        for given, copy, version in self._tensors:
-            # What has another dtype or device is no view of what was given.
-            other = (given.dtype, given.device) != (copy.dtype, copy.device)
-            if other and changes_of(copy) != version:
+        for given, copy, version in self._cast:
+            if changes_of(copy) != version:
                 given.copy_(copy)
+        if self._flat:
+            return
         copied = [id(given) for given, _, _ in self._copies]
         for given, copy, before in self._copies:
             now = _contents(copy)
@@ -141,7 +157,7 @@ class _Call:
         known: set[int] = set()
         # One that is no view FSDP finds.
         found = isinstance(output, torch.Tensor) and output._base is None
-        for tensor in (*(() if found else tensors_of(output)), *tensors_of(self._given)):
+        for tensor in (*(() if found else tensors_of(output)), *self._inputs()):
             base = tensor._base
             # A view that a function of autograd has made in its forward is the first to have one.
             one = tensor if base is None or not base.requires_grad else base
@@ -163,7 +179,10 @@ class _Call:
             return
         self._given_for[id(copy)] = given
         if isinstance(copy, torch.Tensor):
-            self._tensors.append((given, copy, changes_of(copy)))
+            self._know((copy,))
+            # What has another dtype or device is no view of what was given.
+            if given.dtype != copy.dtype or given.device != copy.device:
+                self._cast.append((given, copy, changes_of(copy)))
             return
         if type(given) is tuple is type(copy):
             # Nobody writes into one.

@@ -159,17 +159,21 @@ def _buffers_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     On CPUs, and of DTensors, each tensor is a kernel of its own, and frameworks that shard reduce
     many gradients in one buffer.
     """
-    views: dict[int, list[torch.Tensor]] = {}
-    for one in tensors:
-        base = one if one._base is None else one._base
-        views.setdefault(id(base), []).append(one)
     found: list[torch.Tensor] = []
-    for held in views.values():
-        base = held[0]._base
-        tiled = base is not None and (
-            sum(one.numel() for one in held) == base.numel()
-            and len({one.storage_offset() for one in held if one.numel()}) == len(held)
-            and all(one.dtype == base.dtype for one in held)
+    views: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+    for one in tensors:
+        base = one._base
+        if base is None:
+            found.append(one)
+        else:
+            views.setdefault(id(base), (base, []))[1].append(one)
+    for base, held in views.values():
+        sizes = [one.numel() for one in held]
+        tiled = (
+            sum(sizes) == base.numel()
+            and 0 not in sizes
+            and len({one.storage_offset() for one in held}) == len(held)
+            and {one.dtype for one in held} == {base.dtype}
         )
-        found += [base] if base is not None and tiled else held
+        found += [base] if tiled else held
     return found

@@ -106,6 +106,8 @@ class _Watch:
         # modules takes longer than what is done with them.
         held = [(one, *named) for one in module.modules() for named in one._parameters.items()]
         self._places = tuple({p: (one, name) for one, name, p in held if p is not None}.values())
+        # What is no copy stays none.
+        self._shards: dict[int, nn.Parameter] = {}
         enter: Any = torch.compiler.disable(self.enter)
         leave: Any = torch.compiler.disable(self.leave)
         self._handles = [
@@ -128,8 +130,12 @@ class _Watch:
         for holder, name in self._places:
             parameter = holder._parameters.get(name)
             # A model may take one of its own away.
-            if parameter is not None and self._rules.is_copy(parameter):
+            if parameter is None or id(parameter) in self._shards:
+                continue
+            if self._rules.is_copy(parameter):
                 yield parameter
+            else:
+                self._shards[id(parameter)] = parameter
 
     def _refuse(self, changed: Collection[nn.Parameter]) -> None:
         if changed:
