@@ -155,9 +155,7 @@ class _Call:
     def see(self, output: Any, seen: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Hook the tensors of a module's, besides FSDP's own hooks: a second one does nothing."""
         known: set[int] = set()
-        # One that is no view FSDP finds.
-        found = isinstance(output, torch.Tensor) and output._base is None
-        for tensor in (*(() if found else tensors_of(output)), *self._inputs()):
+        for tensor in (*tensors_of(output), *self._inputs()):
             base = tensor._base
             # A view that a function of autograd has made in its forward is the first to have one.
             one = tensor if base is None or not base.requires_grad else base

@@ -68,6 +68,16 @@ class Model(nn.Module):
         return self.gives(self.head(x), extra)
 
 
+class ModelWithHooks(Model):
+    """Hooks of its own put into an object what its blocks give."""
+
+    def __init__(self, gives: Callable[..., Any]) -> None:
+        super().__init__(gives)
+        for block in self.blocks:
+            block.gives = lambda hidden, extra: hidden
+            block.register_forward_hook(lambda block, args, output: gives(output, output.mean()))
+
+
 def loss_of(model: Callable[..., Any], inputs: torch.Tensor) -> torch.Tensor:
     given = model(inputs)
     given.hidden *= 2
@@ -91,9 +101,11 @@ def by_hand(model: nn.Module, loss_of: Callable[..., torch.Tensor]) -> list[floa
     return losses
 
 
-def train(placement: Placement, strategy: str, gives: Callable[..., Any]) -> list[float]:
+def train(
+    placement: Placement, strategy: str, gives: Callable[..., Any], kind: type[Model] = Model
+) -> list[float]:
     with unipar.Session(strategy, device="cpu", placement=placement) as session:
-        engine = session.prepare(Model(gives), optimizer={"name": "sgd", "lr": 0.1})
+        engine = session.prepare(kind(gives), optimizer={"name": "sgd", "lr": 0.1})
         share = BATCH // placement.size
         own = slice(placement.rank * share, (placement.rank + 1) * share)
         return [
@@ -109,6 +121,11 @@ def train(placement: Placement, strategy: str, gives: Callable[..., Any]) -> lis
 def test_a_step_is_a_plain_loops(world_pool: Any, strategy: str, gives: Any) -> None:
     for losses in world_pool(2).run(train, strategy, gives):
         assert losses == pytest.approx(by_hand(Model(gives), loss_of), rel=1e-5)
+
+
+def test_a_hook_may_put_an_output_into_an_object(world_pool: Any) -> None:
+    for losses in world_pool(2).run(train, "fsdp", Attributes, ModelWithHooks):
+        assert losses == pytest.approx(by_hand(ModelWithHooks(Attributes), loss_of), rel=1e-5)
 
 
 @pytest.mark.parametrize("gives", [Fields, Attributes])
