@@ -73,8 +73,8 @@ class ModelWithHooks(Model):
 
     def __init__(self, gives: Callable[..., Any]) -> None:
         super().__init__(gives)
+        self.blocks = nn.ModuleList(Block(lambda hidden, extra: hidden) for _ in range(2))
         for block in self.blocks:
-            block.gives = lambda hidden, extra: hidden
             block.register_forward_hook(lambda block, args, output: gives(output, output.mean()))
 
 
