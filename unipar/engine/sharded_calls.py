@@ -29,7 +29,7 @@ from unipar.engine.trail import Trail
 from unipar.errors import ConfigError
 from unipar.state import changes_of
 
-_FLAT = (torch.Tensor, bool, int, float, str)
+_FLAT = (torch.Tensor, int, float, str, type(None))
 
 
 def see_calls(
@@ -86,7 +86,7 @@ class _Calls:
             call = _Call((*args, *kwargs.values()))
             self._running.append(call)
             got = original(module, args, kwargs)
-            call.gets((*got[0], *got[1].values()))
+            call.gets((*got[0], *(got[1][name] for name in kwargs)))
             return got
 
         hooks[key] = torch.compiler.disable(enter)
@@ -112,7 +112,7 @@ class _Call:
     def __init__(self, given: tuple[Any, ...]) -> None:
         self._given = given
         # As nearly always, and then there is nothing to look through.
-        self._flat = all(one is None or isinstance(one, _FLAT) for one in given)
+        self._flat = all(isinstance(one, _FLAT) for one in given)
         # What came in is used by others, too, whose backward passes are not this module's.
         self._came: dict[int, tuple[torch.Tensor, Any]] = {}
         if torch.is_grad_enabled():
@@ -127,7 +127,8 @@ class _Call:
         return tensors_of(self._given)
 
     def gets(self, got: tuple[Any, ...]) -> None:
-        self._pair(self._given, got)
+        for given, copy in zip(self._given, got, strict=True):
+            self._pair(given, copy)
 
     def write_back(self, said: str) -> None:
         """Do to what was given what the module has done to its copies.
@@ -182,11 +183,6 @@ class _Call:
             if given.dtype != copy.dtype or given.device != copy.device:
                 self._cast.append((given, copy, changes_of(copy)))
             return
-        if type(given) is tuple is type(copy):
-            # Nobody writes into one.
-            for item, other in zip(given, copy, strict=False):
-                self._pair(item, other)
-            return
         inside = _contents(copy)
         for key, item in _contents(given).items():
             if key in inside:
@@ -195,8 +191,6 @@ class _Call:
 
 
 def _contents(data: Any) -> dict[Any, Any]:
-    if type(data) is dict:
-        return dict(data)
     if isinstance(data, MutableSet):
         return {id(item): item for item in data}
     if dataclasses.is_dataclass(data):

@@ -272,9 +272,8 @@ class ShardReducer(Reducer):
     ) -> None:
         super().__init__(module, world)
         self.strategy, self._every, self._keeps = strategy, every, keeps
-        parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        self._parts = parts
-        self._groups = [group for part in parts for group in sharded_groups(part)]
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._groups = [group for part in self._parts for group in sharded_groups(part)]
         named = module.named_parameters()
         # Of experts a rank has its own, and perhaps no sample for them.
         summed = {name: p for name, p in named if not _is_of_experts(p)}
