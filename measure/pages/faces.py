@@ -10,6 +10,16 @@ from unipar.benchmark.statistics import Estimate
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "migrate" / "faces.json"
 NOTHING = "It has not been measured yet."
+METHOD = (
+    "Both read their batches from a `DataLoader`, and never look at the loss. They take turns, a "
+    "few steps at a time, in processes of their own, which are started again in each of several "
+    "rounds; a ratio is of the medians of a round, and what is given is the median over rounds. "
+    "The processor's time, a rank's mean, is what a side does itself; by the clock a step also "
+    "takes what ranks wait for each other and for other programs. A step of a tiny perceptron "
+    "takes a millisecond or a few: it shows every call that is made, and no aim is set for it. "
+    "`make bench-faces` writes this table."
+)
+"""How a face and its framework are compared, for every page."""
 
 
 def speed(page: str) -> tuple[str, list[str], list[list[str]]] | None:

@@ -257,7 +257,7 @@ def _speed(name: str) -> str:
     if found is None:
         return faces.NOTHING
     about, heads, rows = found
-    return f"{about}\n\n{_table(heads, rows)}"
+    return f"{faces.METHOD}\n\n{about}\n\n{_table(heads, rows)}"
 
 
 def rewritten(page: Path) -> str:

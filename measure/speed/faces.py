@@ -114,14 +114,20 @@ def measure(face: Face, *, quick: bool) -> tuple[str, list[Row]]:
         },
     )
     rows = []
-    for cell, seconds in zip(cells, found["cells"], strict=True):
-        on = f"{PROGRAMS[cell['program']]}, {cell['ranks']} process{'es' * (cell['ranks'] > 1)}"
-        for side, values in seconds.items():
-            if side == BASELINE:
+    for cell, sides in zip(cells, found["cells"], strict=True):
+        one = cell["ranks"] == 1
+        on = f"{PROGRAMS[cell['program']]}, {'1 process' if one else '2 processes'}"
+        # By the clock only where ranks may wait for each other: other programs interrupt.
+        for number, clock in enumerate(("", ", processor's time")):
+            if one and not clock:
                 continue
-            aim = AIM if cell["program"] == "gpt" and side == "the face" else None
-            name = f"{on}: {side}"
-            rows.append(Row.timed(name, values, seconds[BASELINE], milliseconds, aim))
+            for side, steps in sides.items():
+                if side == BASELINE:
+                    continue
+                aim = AIM if cell["program"] == "gpt" and side == "the face" else None
+                ours, beside = ([step[number] for step in of] for of in (steps, sides[BASELINE]))
+                name = f"{on}{clock}: {side}"
+                rows.append(Row.timed(name, ours, beside, milliseconds, aim))
     return found["version"], rows
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from time import perf_counter
+from typing import TypeVar
 
 BASELINE = "baseline"
 
+Measured = TypeVar("Measured")
 
-def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
+
+def in_turns(
+    contenders: Mapping[str, Callable[[], Measured]], turns: int
+) -> dict[str, list[Measured]]:
     """Run every contender once a turn, in a new order each turn.
 
     In a fixed order each would always run in the caches that the same one has left.
@@ -19,7 +24,7 @@ def in_turns(contenders: Mapping[str, Callable[[], float]], turns: int) -> dict[
         turns: how often.
     """
     names = list(contenders)
-    measured: dict[str, list[float]] = {name: [] for name in names}
+    measured: dict[str, list[Measured]] = {name: [] for name in names}
     order = random.Random(0)
     for _ in range(turns):
         for name in order.sample(names, len(names)):

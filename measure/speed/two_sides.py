@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import mean, median
+from typing import Any, NamedTuple
 
 # Before torch is imported: threads of its own would compete with the other processes.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -46,6 +46,14 @@ PATIENCE = 240.0
 Sides = dict[str, tuple[Callable[["Job"], None], dict[str, str]]]
 """By name what each rank calls, and variables of its environment."""
 
+
+class Step(NamedTuple):
+    """What a step takes: seconds by the clock, and of a processor."""
+
+    clock: float
+    processor: float
+
+
 _FORKS = multiprocessing.get_context("fork")
 _WARMUP = 3
 
@@ -66,8 +74,6 @@ class Job:
 
     def __init__(self, program: str, ranks: int, link: Connection) -> None:
         self.ranks, self._link, self._program = ranks, link, program
-        # By the processor's time where nobody waits, for other processes may interrupt.
-        self._clock: Callable[[], float] = time.process_time if ranks == 1 else time.perf_counter
         draw = torch.Generator().manual_seed(0)
         if program == "tiny":
             self.batch_size = 32
@@ -96,10 +102,11 @@ class Job:
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
         steps = _WARMUP
         while steps:
-            began = self._clock()
+            began, used = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 yield next(batches)
-            self._link.send((self._clock() - began) / steps)
+            used = time.process_time() - used
+            self._link.send(((time.perf_counter() - began) / steps, used / steps))
             steps = self._link.recv()
 
 
@@ -139,8 +146,11 @@ class Side:
             self._links.append(here)
             self._processes.append(process)
 
-    def took(self) -> float:
-        """Seconds of a step of the block that was asked for; of the slowest rank.
+    def took(self) -> Step:
+        """What a step of the block that was asked for took.
+
+        Returns:
+            By the clock that of the slowest rank; of a processor the mean over ranks.
 
         Raises:
             SystemExit: a rank has ended, or does not answer.
@@ -150,14 +160,14 @@ class Side:
             try:
                 if not link.poll(PATIENCE):
                     raise EOFError
-                found.append(link.recv())
+                found.append(Step(*link.recv()))
             except (EOFError, ConnectionError):
                 sys.exit(
                     f"A rank came to no step; it had printed:\n{self._log.read_text()[-4000:]}"
                 )
-        return max(found)
+        return Step(max(one.clock for one in found), mean(one.processor for one in found))
 
-    def block(self, steps: int) -> float:
+    def block(self, steps: int) -> Step:
         """Have all ranks take some steps; see :meth:`took`."""
         for link in self._links:
             link.send(steps)
@@ -245,8 +255,8 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
             which none begins.
 
     Returns:
-        ``version`` of the package, and for each of ``cells`` the seconds of a step by side, one of
-        each round.
+        ``version`` of the package, and for each of ``cells`` what a step takes by side, one of each
+        round.
     """
     warnings.simplefilter("ignore")
     began = time.monotonic()
@@ -263,7 +273,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     gc.collect()
     # A collection in a rank would copy the pages that it shares with the others.
     gc.freeze()
-    cells: list[dict[str, list[float]]] = [{name: [] for name in sides} for _ in asked["cells"]]
+    cells: list[dict[str, list[Step]]] = [{name: [] for name in sides} for _ in asked["cells"]]
     for number in range(asked["rounds"]):
         # New processes every round, which is a measurement: where a model happens to lie in memory
         # is worth more than what differs from turn to turn.
@@ -271,7 +281,7 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
             if number and time.monotonic() - began > asked["seconds"]:
                 break
             for name, values in _round(sides, **cell).items():
-                measured[name].append(median(values))
+                measured[name].append(Step(*map(median, zip(*values, strict=True))))
     return {"version": version(asked["package"]), "cells": cells}
 
 
@@ -281,7 +291,7 @@ def _round(
     ranks: int,
     turns: int,
     steps: int,
-) -> dict[str, list[float]]:
+) -> dict[str, list[Step]]:
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         started = {}
         for number, (name, (train, settings)) in enumerate(sides.items()):
