@@ -28,6 +28,7 @@ from unipar.engine.checks import (
     check_initial_weights,
     check_model,
 )
+from unipar.engine.parameter_hooks import ParameterHooks
 from unipar.engine.repeatable import explain_recomputed
 from unipar.engine.replicas import Replicas
 from unipar.engine.sharing import Sharing
@@ -362,9 +363,11 @@ class Session:
         engine = self.strategy.prepare(prepared, self.world)
         self._sharing.note(engine)
         self.engines[name] = engine
-        if isinstance(engine, StepEngine):
-            engine.hooked = hooked
         whole = "parameters" not in self.capabilities.sharded
+        if isinstance(engine, StepEngine):
+            engine.hooks = ParameterHooks(
+                hooked, engine.module, called=whole, alone=self.world.data_size == 1
+            )
         if not whole:
             self._undo.append(refuse_copies(engine.module, self.strategy.name))
         if isinstance(engine, StepEngine) and parallelize is None:

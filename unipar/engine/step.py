@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,7 @@ from unipar.engine.inner import backward_pass
 from unipar.engine.last_step import LastStep, keep_hyperparameters, not_finite
 from unipar.engine.losses import compute_loss
 from unipar.engine.own_loop import OwnLoop, parts_of
+from unipar.engine.parameter_hooks import ParameterHooks
 from unipar.engine.pipeline import Pipeline
 from unipar.engine.precision import PrecisionPolicy
 from unipar.engine.reducer import Reducer
@@ -38,7 +39,7 @@ from unipar.engine.sample_dropout import OPTION, SampleDropout
 from unipar.engine.schedule import Schedule
 from unipar.engine.state import ModelState, ModuleState, export_scheduler, import_scheduler
 from unipar.engine.stepper import OptimizerStepper, Stepper
-from unipar.errors import ConfigError, first_few
+from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
 from unipar.optimizers.named import takes_metric
 from unipar.state import EngineState, StateSource, check_extra_state
@@ -82,10 +83,9 @@ class StepEngine(Engine):
         state: what the model and its optimizer keep in checkpoints.
         schedule: runs a pipeline; ``None`` without one.
         average: the loss of the step so far.
-        hooked: names of parameters that had hooks on their gradients before they were prepared.
+        hooks: of the parameters, which are looked at before each backward pass; ``None`` where
+            they are not.
     """
-
-    hooked: Sequence[str] = ()
 
     def __init__(
         self,
@@ -149,6 +149,7 @@ class StepEngine(Engine):
         self._compares = optimizer is not None and world.size > 1
         self._not_looked_at = self._looked_at_late = 0
         self.replicas: Replicas | None = None
+        self.hooks: ParameterHooks | None = None
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
         self._untried = True
@@ -315,8 +316,8 @@ class StepEngine(Engine):
             self.average.start(self._fingerprint() if self._compares else 0)
         # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
         factor = weight / self.average.normalizer
-        if self.hooked and not self.average.keeps_scale:
-            self._check_hooked(last and weight == self.average.normalizer)
+        if self.hooks is not None and not self.average.keeps_scale:
+            self.hooks.check(is_whole=last and weight == self.average.normalizer)
         mark(self.num_steps + 1, "backward")
         if run is not None:
             run()
@@ -327,23 +328,6 @@ class StepEngine(Engine):
                 # What only seems to be the last is not for a reducer that could not go on after it.
                 last = self._loop.summed
             self.reducer.backward(scaled, last=last)
-
-    def _check_hooked(self, is_whole: bool) -> None:
-        """Refuse hooks that would be called with another gradient than a plain loop's.
-
-        Args:
-            is_whole: whether this backward pass is of the mean over all of what this rank has.
-        """
-        if is_whole and self.world.data_size == 1:
-            return
-        raise ConfigError(
-            f"{first_few(self.hooked)} of the model: a hook on the gradient of a parameter would "
-            "be called with what one rank has computed of one micro-batch, before it is divided by "
-            "the number of items, and results would depend on how the batch is divided. Take the "
-            "hook away, and change gradients as the optimizer steps: optimizer."
-            "register_step_pre_hook(…), in the function that builds it, finds those of the global "
-            "batch in parameter.grad, under strategies that leave them whole, such as ddp."
-        )
 
     def _refuse_between(self) -> None:
         """Refuse a step that begins within one of an engine with parameters in common."""

@@ -32,8 +32,13 @@ def build() -> nn.Linear:
 
 def hooked() -> nn.Linear:
     model = build()
-    model.weight.register_hook(lambda gradient: gradient.clamp(-BOUND, BOUND))
+    clamp_weight(model)
     return model
+
+
+def clamp_weight(model: nn.Module) -> None:
+    weight = next(model.parameters())
+    weight.register_hook(lambda gradient: gradient.clamp(-BOUND, BOUND))
 
 
 def sgd(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -79,10 +84,12 @@ def train(
     loss: Any,
     size: int,
     builds: bool = True,
+    prepared: Callable[[nn.Module], object] = nn.Module.train,
 ) -> list[float] | str:
     with Session(strategy, device="cpu", placement=placement) as session:
         try:
             engine = session.prepare(model if builds else model(), optimizer=optimizer)
+            prepared(engine.module)
             samples = list(zip(*data(), strict=True))
             loader = session.loader(
                 samples, global_batch_size=BATCH, micro_batch_size=size, shuffle=False
@@ -110,6 +117,26 @@ def test_a_hook_is_refused_where_it_would_see_a_part(
     for said in world_pool(size).run(train, strategy, hooked, sgd, loss, micro_batch, builds):
         assert said.startswith("weight of the model: a hook on the gradient of a parameter would")
         assert "optimizer.register_step_pre_hook(…), in the function that builds it" in said
+
+
+def test_one_that_is_put_on_afterwards_is_seen_too(world_pool: WorldPools) -> None:
+    [found] = world_pool(1).run(train, "single", build, sgd, mean, BATCH, False, clamp_weight)
+    assert found == pytest.approx(expected(), rel=1e-5)
+    for size, strategy, micro_batch in ((2, "ddp", BATCH // 2), (1, "single", BATCH // 2)):
+        for said in world_pool(size).run(
+            train, strategy, build, sgd, mean, micro_batch, False, clamp_weight
+        ):
+            assert said.startswith("weight of the model: a hook on the gradient of a parameter wou")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_one_that_parts_of_parameters_have_is_refused(world_pool: WorldPools, size: int) -> None:
+    for said in world_pool(size).run(
+        train, "fsdp", build, sgd, mean, BATCH // size, False, clamp_weight
+    ):
+        assert said.startswith("weight of the model: a hook was put on the gradient of a parameter")
+        assert "would not be called" in said
+        assert said.endswith("or use strategy='ddp'.")
 
 
 @pytest.mark.parametrize(("size", "strategy"), [(2, "ddp"), (1, "single")])
