@@ -254,6 +254,8 @@ def overflow(placement: Placement, strategy: str) -> tuple[list[bool], Exported,
         engine, loader = prepare(session)
         batches = iter(loader)
         before = Exported.of(engine)
+        # A hook stands for an overflow here, and is not to be refused.
+        engine.hooks = None
         weight = next(engine.module.parameters())
         hook = weight.register_hook(lambda grad: grad * (math.inf if placement.rank == 1 else 1))
         first = engine.train_step(next(batches), OWN_LOSS)

@@ -71,7 +71,9 @@ def trained(
     gradients: list[torch.Tensor] = []
     with Session("single", dropout_seed="sample", seed=seed, precision=precision) as session:
         engine = session.prepare(net, optimizer="sgd", name=name, **asked)
-        net.scale.register_post_accumulate_grad_hook(lambda p: gradients.append(p.grad.clone()))
+        optimizer: Any = engine.optimizer
+        weight: Any = net.scale
+        optimizer.register_step_pre_hook(lambda *_: gradients.append(weight.grad.clone()))
         results = [engine.train_step(batch_of(x, sizes), loss).loss for _ in range(steps)]
     return results, net, gradients[-1]
 
