@@ -14,10 +14,10 @@ METHOD = (
     "Both read their batches from a `DataLoader`, and never look at the loss. They take turns, a "
     "few steps at a time, in processes of their own, which are started again in each of several "
     "rounds; a ratio is of the medians of a round, and what is given is the median over rounds. "
-    "The processor's time, a rank's mean, is what a side does itself; by the clock a step also "
-    "takes what ranks wait for each other and for other programs. A step of a tiny perceptron "
-    "takes a millisecond or a few: it shows every call that is made, and no aim is set for it. "
-    "`make bench-faces` writes this table."
+    "On one process time is the processor's, so that other programs count for less; on more it is "
+    "the clock's, of the slowest rank, and the processor's, the mean of ranks, where a row says "
+    "so. A step of a tiny perceptron takes a millisecond or a few: it shows every call that is "
+    "made, and no aim is set for it. `make bench-faces` writes this table."
 )
 """How a face and its framework are compared, for every page."""
 

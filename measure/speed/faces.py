@@ -94,6 +94,8 @@ CELLS = (
 )
 PROGRAMS = {"gpt": "small GPT", "tiny": "tiny MLP"}
 ROUNDS, SECONDS = 9, 140.0
+CLOCK, PROCESSOR = 0, 1
+"""Where what a step takes stands in an answer, see ``two_sides.Step``."""
 
 
 def measure(face: Face, *, quick: bool) -> tuple[str, list[Row]]:
@@ -115,19 +117,16 @@ def measure(face: Face, *, quick: bool) -> tuple[str, list[Row]]:
     )
     rows = []
     for cell, sides in zip(cells, found["cells"], strict=True):
-        one = cell["ranks"] == 1
-        on = f"{PROGRAMS[cell['program']]}, {'1 process' if one else '2 processes'}"
+        ranks = cell["ranks"]
+        on = f"{PROGRAMS[cell['program']]}, {ranks} process{'es' * (ranks > 1)}"
         # By the clock only where ranks may wait for each other: other programs interrupt.
-        for number, clock in enumerate(("", ", processor's time")):
-            if one and not clock:
-                continue
-            for side, steps in sides.items():
-                if side == BASELINE:
-                    continue
+        clocks = {"": PROCESSOR} if ranks == 1 else {"": CLOCK, ", processor's time": PROCESSOR}
+        for told, clock in clocks.items():
+            seconds = {side: [step[clock] for step in steps] for side, steps in sides.items()}
+            beside = seconds.pop(BASELINE)
+            for side, ours in seconds.items():
                 aim = AIM if cell["program"] == "gpt" and side == "the face" else None
-                ours, beside = ([step[number] for step in of] for of in (steps, sides[BASELINE]))
-                name = f"{on}{clock}: {side}"
-                rows.append(Row.timed(name, ours, beside, milliseconds, aim))
+                rows.append(Row.timed(f"{on}{told}: {side}", ours, beside, milliseconds, aim))
     return found["version"], rows
 
 
