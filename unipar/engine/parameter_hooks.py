@@ -19,8 +19,8 @@ class ParameterHooks:
     Args:
         before: names of parameters that had hooks before they were prepared.
         module: the prepared one.
-        called: whether autograd calls hooks on its parameters: not where they are parts, which
-            others are gathered from.
+        called: whether autograd calls hooks on its parameters, with gradients of their whole
+            shape: not where the strategy divides the model.
         alone: whether this rank computes the gradients of whole global batches.
     """
 
@@ -49,8 +49,8 @@ class ParameterHooks:
         if since and not self._called:
             raise ConfigError(
                 f"{first_few(since)} of the model: a hook was put on the gradient of a parameter "
-                "after prepare, and would not be called: the strategy divides parameters, and "
-                "computes with others in their place. Take the hook away, or use strategy='ddp'."
+                "after prepare. The strategy divides the model, so the hook would be called with a "
+                "part of the gradient, or not at all. Take it away, or use strategy='ddp'."
             )
         found = list(dict.fromkeys((*self._before, *since)))
         if not found or (is_whole and self._alone):

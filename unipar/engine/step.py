@@ -191,6 +191,8 @@ class StepEngine(Engine):
             self.reducer.begin(whole_step=True)
             self._begin()
             if self._pipeline is not None:
+                if self.hooks is not None:
+                    self.hooks.check(is_whole=False)
                 self.average.begin(batch.global_num_samples)
                 self._pipeline.train(batch, loss_fn, self.num_steps + 1, self._fingerprint())
             else:

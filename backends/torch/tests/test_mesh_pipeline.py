@@ -1176,6 +1176,28 @@ def test_a_loss_that_runs_the_backward_pass_itself_is_refused(world_pool: WorldP
         world_pool(2).run(with_backward)
 
 
+def hooked(placement: Placement) -> str:
+    with unipar.Session("mesh:pp=2", device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            models.Network(), optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
+        )
+        engine.train_step(batch_of(0), OBJECTIVE)
+        of_stage = next(p for p in engine.module.parameters() if p.numel())
+        of_stage.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        try:
+            engine.train_step(batch_of(1), OBJECTIVE)
+        except ConfigError as error:
+            return str(error)
+        return "trained"
+
+
+def test_a_hook_on_a_gradient_of_a_stage_is_refused(world_pool: WorldPools) -> None:
+    """It would see what is computed of one micro-batch."""
+    for said in world_pool(2).run(hooked):
+        assert "a hook was put on the gradient of a parameter after prepare" in said
+        assert "called with a part of the gradient" in said
+
+
 def test_a_loss_that_was_left_out_is_named_under_stages_too(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     with pytest.raises(ConfigError, match=r"no loss was given.*model\(Tensor, Tensor\), which its"):
