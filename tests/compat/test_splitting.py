@@ -353,9 +353,28 @@ def replaced() -> list[float]:
     return found
 
 
+def filling() -> list[float]:
+    """A model of transformers, whose outputs are mappings and dataclasses in one."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=12, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        words = x.mul(4).long().abs() % 9
+        output: Any = model(input_ids=words, labels=words)
+        return output.loss + 0.1 * output["logits"].square().mean()
+
+    return train(model, loss_of, batches(8, 7, 8))
+
+
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
-    unrolled, chosen, replaced, causal,
+    unrolled, chosen, replaced, causal, filling,
 ]  # fmt: skip
 
 

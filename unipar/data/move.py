@@ -129,7 +129,9 @@ def with_items(data: Any, change: Callable[[Any], Any]) -> Any:
             return items
         # A copy keeps what a subclass has besides its items, such as a default.
         copied = copy.copy(data)
-        copied.update(items)
+        # One by one: transformers' outputs, whose items are attributes too, have no update().
+        for key, item in items.items():
+            copied[key] = item
         return copied
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         return _with_changed_fields(data, change)
