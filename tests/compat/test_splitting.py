@@ -353,7 +353,7 @@ def replaced() -> list[float]:
     return found
 
 
-def filling() -> list[float]:
+def masked_words() -> list[float]:
     """A model of transformers, whose outputs are mappings and dataclasses in one."""
     import transformers
 
@@ -374,7 +374,7 @@ def filling() -> list[float]:
 
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
-    unrolled, chosen, replaced, causal, filling,
+    unrolled, chosen, replaced, causal, masked_words,
 ]  # fmt: skip
 
 
