@@ -12,8 +12,9 @@ import torch
 import torch.distributed.fsdp as real
 from torch import nn
 
-from unipar.compat.adopting import PRECISIONS, adoption
+from unipar.compat.adopting import adoption
 from unipar.compat.native.calls import clip_grad_norm_, load_whole_state_dict, named_state_dict
+from unipar.compat.taking_up import PRECISIONS
 from unipar.errors import ConfigError
 
 log = logging.getLogger("unipar")
