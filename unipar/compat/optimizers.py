@@ -137,7 +137,7 @@ class PreparedOptimizer(Optimizer):
         if isinstance(engine, StepEngine):
             if not self.alike:
                 # What ranks do with their own parts of the data is the script's.
-                engine.replicas = None
+                engine.agreement.replicas = None
             engine.speak_of(
                 LoopCalls(
                     self.calls.backward, "the step", "the optimizer's zero_grad()", self.calls.clip

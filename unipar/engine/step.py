@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unipar.combined import optimizers_in
 from unipar.data.batch import Batch, MicroBatch
 from unipar.engine.absent import LoopCalls
-from unipar.engine.alike import fingerprint, refuse_unlike
+from unipar.engine.agreement import Agreement
 from unipar.engine.average import LossAverage
 from unipar.engine.divider import Divider, PartOf
 from unipar.engine.divisible import has_modes
@@ -33,7 +33,6 @@ from unipar.engine.parameter_hooks import ParameterHooks
 from unipar.engine.pipeline import Pipeline
 from unipar.engine.precision import PrecisionPolicy
 from unipar.engine.reducer import Reducer
-from unipar.engine.replicas import Replicas
 from unipar.engine.sample_checks import check_rows
 from unipar.engine.sample_dropout import OPTION, SampleDropout
 from unipar.engine.schedule import Schedule
@@ -83,6 +82,7 @@ class StepEngine(Engine):
         state: what the model and its optimizer keep in checkpoints.
         schedule: runs a pipeline; ``None`` without one.
         average: the loss of the step so far.
+        agreement: what ranks are to have in common.
         hooks: of the parameters, which are looked at before each backward pass; ``None`` where
             they are not.
     """
@@ -146,9 +146,7 @@ class StepEngine(Engine):
         self._evaluated = False
         self._given_up = False
         self._reduced: tuple[float, float, float] | None = None
-        self._compares = optimizer is not None and world.size > 1
-        self._not_looked_at = self._looked_at_late = 0
-        self.replicas: Replicas | None = None
+        self.agreement = Agreement(optimizer, world, self.reducer)
         self.hooks: ParameterHooks | None = None
         self._last_step: LastStep | None = None
         self._loop = OwnLoop()
@@ -194,7 +192,8 @@ class StepEngine(Engine):
                 if self.hooks is not None:
                     self.hooks.check(is_whole=False)
                 self.average.begin(batch.global_num_samples)
-                self._pipeline.train(batch, loss_fn, self.num_steps + 1, self._fingerprint())
+                fingerprint = self.agreement.fingerprint(self.num_steps)
+                self._pipeline.train(batch, loss_fn, self.num_steps + 1, fingerprint)
             else:
                 # A graph takes time to free: not before the optimizer's kernels are queued.
                 _held = self._run_microbatches(batch, loss_fn)
@@ -315,7 +314,7 @@ class StepEngine(Engine):
             kept = kept.clone()
         self.average.add(kept, weight, count)
         if last:
-            self.average.start(self._fingerprint() if self._compares else 0)
+            self.average.start(self.agreement.fingerprint(self.num_steps))
         # Of ranks nothing is divided by: gradients are summed over whichever group reduces them.
         factor = weight / self.average.normalizer
         if self.hooks is not None and not self.average.keeps_scale:
@@ -386,12 +385,7 @@ class StepEngine(Engine):
         """Sum loss and gradient over ranks; the loss, its items, and what is yet to divide by."""
         reduced = self.average.finish()
         if not self.average.alike:
-            assert self.optimizer is not None
-            if self.reducer.trail is not None:
-                self.reducer.trail.refuse_unlike()
-            stepped_unlike = len(set(self.world.gather(self._looked_at_late))) > 1
-            explained = not stepped_unlike and self.replicas is not None and self.replicas.explain()
-            refuse_unlike(self.optimizer, self.world, explained=explained)
+            self.agreement.refuse()
         if self._loop.summed:
             self.reducer.finish_guessed(lent=self._guard.lends)
         else:
@@ -399,22 +393,6 @@ class StepEngine(Engine):
         # Not before: ranks are known to be in the same step, and to have reduced alike.
         self._divisors.compare()
         return reduced
-
-    def _fingerprint(self) -> int:
-        """Of the optimizer's hyperparameters, and of those of a step that was not looked at.
-
-        And of what passes came to since the last one, and of what each rank has whole, where that
-        has to be alike.
-        """
-        assert self.optimizer is not None
-        before, self._not_looked_at = self._not_looked_at, 0
-        # Of several passes that seem to be a step's last, the first has it.
-        self._looked_at_late = before or self._looked_at_late
-        if self.reducer.trail is not None:
-            before = hash((before, self.reducer.trail.take()))
-        if self.replicas is not None:
-            before = hash((before, self.replicas.take(self.num_steps)))
-        return fingerprint(self.optimizer, before)
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
         if self.spec.on_nan == "skip":
@@ -455,7 +433,7 @@ class StepEngine(Engine):
         self._guard.clear()
         self._divisors.forget()
         self._reduced = None
-        self._looked_at_late = 0
+        self.agreement.forget()
         self.reducer.forget()
 
     def give_up(self) -> None:
@@ -569,11 +547,10 @@ class StepEngine(Engine):
             self._guard.check(begun=True)
             if self.average.reducing:
                 # What was changed since the last backward pass, the next step finds.
-                if self._compares and self.optimizer is not None:
-                    self._not_looked_at = fingerprint(self.optimizer)
+                self.agreement.note_late()
             else:
                 self._loop.check_step()
-                self.average.start(self._fingerprint() if self._compares else 0)
+                self.average.start(self.agreement.fingerprint(self.num_steps))
             return self._update(max_grad_norm)
         except BaseException:
             self.give_up()
@@ -641,7 +618,7 @@ class StepEngine(Engine):
             self._guard.check(begun=True)
             if not self.average.reducing:
                 self._loop.check_step()
-                self.average.start(self._fingerprint() if self._compares else 0)
+                self.average.start(self.agreement.fingerprint(self.num_steps))
             self._reduced = self._reduce()
             self.stepper.normalize(self._reduced[2])
         except BaseException:
@@ -752,9 +729,8 @@ class StepEngine(Engine):
         self.check_last_step()
         # Where parameters are gathered for a pass, one that failed may have left them so.
         self._drop_given_up()
-        if self.reducer.trail is not None:
-            # Of the last step: no loss will be reduced after it, perhaps.
-            self.reducer.trail.refuse_unlike()
+        # Of the last step: no loss will be reduced after it, perhaps.
+        self.agreement.refuse_passes()
         self.reducer.share_buffers()
         return self.own_state()
 
