@@ -271,9 +271,9 @@ class AdoptedOptimizer(PreparedOptimizer):
         if self._carried and self.begun:
             self.fetch_gradients()
         engine = self._known().engine
-        if self.alike and self.lends_gradients and engine.gradients_changed:  # pyright: ignore[reportAttributeAccessIssue]
-            self._agree()
         evens = self.alike and self.world.size > 1
+        if evens and self.lends_gradients and engine.gradients_changed:  # pyright: ignore[reportAttributeAccessIssue]
+            self._agree()
         assert isinstance(self.model, AdoptedModel)
         if evens:
             self.model.even_out_weights()

@@ -100,10 +100,11 @@ class LossAverage:
     def reopen(self) -> None:
         """Let more be added after :meth:`start`, which is called once more then. Collective."""
         assert self._reduction is not None
-        self._reduction.wait()
-        self._unlike |= not self._reduction.alike
+        if self.world.size > 1:
+            self._reduction.wait()
+            self._unlike |= not self._reduction.alike
+            self.world.reopen_step()
         self._reduction = None
-        self.world.reopen_step()
 
     def finish(self) -> tuple[float, float, float]:
         """The loss of the step, its number of items, and what gradients are still to be divided by.

@@ -209,9 +209,11 @@ class DDPReducer(Reducer):
         self.finish()
         if lent and self.ddp.gradient_as_bucket_view:
             # A loop may keep them, or change them in ways that views do not bear.
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()
+            held = [(p, p.grad) for p in self.parameters if p.grad is not None]
+            own = [torch.empty_like(grad) for _, grad in held]
+            _copy(own, [grad for _, grad in held])
+            for (parameter, _), grad in zip(held, own, strict=True):
+                parameter.grad = grad
 
     def _take_back_unfinished(self) -> bool:
         """Take back what was summed in a pass that gave no gradient to some parameter.
@@ -406,10 +408,18 @@ class _DenseSum(NamedTuple):
         """Wait for the sums, and put them in the gradients' place."""
         self.work.wait()
         parts = self.values.split([p.numel() for p in self.bucket])
-        for parameter, part in zip(self.bucket, parts, strict=True):
+        grads: list[torch.Tensor] = []
+        for parameter in self.bucket:
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            parameter.grad.copy_(part.view(parameter.shape))
+            grads.append(parameter.grad)
+        _copy(grads, [part.view_as(one) for part, one in zip(parts, grads, strict=True)])
+
+
+def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    # A kernel for many tensors on a GPU, where copies one by one would be a kernel each.
+    with torch.no_grad():
+        torch._foreach_copy_(into, values)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _buckets(

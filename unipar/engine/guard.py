@@ -52,7 +52,7 @@ class GradientGuard:
         self._hidden: list[tuple[nn.Parameter, torch.Tensor | None, AbsentGradient]] = []
         self._marks: list[Mark] = []
         self._passes = 0
-        self._open = self._lent = False
+        self._open = self._lent = self._touched = False
 
     @property
     def calls(self) -> LoopCalls:
@@ -66,7 +66,7 @@ class GradientGuard:
     def clear(self) -> None:
         """Begin another step."""
         self._marks, self._passes, self._open = [], 0, False
-        self._lent = False
+        self._lent = self._touched = False
         if self._hidden:
             self._show()
 
@@ -144,7 +144,14 @@ class GradientGuard:
     @property
     def changed(self) -> bool:
         """Whether it has done something with it."""
-        return self._lent and self.look() != self._marks
+        return self._touched or (self._lent and self.look() != self._marks)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Surround what the engine itself does with it, on all ranks alike."""
+        self._touched = self.changed
+        yield
+        self._marks = self.look()
 
     def hide(self, *, stepped: bool = False) -> None:
         """After a backward pass: let nobody take for the step's what is in ``parameter.grad``.

@@ -258,18 +258,24 @@ def total_norm_of_shards(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     # DTensor's own norm of several is reduced one by one, and along one dimension after another.
     alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
-    for one in gradients:
-        groups: tuple[Any, ...] = ()
-        if isinstance(one, DTensor):
-            mesh, placements = one.device_mesh, one.placements
-            if any(placement.is_partial() for placement in placements):
-                one = one.full_tensor()
-            else:
-                divided = [dim for dim, p in enumerate(placements) if not p.is_replicate()]
-                groups, one = tuple(map(mesh.get_group, divided)), one.to_local()
-        alike.setdefault(groups, []).append(one)
-    norms = [_whole_norm(shards, groups) for groups, shards in alike.items()]
-    return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+    known: dict[tuple[int, Any], tuple[Any, ...]] = {}
+    # With gradients each part would be a node of a graph.
+    with torch.no_grad():
+        for one in gradients:
+            groups: tuple[Any, ...] = ()
+            if isinstance(one, DTensor):
+                mesh, placements = one.device_mesh, one.placements
+                if any(placement.is_partial() for placement in placements):
+                    one = one.full_tensor()
+                else:
+                    key = (id(mesh), placements)
+                    if key not in known:
+                        divided = [dim for dim, p in enumerate(placements) if not p.is_replicate()]
+                        known[key] = tuple(map(mesh.get_group, divided))
+                    groups, one = known[key], one.to_local()
+            alike.setdefault(groups, []).append(one)
+        norms = [_whole_norm(shards, groups) for groups, shards in alike.items()]
+        return norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
 
 
 def _whole_norm(shards: list[torch.Tensor], groups: Iterable[Any]) -> torch.Tensor:

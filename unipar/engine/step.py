@@ -309,7 +309,7 @@ class StepEngine(Engine):
         if self._check_loss is not None:
             self._check_loss(loss)
         kept = loss.detach()
-        if self.spec.compile and not last:
+        if self.spec.compile and (not last or self._loop.guessed):
             # A CUDA graph writes what it gives into the same memory in its next pass.
             kept = kept.clone()
         self.average.add(kept, weight, count)
@@ -531,7 +531,8 @@ class StepEngine(Engine):
             self._drop_given_up()
             self._begin()
             self.average.begin(self.spec.global_batch_size or 1)
-        self._loop.guessed = likely_last and not self._loop.told
+        # Alone, a loss may be on its way to the host in any pass, and another take its place.
+        self._loop.guessed = (likely_last or self.world.size == 1) and not self._loop.told
         self._loop.summed = self._loop.guessed and same_parameters and self.reducer.reopens
         with self._loop:
             self._add(total, weight, count, last=self._loop.last or self._loop.guessed, run=run)
@@ -633,7 +634,8 @@ class StepEngine(Engine):
             The norm before, a scalar tensor on the device.
         """
         assert isinstance(self.stepper, OptimizerStepper)
-        return self.stepper.clip_now(max_norm)
+        with self._guard.changing():
+            return self.stepper.clip_now(max_norm)
 
     def _guarded(self, look: Callable[..., None]) -> None:
         """Look whether gradients were touched, and give the step up where they were."""

@@ -81,12 +81,17 @@ class OptimizerStepper:
         Args:
             divisor: as for :meth:`step`.
         """
+        if not self._normalized:
+            self._normalized = True
+            self.precision.unscale(self.optimizer)
+            scale_gradients(self.parameters, _inverse(divisor))
+
+    def _clip_whole(self, divisor: float, max_norm: float) -> torch.Tensor:
+        """:meth:`normalize` and :meth:`clip`, in one pass over the gradient."""
         if self._normalized:
-            return
-        self._normalized = True
+            return self.clip(max_norm)
         self.precision.unscale(self.optimizer)
-        if divisor != 1:
-            scale_gradients(self.parameters, 1 / divisor if divisor else math.nan)
+        return self.clip(max_norm, _inverse(divisor))
 
     def clip_now(self, max_norm: float) -> torch.Tensor:
         """Clip what :meth:`normalize` has left, before the step, which looks whether it is finite.
@@ -105,14 +110,14 @@ class OptimizerStepper:
         self._normalized, self._clipped = False, None
 
     def step(self, divisor: float, max_norm: float | None, *, careful: bool) -> Update:
-        self.normalize(divisor)
         clipped = self._clipped
+        if max_norm is None:
+            self.normalize(divisor)
+        else:
+            clipped = self._clip_whole(divisor, max_norm)
         self._normalized, self._clipped = False, None
-        if clipped is None and max_norm is None:
+        if clipped is None:
             return _STEPPED if self.update() else Update(None, stepped=False)
-        if max_norm is not None:
-            clipped = self.clip(max_norm)
-        assert clipped is not None
         norm = HostCopy(clipped)
         # In fp16 the scaler finds out by itself, and has to, to lower its scale.
         if not careful or self.precision.scaler is not None:
@@ -124,11 +129,21 @@ class OptimizerStepper:
             return Update(norm, stepped=False, finite=False)
         return Update(norm, self.update())
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradient to ``max_norm`` unless it is infinite; its norm before, a scalar."""
+    def clip(self, max_norm: float, factor: float = 1.0) -> torch.Tensor:
+        """Multiply the gradient by ``factor``, and clip it to ``max_norm`` unless it is infinite.
+
+        Returns:
+            Its norm between the two, a scalar.
+        """
         norm = self._total_norm([p.grad for p in self.parameters if p.grad is not None])
-        if not math.isinf(max_norm):
-            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        with torch.no_grad():
+            norm = norm if factor == 1 else norm * factor
+            if math.isinf(max_norm):
+                scale_gradients(self.parameters, factor)
+            else:
+                # torch 2.13, nn/utils/clip_grad.py.
+                coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                scale_gradients(self.parameters, coefficient * factor)
         return norm
 
     def update(self) -> bool:
@@ -136,9 +151,9 @@ class OptimizerStepper:
         return self.precision.step(self.optimizer)
 
 
-def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
-    """Multiply the gradients that there are, in place."""
-    if factor == 1:
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply the gradients that there are by a number, or a scalar tensor, in place."""
+    if not isinstance(factor, torch.Tensor) and factor == 1:
         return
     with torch.no_grad():
         with torch._C.DisableTorchFunctionSubclass():
@@ -149,8 +164,15 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
         for grad in sparse:
             grad.mul_(factor)
         # A rank may hold none, where a small model is divided among many.
-        if dense:
-            torch._foreach_mul_(_buffers_of(dense), factor)  # pyright: ignore[reportPrivateImportUsage]
+        for device in {grad.device for grad in dense}:
+            by = factor.to(device) if isinstance(factor, torch.Tensor) else factor
+            there = [grad for grad in dense if grad.device == device]
+            torch._foreach_mul_(_buffers_of(there), by)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _inverse(divisor: float) -> float:
+    # Of no item there is no mean.
+    return 1 / divisor if divisor else math.nan
 
 
 def _buffers_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ from unipar.engine import (
     keep_weights_in_place,
     refuse_changed_weights,
     refuse_inner_gradients,
+    scale_gradients,
     see_calls,
     sum_shards,
 )
@@ -190,7 +191,8 @@ class AccelerateStepper(OptimizerStepper):
         super().__init__(optimizer, precision, module.parameters())
         self._accelerator, self._prepared = accelerator, prepared
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm: float, factor: float = 1.0) -> torch.Tensor:
+        scale_gradients(self.parameters, factor)
         norm: Any = self._accelerator.clip_grad_norm_(self.parameters, max_norm)
         return norm.full_tensor() if is_dtensor(norm) else norm
 

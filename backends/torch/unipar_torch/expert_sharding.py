@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -36,18 +35,11 @@ def shard_experts(experts: nn.Module, world: World, **options: Any) -> None:
 
 
 class MeshesStepper(OptimizerStepper):
-    """Clips and steps the parameters of one mesh after those of another.
+    """Steps the parameters of one mesh after those of another.
 
     An operation on lists of DTensors takes those of one mesh (torch 2.13,
     distributed/tensor/_ops/_pointwise_ops.py), and optimizers on GPUs step by such.
     """
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        norm = super().clip(float("inf"))
-        if max_norm != float("inf"):
-            for group in _by_mesh(self.parameters):
-                nn.utils.clip_grads_with_norm_(group, max_norm, norm)
-        return norm
 
     def update(self) -> bool:
         with _groups_of_one_mesh(self.optimizer):

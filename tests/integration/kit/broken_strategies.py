@@ -32,8 +32,8 @@ from unipar_torch.mesh_options import MeshOptions
 
 
 class ClipIgnored(OptimizerStepper):
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return super().clip(float("inf"))
+    def clip(self, max_norm: float, factor: float = 1.0) -> torch.Tensor:
+        return super().clip(float("inf"), factor)
 
 
 class GradientsSummed(DDPReducer):
