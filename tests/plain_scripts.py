@@ -20,7 +20,9 @@ Found = tuple[list[float], list[str]]
 """Numbers that a script has computed, and what it was told."""
 
 
-def plainly(placement: Placement, strategy: str, act: Callable[[], list[float]]) -> Found | str:
+def plainly(
+    placement: Placement, strategy: str, act: Callable[..., list[float]], *args: Any
+) -> Found | str:
     """Act as a script that knows nothing of ranks; or the error that it ends by."""
     told: list[str] = []
     handler = logging.Handler()
@@ -31,7 +33,7 @@ def plainly(placement: Placement, strategy: str, act: Callable[[], list[float]])
     logging.getLogger("unipar").addHandler(handler)
     adopting.start()
     try:
-        return act(), told
+        return act(*args), told
     except ConfigError as error:
         return str(error)
     finally:

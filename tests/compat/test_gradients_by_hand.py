@@ -14,6 +14,8 @@ from torch.func import jacrev, vmap
 from torch.nn import functional
 
 from unipar.compat.native.calls import clip_grad_norm_
+from unipar.compat.run import current
+from unipar.world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -293,6 +295,25 @@ def by_closures() -> list[float]:
     return [*map(float, cast(Any, found)), *values(model)]
 
 
+def adversaries() -> list[float]:
+    """A loss of the generator, which goes through a critic that has stepped already."""
+    generator, critic = small(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    making, judging = SGD(generator.parameters(), lr=0.1), SGD(critic.parameters(), lr=0.1)
+    found = []
+    for x in batches(8, 7, 8):
+        judging.zero_grad()
+        critic(x[:, :2]).mean().backward()
+        made = generator(x)
+        (-critic(made.detach()).mean()).backward()
+        judging.step()
+        making.zero_grad()
+        loss = critic(made).mean()
+        loss.backward()
+        making.step()
+        found.append(loss.item())
+    return found
+
+
 def slopes() -> list[float]:
     """Penalties of a critic's gradients, each with a backward pass of its own."""
     generator, critic = small(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -375,6 +396,48 @@ def test_gradients_are_those_of_one_process(
     world_pool: Any, act: Callable[[], list[float]], strategy: str
 ) -> None:
     check(world_pool(2).run(plainly, strategy, act), act)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_adversaries_train_in_turn(world_pool: Any, strategy: str) -> None:
+    check(world_pool(2).run(plainly, strategy, adversaries), adversaries)
+
+
+def shaken(by_rank: bool) -> list[float]:
+    """Gradients with noise that each rank draws for itself, or none, before they are clipped."""
+    model = small()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    asked: list[Any] = []
+    gather = World.gather
+
+    def gathering(world: World, one: Any) -> Any:
+        asked.append(one)
+        return gather(world, one)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for number, x in enumerate(batches(*[8] * 24)):
+            if number == 23:
+                # Later than what is looked at in the first steps.
+                monkeypatch.setattr(World, "gather", gathering)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if by_rank:
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.grad.add_(0.1 * current.placement().rank)
+            clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    return [float(len(asked)), *values(model)]
+
+
+def test_ranks_ask_each_other_where_gradients_were_changed_before_they_are_clipped(
+    world_pool: Any,
+) -> None:
+    (one, _), (other, _) = world_pool(2).run(plainly, "ddp", shaken, True)
+    assert one == other
+    assert one[0] == 1
+    for found, _ in world_pool(2).run(plainly, "ddp", shaken, False):
+        assert found[0] == 0
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("horovod", marks=pytest.mark.thorough)])

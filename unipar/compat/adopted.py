@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -193,6 +194,13 @@ class AdoptedOptimizer(PreparedOptimizer):
     def steps_by_hand(self) -> bool:
         """Whether a script may step by what it has put into ``parameter.grad`` itself."""
         return self.alike and self.lends_gradients and not self.strayed
+
+    def without_stand_ins(self) -> contextlib.AbstractContextManager[None]:
+        """Around a backward pass of another model's loss, which may go through this one's."""
+        engine = self._known().engine
+        if isinstance(engine, StepEngine):
+            return engine.without_stand_ins()
+        return contextlib.nullcontext()
 
     def keep_what_is_there(self) -> None:
         """Before a backward pass: have it add to the gradients that there are, as in PyTorch.

@@ -164,7 +164,14 @@ class Adoption(Adopter):
                    "ddp, in a script that leaves the division of data to it.")
             )  # fmt: skip
         self._tell_of_around(one)
-        with self.engine_calls(), self.retaining() if retains else _NOTHING:
+        with contextlib.ExitStack() as around:
+            around.enter_context(self.engine_calls())
+            if retains:
+                around.enter_context(self.retaining())
+            for other in self.trained:
+                if other not in found:
+                    # The pass may go through its model, as a generator's through a critic.
+                    around.enter_context(other.without_stand_ins())
             if size > 1 and not self.aware:
                 one.passes += 1
                 if is_looked_at(one.passes):

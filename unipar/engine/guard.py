@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -179,13 +178,12 @@ class GradientGuard:
         self._marks = self.look()
 
     def lifted(self) -> AbstractContextManager[None]:
-        """Surround a forward pass that may be compiled with ``None`` where stand-ins are.
+        """Surround a pass with ``None`` where stand-ins are.
 
-        What compiles describes ``parameter.grad`` too (torch 2.13, _subclasses/meta_utils.py).
+        What compiles describes ``parameter.grad`` too (torch 2.13, _subclasses/meta_utils.py), and
+        a backward pass of another engine's loss adds to it.
         """
-        if self._hidden and "torch._dynamo" in sys.modules:
-            return self._lifted()
-        return contextlib.nullcontext()
+        return self._lifted() if self._hidden else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _lifted(self) -> Iterator[None]:

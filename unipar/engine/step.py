@@ -589,7 +589,7 @@ class StepEngine(Engine):
         self._guard.calls = calls
 
     def without_stand_ins(self) -> AbstractContextManager[None]:
-        """Surround a pass that does not go through the engine, and may be compiled."""
+        """Surround a pass that does not go through the engine."""
         return self._guard.lifted()
 
     @property

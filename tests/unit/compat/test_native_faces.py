@@ -24,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from unipar.compat import adopting
 from unipar.compat.horovod_names import HOROVOD
 from unipar.compat.torch_names import FACE, REPLACED, holds_face
+from unipar.engine.average import LossAverage
 from unipar.errors import ConfigError
 from unipar.world import Placement
 
@@ -47,6 +48,29 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+def test_a_loss_is_on_its_way_to_the_host_before_its_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the step would wait until the pass has come to its end on the device."""
+    model, optimizer = trained()
+    events: list[str] = []
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: events.append("backward"))
+    start = LossAverage.start
+
+    def started(*given: Any) -> None:
+        events.append("loss")
+        start(*given)
+
+    monkeypatch.setattr(LossAverage, "start", started)
+    step(model, optimizer)
+    optimizer.zero_grad()
+    for _ in range(2):
+        # Which of them is the last nobody knows.
+        model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    assert events == ["loss", "backward"] * 3
 
 
 # -- names ---------------------------------------------------------------------------------------

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from unipar.engine import scale_gradients
+from unipar.engine import OptimizerStepper, PrecisionPolicy, scale_gradients
 
 
 def weights(*sizes: int) -> list[nn.Parameter]:
@@ -56,3 +60,34 @@ def test_sparse_and_missing_gradients() -> None:
     assert parameters[0].grad.to_dense().tolist() == [0, 1, 2]
     assert parameters[1].grad.tolist() == [0.5, 0.5]
     assert parameters[2].grad is None
+
+
+class Passes(TorchDispatchMode):
+    """Counts operations that multiply gradients."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "mul_" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0, float("inf")])
+def test_a_gradient_is_divided_and_clipped_in_one_pass(max_norm: float) -> None:
+    own, plain = weights(3, 2), weights(3, 2)
+    for one in (*own, *plain):
+        one.grad = torch.arange(1.0, one.numel() + 1)
+    stepper = OptimizerStepper(
+        torch.optim.SGD(own, lr=1.0), PrecisionPolicy("fp32", torch.device("cpu")), own
+    )
+    with Passes() as passes:
+        update = stepper.step(3.0, max_norm, careful=False)
+    assert passes.count == 1
+    for one in plain:
+        assert one.grad is not None
+        one.grad /= 3.0
+    expected = nn.utils.clip_grad_norm_(plain, max_norm)
+    assert update.norm is not None
+    assert float(update.norm.read()) == pytest.approx(expected.item())
+    for one, other in zip(own, plain, strict=True):
+        assert torch.allclose(one.detach(), -other.grad)
