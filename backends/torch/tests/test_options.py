@@ -292,6 +292,42 @@ def test_activation_checkpointing_and_compile_keep_the_run(world_pool: Any) -> N
             assert largest_difference(seen) < 1e-5
 
 
+def graphs(placement: Placement, by_hand: bool) -> int:
+    """How many graphs a step's passes are compiled to, of a model of several buckets."""
+    found: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    def mean(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    # The first bucket is of a MiB, which each of the layers fills.
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+    strategy = {"name": "ddp", "bucket_cap_mb": 1.0}
+    with unipar.Session(strategy, device="cpu", placement=placement) as session:
+        engine = session.prepare(
+            model, optimizer={"name": "sgd", "lr": 0.1}, compile={"backend": backend}
+        )
+        x = torch.ones(2, 512)
+        if by_hand:
+            with engine.microbatch(last=True):
+                engine.backward(mean(engine, x), num_items=2)
+            engine.step()
+        else:
+            engine.train_step(Batch((MicroBatch(x, 2),), 2), mean)
+    return len(found)
+
+
+@pytest.mark.slow
+def test_graphs_of_a_users_own_loop_end_where_buckets_do(world_pool: Any) -> None:
+    """Else no gradient would be summed before all of them are there."""
+    [of_steps] = world_pool(1).run(graphs, False)
+    [by_hand] = world_pool(1).run(graphs, True)
+    assert by_hand == of_steps > 1
+
+
 def test_fp16_overflow_on_one_shard_skips_the_step_on_all(world_pool: Any) -> None:
     def overflow(placement: Placement, strategy: str) -> tuple[bool, bool, float]:
         prepared = registry.resolve(strategy)

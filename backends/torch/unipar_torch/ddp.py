@@ -156,7 +156,7 @@ class DDPStrategy(Strategy):
             module,
             optimizer,
             model=SeenReplica(module, model),
-            loop_model=module,
+            loop_model=model.compute,
             reducer=reducer,
             undo=undo,
         )
@@ -171,6 +171,13 @@ class ReplicatedModule(DistributedDataParallel):
         unchanged: Any = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
         with unchanged(tuple(self.module.buffers())):
             super()._sync_buffers()
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward pass that arms no reducer. Its graphs, if it is compiled, end where buckets do,
+        so that gradients are summed while others form, as in a pass of the wrapper's own.
+        """
+        with self._inside_ddp_forward():
+            return self.module(*args, **kwargs)
 
 
 def shard_optimizer(

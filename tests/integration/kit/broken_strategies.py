@@ -13,7 +13,7 @@ from torch import nn
 
 from unipar.combined import optimizers_in
 from unipar.data.batch import Batch, MicroBatch
-from unipar.engine import DDPReducer, OptimizerStepper, StepEngine
+from unipar.engine import DDPReducer, OptimizerStepper, StepEngine, scale_gradients
 from unipar.loss import LossFn, LossSum
 from unipar.objective import Objective
 from unipar.state import EngineState, local_part
@@ -295,7 +295,8 @@ def with_classes(**classes: type) -> Callable[[], Strategy]:
 class NormOverRanks(MeshesStepper):
     """Counts what every rank has once for each of them."""
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm: float, factor: float = 1.0) -> torch.Tensor:
+        scale_gradients(self.parameters, factor)
         gradients: list[Any] = [p.grad for p in self.parameters if p.grad is not None]
         parts = [local_part(gradient) for gradient in gradients]
         square = torch.stack([part.square().sum() for part in parts]).sum()
