@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from unipar.compat import hooks
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
@@ -25,12 +28,20 @@ from unipar.compat.dividing.alike import check_alike, is_looked_at
 from unipar.compat.dividing.batch_norms import normalize_over
 from unipar.compat.dividing.shares import comes_of_parts, mean_over
 from unipar.compat.dividing.whole_draws import drawing_again
+from unipar.compat.loss_scales import (
+    computes_in_fp16,
+    found_overflow,
+    leaves_of,
+    run_scaled,
+    scaler_of,
+    unscaled,
+)
 from unipar.compat.models import led_to
-from unipar.compat.optimizers import trained_by
+from unipar.compat.optimizers import share_scale_of, trained_by
 from unipar.compat.run import current, explain_spawned
 from unipar.compat.taking_up import Adopter, is_transformed
 from unipar.data import move_to
-from unipar.engine import StepEngine
+from unipar.engine import PrecisionPolicy, StepEngine
 from unipar.engine.graphs import nodes_behind
 from unipar.engine.inner import in_backward_pass
 from unipar.errors import ConfigError
@@ -46,6 +57,7 @@ class Adoption(Adopter):
     def __init__(self) -> None:
         super().__init__()
         self._told_of_around = self._differentiates = False
+        self._scaled_beside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def compute(self, model: AdoptedModel, args: Any, kwargs: Any) -> Any:
         """A forward pass of an adopted model."""
@@ -138,13 +150,11 @@ class Adoption(Adopter):
         Raises:
             ConfigError: it asks for what no engine does.
         """
-        if in_backward_pass() or not self.trained:
+        if in_backward_pass():
             return False
-        found = self._behind(loss)
-        if found is None:
-            return self._around(loss, given, self._made_of(loss))
+        found = self._behind(loss) if self.trained else []
         if not found:
-            return False
+            return self._around(loss, given, [] if found is not None else self._made_of(loss))
         one, *beside = found
         size = one.world.data_size
         weights = given.get("gradient", given.get("grad_tensors"))
@@ -178,7 +188,8 @@ class Adoption(Adopter):
                     check_alike({"the loss": loss}, one.world)
             for each in found:
                 each.keep_what_is_there()
-            with drawing_again(one.world.device):
+            self._scale_as_asked(loss, found)
+            with drawing_again(one.world.device), self._unscaling(loss, found):
                 one.backward(
                     loss * size if one.summed else loss,
                     likely_last=self.sums_in_backward and not self.accumulates,
@@ -252,18 +263,85 @@ class Adoption(Adopter):
                     "its gradients would be none of a step of its engine's. Add it to a loss that "
                     "is, and call backward() on the sum."
                 )
-        if not found:
+        if not found and scaler_of(loss) is None:
             return False
 
         def run(one: int = 0) -> None:
             if one < len(found):
                 found[one].add_by_hand(functools.partial(run, one + 1))
             else:
-                loss.backward(**given)
+                run_scaled(loss, given)
 
         with self.engine_calls():
             run()
         return True
+
+    def _scale_as_asked(self, loss: torch.Tensor, found: list[AdoptedOptimizer]) -> None:
+        """Have engines scale a loss that a script has scaled, where a model has fp16 of its own.
+
+        Raises:
+            ConfigError: the strategy scales in precision 'fp16' alone.
+        """
+        fresh = [
+            policy for one in found
+            if not one.begun and (policy := one.precision) is not None and policy.scaler is None
+        ]  # fmt: skip
+        if not fresh or scaler_of(loss) is None or not computes_in_fp16(loss):
+            return
+        for policy in fresh:
+            if type(policy) is not PrecisionPolicy or not all(one.lends_gradients for one in found):
+                strategy = current.config.strategy if current.config else ""
+                raise ConfigError(
+                    "this loss is scaled by a GradScaler, and computed in float16 under an "
+                    f"autocast within the model, of which strategy '{strategy}' knows nothing, so "
+                    "that it would scale nothing. Have the autocast around the call of the model, "
+                    "or set precision: fp16 in unipar.yaml; or use ddp."
+                )
+            policy.begin_scaling()
+
+    @contextlib.contextmanager
+    def _unscaling(self, loss: torch.Tensor, found: list[AdoptedOptimizer]) -> Iterator[None]:
+        """Around an engine's backward pass: take its scale out of what no engine steps."""
+        policies = [p for one in found if (p := one.precision) is not None and p.scaler is not None]
+        if not policies:
+            yield
+            return
+        waiting = self._waiting
+        stepped = [p for one in waiting for group in one.param_groups for p in group["params"]]
+        # Where models are divided, what is in a graph is the framework's.
+        whole = all(one.lends_gradients for one in self.trained)
+        leaves = leaves_of(loss) if whole else stepped
+        met, owned = {id(one) for one in leaves}, set[int]()
+        sharing: list[AdoptedOptimizer] = []
+        for one in self.trained:
+            own = {id(p) for p in one.model.module.parameters()} if one.model else set[int]()
+            if one in found or (one.holds_scaled and own & met):
+                # Its step unscales what is there.
+                sharing.append(one)
+                owned |= own
+        share_scale_of(sharing)
+        beside = [one for one in leaves if id(one) not in owned]
+        with unscaled(beside, policies[0].current_scale):
+            yield
+        known = {id(one) for one in stepped}
+        overflow = found_overflow(one for one in beside if id(one) in known)
+        if overflow is None:
+            return
+        self._scaled_beside.update(
+            one for one in waiting
+            if any(id(p) in met for group in one.param_groups for p in group["params"])
+        )  # fmt: skip
+        if found[0].world.size > 1 and not self.aware:
+            dist.all_reduce(overflow, dist.ReduceOp.MAX)
+        for policy in policies:
+            policy.note_overflow(overflow)
+
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Whether an engine's scale was too high for gradients that another optimizer has."""
+        if optimizer not in self._scaled_beside:
+            return False
+        overflow = found_overflow(p for group in optimizer.param_groups for p in group["params"])
+        return overflow is not None and bool(overflow)
 
     def gradients(
         self, take: Callable[[], Any], outputs: Any, inputs: Any, options: dict[str, Any]

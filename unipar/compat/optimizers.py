@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from unipar.compat.models import Calls, PreparedModel, Training, led_to
 from unipar.compat.norms import StepNorm
 from unipar.compat.run import current, own_randomness
-from unipar.engine import StepEngine
+from unipar.engine import PrecisionPolicy, StepEngine, share_scale
 from unipar.engine.absent import LoopCalls
 from unipar.engine.divisions import constructor_arguments
 from unipar.errors import ConfigError, first_few
@@ -235,6 +235,7 @@ class PreparedOptimizer(Optimizer):
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
+                share_scale_of([self, *beside])
                 # Each engine begins its step before the pass that leaves gradients in all models.
                 first, *rest = beside
                 run = functools.partial(first.backward, loss, beside=rest)
@@ -276,6 +277,18 @@ class PreparedOptimizer(Optimizer):
         """Whether the script may use ``parameter.grad`` between backward pass and step."""
         engine = self._known().engine
         return isinstance(engine, StepEngine) and engine.lends_gradients
+
+    @property
+    def precision(self) -> PrecisionPolicy | None:
+        """What scales its losses, if that is an engine's part."""
+        engine = self._known().engine
+        return engine.precision if isinstance(engine, StepEngine) else None
+
+    @property
+    def holds_scaled(self) -> bool:
+        """Whether there are gradients that its engine's scale is still in, where it has one."""
+        engine = self._known().engine
+        return self.begun and isinstance(engine, StepEngine) and not engine.fetched
 
     def fetch_gradients(self) -> None:
         """Leave in ``parameter.grad`` what the step will be by, clipped if it is. Collective.
@@ -506,6 +519,20 @@ class PreparedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return repr(self.optimizer)
+
+
+def share_scale_of(optimizers: Iterable[PreparedOptimizer]) -> None:
+    """Have one backward pass leave gradients by one scale in the models of several optimizers.
+
+    Raises:
+        ConfigError: gradients that they have already are of several scales.
+    """
+    begun: list[PrecisionPolicy] = []
+    fresh: list[PrecisionPolicy] = []
+    for one in optimizers:
+        if one.precision is not None:
+            (begun if one.holds_scaled else fresh).append(one.precision)
+    share_scale(begun, fresh)
 
 
 def runs_once(kind: type[Optimizer]) -> bool:

@@ -105,6 +105,8 @@ class _Optimizer:
                 adopted.step()
             return loss
         alone = _WITHIN not in self.__dict__
+        if alone and closure is None and adoption.has_overflowed(self):
+            return None
         if closure is None:
             if alone:
                 adoption.check_alone(self)
@@ -165,6 +167,12 @@ class _Optimizer:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         state = {key: getattr(self, key) for key in _STATE}
         return object.__new__, (self._unipar_kind,), state
+
+
+def steps_alone(optimizer: Any) -> bool:
+    """Whether no engine steps what a script's optimizer updates."""
+    own = getattr(optimizer, "__dict__", {})
+    return isinstance(optimizer, _Optimizer) and _KEY not in own and _WITHIN not in own
 
 
 def _named_state(state_dict: Mapping[str, Any]) -> bool:

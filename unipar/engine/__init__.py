@@ -28,7 +28,7 @@ from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
 from unipar.engine.outputs import refuse_hidden_outputs
 from unipar.engine.parts import WholeLosses, layers_of, mark_part, mark_whole
-from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy, keep_scale_on_host
+from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy, keep_scale_on_host, share_scale
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
@@ -128,6 +128,7 @@ __all__ = [
     "scale_gradients",
     "see_calls",
     "share_buffers",
+    "share_scale",
     "sparse_parameters",
     "sum_shards",
     "with_divisible_optimizer",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from unipar.engine.state import import_scaler
+from unipar.errors import ConfigError
 from unipar.state import StateSource
 from unipar.strategy import Precision
 
@@ -91,6 +92,33 @@ class PrecisionPolicy:
         """Scale a loss for the backward pass."""
         return loss if self.scaler is None else self.scaler.scale(loss)
 
+    def begin_scaling(self) -> None:
+        """Scale from the next step on, also where it is not this policy that computes in fp16."""
+        if self.scaler is None:
+            self.scaler = GradScaler(self._device_type)
+
+    @property
+    def current_scale(self) -> torch.Tensor:
+        """The scale, a scalar on the device; there has to be a scaler."""
+        scaler = self.scaler
+        assert scaler is not None
+        if scaler._scale is None:
+            # It makes it of the first loss.
+            scaler.scale(torch.zeros((), device=self._device_type))
+        assert scaler._scale is not None
+        return scaler._scale
+
+    def note_overflow(self, found: torch.Tensor) -> None:
+        """Lower the scale in the next step, if a gradient that no optimizer here has was too large.
+
+        Args:
+            found: scalar, above 0 if it was; the same on all ranks.
+        """
+        assert self.scaler is not None
+        # As of one more optimizer (torch 2.8 to 2.13, amp/grad_scaler.py, update).
+        seen = self.scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
+        seen[found.device] = found + seen[found.device] if found.device in seen else found
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, before they are clipped."""
         if self.scaler is not None:
@@ -123,3 +151,33 @@ class PrecisionPolicy:
         """
         if self.scaler is not None:
             import_scaler(self.scaler, source)
+
+
+def share_scale(begun: Sequence[PrecisionPolicy], fresh: Sequence[PrecisionPolicy]) -> None:
+    """Have the gradients of one backward pass be of one scale, by which several engines unscale.
+
+    Each engine's scale changes as that engine steps. The lowest one is one that none overflows by.
+
+    Args:
+        begun: of engines that have gradients already.
+        fresh: of engines that have none.
+
+    Raises:
+        ConfigError: those that there are have several scales.
+    """
+    if all(one.scaler is None for one in (*begun, *fresh)):
+        return
+    for one in fresh:
+        one.begin_scaling()
+    known = [None if one.scaler is None else one.current_scale for one in begun]
+    scales = [one for one in known if one is not None]
+    if len(scales) < len(known) or any(not torch.equal(one, scales[0]) for one in scales[1:]):
+        raise ConfigError(
+            "one loss trains several models here, which have gradients of losses before it, and "
+            "these were scaled by other numbers, for an engine changes its scale for fp16 as it "
+            "steps. Step by them, or clear them, before this backward pass; or add their losses "
+            "to this one."
+        )
+    common = scales[0] if scales else torch.stack([one.current_scale for one in fresh]).amin()
+    for one in fresh:
+        one.current_scale.copy_(common)

@@ -545,6 +545,39 @@ def test_a_scaler_has_the_state_that_scripts_read() -> None:
     assert face.amp.GradScaler("cpu", enabled=False).state_dict() == {}
 
 
+def test_a_scaler_that_no_engine_is_beside_goes_on_with_the_scale_that_it_has_saved() -> None:
+    face: Any = importlib.import_module("unipar.compat.torch")
+    weight = torch.zeros(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler = face.amp.GradScaler("cpu", 64.0, growth_interval=1)
+    seen: list[float] = []
+    weight.register_hook(lambda grad: seen.append(grad[0].item()))
+    for _ in range(2):
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen == [64.0, 128.0]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [2.0, 2.0]
+    other = face.amp.GradScaler("cpu")
+    other.load_state_dict(scaler.state_dict())
+    other.scale(weight.sum()).backward()
+    assert seen[2] == 256.0
+    # What an engine scales beside it has saved no scale.
+    other.load_state_dict(face.amp.GradScaler("cpu").state_dict())
+    assert other.state_dict()["scale"] == 256.0
+
+
+def test_scalers_take_what_torchs_do() -> None:
+    face: Any = importlib.import_module("unipar.compat.torch")
+    assert not face.cuda.amp.GradScaler(64.0, 4.0, 0.5, 100, False).is_enabled()
+    assert face.amp.GradScaler("cpu", 64.0, 4.0, 0.25).get_growth_factor() == 4.0
+    from unipar.compat.native.scaling import ShardedGradScaler
+
+    scaler = ShardedGradScaler("cpu", 64.0, 0.25, 4.0, process_group=None)
+    assert scaler.get_growth_factor() == 4.0
+
+
 def test_a_module_that_a_framework_has_hooked_is_not_pickled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -166,8 +166,7 @@ def _fetch(trained: list[AdoptedOptimizer], call: str) -> None:
             "model to a 2-norm above 0, once in a step. Use clip_grad_norm_(model.parameters(), "
             "max_norm), or a strategy that leaves gradients whole, such as ddp."
         )
-    if trained:
-        refuse_scaled()
+    refuse_scaled()
     for one in trained:
         one.fetch_gradients()
 
