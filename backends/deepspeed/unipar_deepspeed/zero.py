@@ -257,14 +257,10 @@ def _overflowing(zero: Any) -> Iterator[None]:
 
 
 def _update_scale(scaler: torch.amp.GradScaler, overflow: bool) -> None:
-    """What ``GradScaler.update`` does after a step that it has seen itself."""
-    state = scaler.state_dict()
-    if overflow:
-        state["scale"] *= state["backoff_factor"]
-        state["_growth_tracker"] = 0
-    else:
-        state["_growth_tracker"] += 1
-        if state["_growth_tracker"] == state["growth_interval"]:
-            state["scale"] *= state["growth_factor"]
-            state["_growth_tracker"] = 0
-    scaler.load_state_dict(state)
+    """Tell a scaler of a step that DeepSpeed has seen itself."""
+    scale = scaler._scale
+    assert scale is not None
+    # As of an optimizer of its own (torch 2.8 to 2.13, amp/grad_scaler.py, update).
+    seen = scaler._per_optimizer_states[id(_update_scale)]["found_inf_per_device"]
+    seen[scale.device] = torch.full_like(scale, float(overflow))
+    scaler.update()
