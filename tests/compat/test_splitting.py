@@ -372,9 +372,64 @@ def masked_words() -> list[float]:
     return train(model, loss_of, batches(8, 7, 8))
 
 
+SEEN: list[int] = []
+"""How many samples were computed in each pass."""
+
+
+class Marked(nn.Module):
+    """Its loss is a mean over what is marked, which is nothing in some parts."""
+
+    def __init__(self, by: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.by = nn.Linear(6, 3), by
+
+    def forward(self, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+        SEEN.append(len(x))
+        return (self.linear(x).square().mean(1) * marked).sum() / self.by(marked)
+
+
+def by_marks(by: Callable[[torch.Tensor], Any], marks: torch.Tensor) -> list[float]:
+    torch.manual_seed(1)
+    given = iter(marks)
+    return train(Marked(by), lambda model, x: model(x, next(given)), batches(*[8] * len(marks)))
+
+
+MARKS = torch.tensor([
+    [1, 1, 0, 0, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0, 0, 1], [1, 1, 0, 0, 1, 0, 1, 1],
+    [1, 0, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0, 1, 0],
+    [1, 1, 1, 1, 1, 1, 1, 1],
+]).float()  # fmt: skip
+COUNTS: list[Callable[[torch.Tensor], Any]] = [
+    lambda marks: marks.sum(),
+    lambda marks: marks.sum().clamp(min=1),
+    lambda marks: (marks > 0).sum().clamp(min=1),
+    lambda marks: marks.sum() + 1e-8,
+    lambda marks: marks.sum() if marks.any() else torch.tensor(8.0),
+]
+
+
+def marked() -> list[float]:
+    return [one for count in COUNTS for one in by_marks(count, MARKS)]
+
+
+def weighted() -> list[float]:
+    """By a sum of weights that some parts have less of than one."""
+    torch.manual_seed(2)
+    weights = torch.rand(9, 8).square()
+    weights[0] += 0.5
+    return by_marks(COUNTS[1], weights)
+
+
+def counted_by_python() -> list[float]:
+    return by_marks(lambda marks: max(marks.sum(), 1), MARKS)
+
+
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
     unrolled, chosen, replaced, causal, masked_words,
+
+
+    unrolled, chosen, replaced, causal, marked, weighted,
 ]  # fmt: skip
 
 
@@ -383,6 +438,26 @@ def test_two_ranks_compute_parts_of_what_one_process_does(
     world_pool: Any, act: Callable[[], list[float]]
 ) -> None:
     check(world_pool(2).run(plainly, "ddp", act), act)
+
+
+def sizes(marks: torch.Tensor) -> list[float]:
+    """How many samples the last pass of each step is of."""
+    SEEN.clear()
+    by_marks(COUNTS[1], marks)
+    return [float(SEEN[-1])]
+
+
+@pytest.mark.parametrize(("marks", "size"), [(torch.ones(3, 8), 4), (MARKS[:4], 8), (MARKS[:5], 4)])
+def test_a_pass_is_of_the_whole_where_counts_of_parts_may_not_add_up(
+    world_pool: Any, marks: torch.Tensor, size: int
+) -> None:
+    for one in world_pool(2).run(plainly_with, "ddp", sizes, marks):
+        assert one == ([size], [])
+
+
+def test_where_each_part_has_another_kind_of_loss_the_whole_is_computed(world_pool: Any) -> None:
+    told = "it gives a loss that is a sum over samples that is divided afterwards"
+    check(world_pool(2).run(plainly, "ddp", counted_by_python), counted_by_python, told)
 
 
 @pytest.mark.thorough
@@ -482,11 +557,8 @@ class OddLoss(Base):
 
 
 class Divided(Base):
-    """As many are asked for in each part, so it may be a constant."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        asked = torch.ones(len(x))
-        return (self.linear(x).square().mean(1) * asked).sum() / asked.sum()
+        return self.linear(x).square().mean(1).sum() / torch.tensor(3.0)
 
 
 class Normed(torch.autograd.Function):
@@ -568,7 +640,7 @@ WHOLE: list[tuple[type[nn.Module], str]] = [
     (Mixing, "draws random numbers by random or NumPy"),
     (InPlace, "changes what it is given in place"),
     (OddLoss, "gives a loss that comes to one number by SqrtBackward"),
-    (Divided, "divided by a tensor that may count what is summed, or be a constant"),
+    (Divided, "divided by a tensor that is not the sum of those of parts, as by a constant"),
     (Backwards, f"{RELATED}, or they do not lie along the first or second dimension of its first"),
     (DrawsBack, "draws random numbers in its backward pass"),
     (Gated, RELATED),
@@ -779,7 +851,7 @@ def test_ranks_with_unlike_batches_are_refused(world_pool: Any, what: str, said:
         assert "Seed what it draws by, before anything is drawn: random.seed(0)" in one
 
 
-def plainly_with(placement: Placement, strategy: str, act: Callable[..., Any], what: str) -> Any:
+def plainly_with(placement: Placement, strategy: str, act: Callable[..., Any], what: Any) -> Any:
     return plainly(placement, strategy, lambda: act(what))
 
 

@@ -7,16 +7,21 @@ they save are those of torch 2.13, tools/autograd/derivatives.yaml.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from unipar.compat.dividing.shares import Shares
+from unipar.compat.dividing.comparing import close
+from unipar.compat.dividing.shares import Shares, mean_over
 from unipar.engine.graphs import nodes_behind
 
-UNSURE = "is divided by a tensor that may count what is summed, or be a constant"
-"""What a later batch may tell."""
+UNSURE = "is divided by a tensor that is not the sum of those of parts, as by a constant"
+"""What a later batch may tell, of which each part has something that counts."""
+_NOT_OF_PARTS = "is not the mean or the sum of those of parts"
+LITTLE = 1e-6
+"""What is less than the largest by so much adds nothing to it, as an epsilon does not."""
 _REDUCTIONS = {1: "mean", 2: "sum"}
 """What torch's loss functions save of ``reduction``."""
 _KINDS = ("mean", "sum", "count", "divided")
@@ -61,13 +66,80 @@ def share_of(loss: torch.Tensor, shares: Shares) -> torch.Tensor | float | str:
     return (own * size / total.clamp(min=1e-300)).to(loss.dtype)
 
 
-def kind_of_loss(loss: torch.Tensor, shares: Shares) -> str:
-    """What :func:`share_of` goes by, on this rank; all are to have the same before it is called."""
+class Divisor(NamedTuple):
+    """What a sum is divided by in losses of one rank, or of several.
+
+    Attributes:
+        least: the least of them.
+        most: the largest.
+        nothing: whether any of the losses is zero, as that of a part in which nothing counts.
+    """
+
+    least: float
+    most: float
+    nothing: bool
+
+    @classmethod
+    def of_all(cls, ranks: Sequence[Divisor]) -> Divisor:
+        """Those of several."""
+        least, most = min(one.least for one in ranks), max(one.most for one in ranks)
+        return cls(least, most, any(one.nothing for one in ranks))
+
+
+class Divisors:
+    """Whether what sums are divided by in parts adds up to what that of the whole is divided by.
+
+    Counts do, as of what a mask marks. Where one is kept from being zero, as by ``clamp(min=1)``,
+    that of a part with less is the bound, which is not less than any that was seen to add up.
+    """
+
+    def __init__(self) -> None:
+        self._least: dict[Any, float] = {}
+
+    def add_up(self, key: Any, found: Divisor) -> bool:
+        """Whether they do for sure.
+
+        Args:
+            key: tells the losses of a model apart.
+            found: those of all ranks.
+        """
+        if found.least <= LITTLE * found.most:
+            # Zero divided by zero has no gradient.
+            return found.least > 0
+        least = self._least.get(key, math.inf)
+        # At the bound itself there may have been less, and most bounds are 1.
+        return not found.nothing and (found.least > least or found.least == least != 1)
+
+    def note(self, key: Any, least: float) -> None:
+        """Take notice that some have added up, of which this is the least."""
+        self._least[key] = min(least, self._least.get(key, math.inf))
+
+
+def kind_of_loss(loss: torch.Tensor, samples: int) -> tuple[str, Divisor | None]:
+    """What :func:`share_of` goes by on this rank, the same on all; or what it cannot tell by.
+
+    Args:
+        loss: a scalar tensor.
+        samples: of how many.
+
+    Returns:
+        That, and what it is divided by, if it is. It waits for the device if it is.
+    """
     try:
-        kind, count = _read(loss, shares.own)
+        kind, count = _read(loss, samples)
     except _NotTold as why:
-        return str(why)
-    return f"{kind}, counted: {count is not None}"
+        return str(why), None
+    if kind != "divided" or not isinstance(count, torch.Tensor):
+        return kind, None
+    by = float(count)
+    # By what is no number, as by zero, nothing is divided.
+    by = by if math.isfinite(by) else 0.0
+    return kind, Divisor(by, by, float(loss.detach()) == 0)
+
+
+def why_not_told(kind: str) -> str:
+    """Why losses cannot be put together, of what :func:`kind_of_loss` says, if they cannot."""
+    return "" if kind in _KINDS else f"it gives a loss that {kind}"
 
 
 def weighed(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
@@ -77,26 +149,51 @@ def weighed(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     return loss * factor
 
 
-def why_unsure(loss: torch.Tensor, shares: Shares) -> str:
-    """Why a first loss of a model does not tell what later ones count for, if it does not.
+def why_apart(
+    loss: torch.Tensor,
+    whole: torch.Tensor,
+    shares: Shares,
+    divisors: Divisors,
+    key: Any,
+    rounding: float,
+    *,
+    first: bool,
+) -> tuple[str, bool]:
+    """Why losses of parts do not make that of the whole in a trial, if they do not.
 
-    Collective; all ranks have the same answer.
+    Collective.
+
+    Args:
+        loss: of this rank's part.
+        whole: that of the whole.
+        shares: how the batch is divided.
+        divisors: what is known of those of the model.
+        key: tells its losses apart.
+        rounding: up to which differences they do.
+        first: whether no earlier batch has told that they do.
+
+    Returns:
+        That, and whether this batch can tell.
     """
-    try:
-        kind, count = _read(loss, shares.own)
-        found = (kind, float(count) if kind == "divided" and count is not None else None)
-    except _NotTold as why:
-        found = (str(why), None)
     ranks: list[Any] = [None] * len(shares.sizes)
-    dist.all_gather_object(ranks, found, group=shares.group)
-    for kind, _ in ranks:
-        if kind not in _KINDS:
-            return kind
-    if len({kind for kind, _ in ranks}) > 1:
-        return "is reduced otherwise on each rank"
-    if found[1] is not None and len(set(ranks)) == 1:
-        return UNSURE
-    return ""
+    dist.all_gather_object(ranks, kind_of_loss(loss, shares.own), group=shares.group)
+    why = next(filter(None, (why_not_told(kind) for kind, _ in ranks)), "")
+    if not why and len({kind for kind, _ in ranks}) > 1:
+        why = "it gives a loss that is reduced otherwise on each rank"
+    if why:
+        return why, True
+    by = Divisor.of_all([one for _, one in ranks]) if ranks[0][1] is not None else None
+    sure = by is None or divisors.add_up(key, by)
+    if sure or (by is not None and by.least > 0 and not by.nothing):
+        factor = share_of(loss, shares)
+        assert not isinstance(factor, str)
+        if close(mean_over(weighed(loss.detach(), factor), shares), whole, rounding):
+            if by is not None:
+                divisors.note(key, by.least)
+            return "", True
+        if by is None or (sure and not first):
+            return f"it gives a loss that {_NOT_OF_PARTS}", True
+    return (f"it gives a loss that {UNSURE}", True) if first else ("", False)
 
 
 def _read(loss: torch.Tensor, samples: int) -> tuple[str, torch.Tensor | int | None]:
@@ -132,7 +229,7 @@ def _read(loss: torch.Tensor, samples: int) -> tuple[str, torch.Tensor | int | N
             if count is not None:
                 kinds.add("mean")
                 counts += [count]
-                by_tensor |= count.is_floating_point()
+                by_tensor = True
                 continue
             if name.startswith("Div") and _counts(node, following[0], samples):
                 kinds.add("mean")

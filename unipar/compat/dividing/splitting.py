@@ -39,7 +39,14 @@ from unipar.compat.dividing.cutting import (
     shape_of,
     tensors_held,
 )
-from unipar.compat.dividing.inner_losses import kind_of_loss, share_of, weighed
+from unipar.compat.dividing.inner_losses import (
+    LITTLE,
+    Divisor,
+    kind_of_loss,
+    share_of,
+    weighed,
+    why_not_told,
+)
 from unipar.compat.dividing.model_hooks import described, draws_by_itself, hooks_in, is_compiled
 from unipar.compat.dividing.runs import Runner, settings_of
 from unipar.compat.dividing.shares import Shares, mean_over, tied, whole_of
@@ -57,6 +64,8 @@ from unipar.world import World
 
 _AGAIN = 128
 """A model is tried again in passes whose number is a power of two, and in one of so many."""
+_EXACT = 2**52
+"""Whole numbers up to this are floating-point numbers, too."""
 _ALL_TRIED = 2
 """Up to so many changes of settings each is tried."""
 
@@ -240,9 +249,9 @@ class Splitting:
         with drawn as apart, computing():
             output = self._model.forward(*part[0], **part[1])
         parts = leaves_in(part)
-        why, new, astray = self._looked_at(kind, plan, shares, output, parts, drawing)
-        if why or astray or new:
-            if not why and (astray or not tried):
+        why, new, astray, by = self._looked_at(kind, plan, shares, output, parts, drawing)
+        if why or astray or new or by:
+            if not why and (astray or (new and not tried)):
                 # What counts its calls, or draws what it does, is to do what it has done now.
                 passed = kept.put_back()
                 why = self._trials.again(plan, args, kwargs, given)
@@ -252,14 +261,16 @@ class Splitting:
             other = drawing is not None and self._trials.agreed(
                 "" if self._trials.placed == drawing.placed else "other"
             )
-            if why or astray or other:
+            if why or astray or other or by:
                 kept.put_back()
                 if drawing is not None:
                     drawing.drop()
                 if why:
                     return self._whole_from_now_on(kind, why, args, kwargs)
                 # Now it is known how.
-                return self._whole(args, kwargs)
+                output = self._whole(args, kwargs)
+                self._note_divisors(by, output, plan, shares)
+                return output
         if apart:
             self._tell(
                 "%s draws random numbers, as for dropout: each rank draws others, for its part of "
@@ -282,7 +293,9 @@ class Splitting:
             if kind.dim == ALIKE:
                 return one
             if kind.dim == LOSS:
-                return mean_over(weighed(own[at], self._factor(one, shares)), shares)
+                factor = share_of(one, shares)
+                assert not isinstance(factor, str)
+                return mean_over(weighed(own[at], factor), shares)
             return whole_of(own[at], kind.dim, shares.times(kind.each))
 
         return changed(output, whole)
@@ -290,10 +303,14 @@ class Splitting:
     def _looked_at(
         self, kind: Any, plan: Plan, shares: Shares, output: Any, part: Any,
         drawing: Drawing | None,
-    ) -> tuple[str, bool, bool]:  # fmt: skip
+    ) -> tuple[str, bool, bool, dict[int, Divisor]]:  # fmt: skip
         """Why ranks' outputs do not fit together, and whether any has a new graph, or new draws.
 
-        Collective, on the host: it waits for no device.
+        Collective, on the host: it waits for a device only if a loss is divided by a tensor.
+
+        Returns:
+            These, and of losses by whose divisors it may not be told what they count for, those of
+            this rank.
         """
         known, found = self._signatures.setdefault(kind, Signatures()), tensors_held(output)
         draws = () if drawing is None else drawing.noted
@@ -308,19 +325,32 @@ class Splitting:
             (*shape[: one.dim], *shape[one.dim + 1 :]) if one.dim >= 0 else tuple(shape)
             for shape, one in zip(shapes, plan.outputs, strict=False)
         ]
-        losses = [
-            kind_of_loss(one, shares)
-            for one, output in zip(found or (), plan.outputs, strict=False)
+        losses = {
+            at: kind_of_loss(one, shares.own)
+            for at, (one, output) in enumerate(zip(found or (), plan.outputs, strict=False))
             if output.dim == LOSS
-        ]  # fmt: skip
+        }  # fmt: skip
+        kinds = [one for one, _ in losses.values()]
+        own_why = UNFIT if not fits else next(filter(None, map(why_not_told, kinds)), "")
         # One rank may have drawn in a branch that others have not taken.
-        mark, used = _hash((len(draws), *others, *losses)), known.used >> 1
+        mark, used = _hash((len(draws), *others, *kinds)), known.used % _EXACT
         astray = drawing is not None and drawing.astray
-        seen = torch.tensor([new, not fits, astray, mark, -mark, used, -used])
+        by = {
+            at: losses.get(at, ("", None))[1]
+            for at, output in enumerate(plan.outputs) if output.dim == LOSS
+        }  # fmt: skip
+        sent = [(0, 0, 0) if one is None else (-one.least, one.most, one.nothing)
+                for one in by.values()]  # fmt: skip
+        seen = torch.tensor(
+            [new, bool(own_why), astray, mark, -mark, used, -used, *sum(sent, ())],
+            dtype=torch.float64,
+        )
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
-        is_new, unfit, strays, most, least, most_used, least_used = seen.tolist()
-        training = self._model.training_by
-        why, alike = UNFIT if unfit or most != -least else "", most_used == -least_used
+        is_new, unfit, strays, most, least, most_used, least_used, *rest = seen.tolist()
+        training, why = self._model.training_by, ""
+        if unfit or most != -least:
+            why = self._trials.agreed(own_why) or UNFIT
+        alike = most_used == -least_used
         if training is not None:
             training.uses_alike &= alike
             if not (alike or getattr(training.engine, "lends_gradients", True)):
@@ -333,17 +363,33 @@ class Splitting:
                 "unipar.yaml each rank computes the whole.",
                 type(self._model.module).__name__,
             )
-        return why, bool(is_new), bool(strays)
+        unsure: dict[int, Divisor] = {}
+        for one, (at, own) in enumerate(by.items()):
+            low, high, nothing = rest[3 * one : 3 * one + 3]
+            ranks = Divisor(-low, high, bool(nothing))
+            if own is not None and not self._trials.divisors.add_up((plan, at), ranks):
+                unsure[at] = own
+        return why, bool(is_new), bool(strays), unsure
 
-    def _factor(self, loss: torch.Tensor, shares: Shares) -> torch.Tensor | float:
-        found = share_of(loss, shares)
-        if isinstance(found, str):
-            raise ConfigError(
-                f"{type(self._model.module).__name__} gives a loss that {found}, and did not when "
-                "it was tried: what it would be of the whole batch cannot be told. Compute the "
-                "loss outside of the model, of what it gives."
-            )
-        return found
+    def _note_divisors(
+        self, own: dict[int, Divisor], output: Any, plan: Plan, shares: Shares
+    ) -> None:
+        """Take notice of losses by whose divisors it was not told whether these add up.
+
+        Collective.
+
+        Args:
+            own: those of this rank's part.
+            output: what the whole has given.
+            plan: how the batch was cut up.
+            shares: how it was divided.
+        """
+        found = tensors_held(output) or []
+        for at, one in own.items():
+            by = kind_of_loss(found[at], sum(shares.sizes))[1] if at < len(found) else None
+            ranks = self._world.gather(one.least)
+            if by is not None and abs(sum(ranks) - by.least) <= LITTLE * abs(by.least):
+                self._trials.divisors.note((plan, at), min(ranks))
 
     def _refuse_if(self, why: str) -> None:
         if why:
@@ -414,7 +460,7 @@ class _Kept:
 
 def _hash(told: tuple[Any, ...]) -> int:
     """One that all ranks have of the same; of texts Python's differs by process."""
-    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=7).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(repr(told).encode(), digest_size=6).digest(), "big")
 
 
 def _is_power(number: int) -> bool:

@@ -18,7 +18,7 @@ from unipar.compat.dividing.batch_norms import (
     is_batch_norm,
     normalize_over,
 )
-from unipar.compat.dividing.comparing import RELATED, close, compared
+from unipar.compat.dividing.comparing import RELATED, compared
 from unipar.compat.dividing.cutting import (
     ALIKE,
     LOSS,
@@ -28,9 +28,9 @@ from unipar.compat.dividing.cutting import (
     shape_of,
     with_copies,
 )
-from unipar.compat.dividing.inner_losses import UNSURE, share_of, weighed, why_unsure
+from unipar.compat.dividing.inner_losses import UNSURE, Divisors, share_of, weighed, why_apart
 from unipar.compat.dividing.runs import Run, Runner
-from unipar.compat.dividing.shares import Shares, mean_over, part_of
+from unipar.compat.dividing.shares import Shares, part_of
 from unipar.compat.dividing.whole_draws import Drawing, Place, WholeDraws
 from unipar.world import World
 
@@ -49,12 +49,17 @@ _DRAWS = "it draws random numbers that have no samples, or by which others are d
 
 
 class _Tried(NamedTuple):
-    """A plan by which parts make the whole, or why they do not; and the run of this rank's."""
+    """A plan by which parts make the whole, or why they do not; and the run of this rank's.
+
+    Attributes:
+        tells: whether the batch can tell of losses.
+    """
 
     plan: Plan | None
     why: str
     part: Run
     drawing: Drawing | None = None
+    tells: bool = True
 
 
 class Trials:
@@ -68,6 +73,7 @@ class Trials:
 
     Attributes:
         placed: of what was drawn in the last one, where samples lie.
+        divisors: what is known of what sums are divided by in losses that it gives.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class Trials:
         self._untold = 0
         self._shown: set[tuple[int, str]] = set()
         self.placed: list[Place | None] = []
+        self.divisors = Divisors()
         self._apart = self._by_functions = False
 
     @property
@@ -142,7 +149,7 @@ class Trials:
         if self._hidden_draws(whole, tried, args, kwargs, given):
             return _HIDDEN
         why = self._on_copies(plan, args, kwargs, given)
-        if not why and any(self._world.gather(tried.part.by_functions)):
+        if not why and tried.tells and any(self._world.gather(tried.part.by_functions)):
             why = self._backward(plan, args, kwargs, given)
         return why
 
@@ -214,13 +221,13 @@ class Trials:
             why = "parts of a batch do not make the whole"
         if why:
             return _Tried(None, why, part, drawing)
-        plan = plan._replace(outputs=tuple(outputs))
+        plan, tells = plan._replace(outputs=tuple(outputs)), True
         if any(kind.dim == LOSS for kind in outputs):
             if along(plan) != 0:
                 why = "it gives a loss, and samples do not lie along the first dimension"
             elif self._runner.has_graphs:
-                why = self.agreed(self._losses(whole, part, plan, shares, first))
-        return _Tried(None if why else plan, why, part, drawing)
+                why, tells = self._losses(whole, part, plan, shares, first)
+        return _Tried(None if why else plan, why, part, drawing, tells)
 
     def _lie_otherwise(self, tried: _Tried) -> bool:
         """Take the entries of samples for lying apart from now on, if any has several. Collective.
@@ -233,22 +240,27 @@ class Trials:
             self._draws.forget()
         return self._apart
 
-    def _losses(self, whole: Run, part: Run, plan: Plan, shares: Shares, first: bool) -> str:
-        """Why losses that the model computes cannot be put together, if they cannot. Collective."""
-        for kind, one, expected in zip(plan.outputs, part.outputs, whole.outputs, strict=True):
+    def _losses(
+        self, whole: Run, part: Run, plan: Plan, shares: Shares, first: bool
+    ) -> tuple[str, bool]:
+        """Why losses that the model computes cannot be put together, if they cannot. Collective.
+
+        Returns:
+            That, and whether the batch can tell.
+        """
+        tells = True
+        pairs = zip(plan.outputs, part.outputs, whole.outputs, strict=True)
+        for at, (kind, one, expected) in enumerate(pairs):
             if kind.dim != LOSS:
                 continue
-            why = why_unsure(one, shares)
-            # What an earlier batch has told, this one need not.
-            factor = why if why and (first or why != UNSURE) else share_of(one, shares)
-            if isinstance(factor, str):
-                return f"it gives a loss that {factor}"
             # Their sums are more exact than what they are of.
-            if not close(
-                mean_over(weighed(one.detach(), factor), shares), expected, self._rounding / 5
-            ):
-                return "it gives a loss that is not the mean or the sum of those of parts"
-        return ""
+            why, told = why_apart(
+                one, expected, shares, self.divisors, (plan, at), self._rounding / 5, first=first
+            )
+            why, tells = self.agreed(why), tells and told
+            if why:
+                return why, tells
+        return "", tells
 
     def _hidden_draws(
         self, whole: Run, tried: _Tried, args: Any, kwargs: Any, given: Sequence[Any]
