@@ -629,6 +629,77 @@ class Hooked(Base):
         return self.linear(x)
 
 
+class Spread(nn.Module):
+    """A little of its loss relates samples, less than half precision rounds by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        errors = (self.linear(x) - x[:, :4]).float().square().mean()
+        spread = self.other(x).float()
+        return 10 * errors + 0.02 * (spread - spread.mean(0)).square().mean()
+
+
+class Autocast(nn.Module):
+    """Under autocast; by what runs there alone, and by what computes in half precision itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers, self.how = (
+            nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)),
+            how,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SEEN.append(len(x))
+        if self.how == "needs":
+            x = (x * 2).bfloat16()
+        if self.how == "within":
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layers(x)
+        return self.layers(x)
+
+
+def autocast(model: nn.Module, *, half: bool = False) -> list[float]:
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for x in batches(8, 8, 8):
+        SEEN.clear()
+        with torch.autocast("cpu", torch.bfloat16, enabled=not half):
+            loss = model(x.bfloat16() if half else x).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def spread() -> list[float]:
+    torch.manual_seed(1)
+    return autocast(Spread())
+
+
+def in_half(how: str) -> list[float]:
+    torch.manual_seed(1)
+    model = Autocast(how)
+    return [*autocast(model.bfloat16() if how == "weights" else model, half=how == "weights"),
+            float(SEEN[-1])]  # fmt: skip
+
+
+def test_what_half_precision_rounds_away_shows_all_the_same(world_pool: Any) -> None:
+    told = "it gives a loss that is not the mean or the sum of those of parts"
+    check(world_pool(2).run(plainly, "ddp", spread), spread, told)
+
+
+@pytest.mark.parametrize("how", ["around", "within", "needs", "weights"])
+def test_models_in_half_precision_are_divided(world_pool: Any, how: str) -> None:
+    *expected, _ = in_half(how)
+    for losses, told in world_pool(2).run(plainly_with, "ddp", in_half, how):
+        assert losses == [*(pytest.approx(one, rel=2e-2) for one in expected), 4]
+        assert not told
+
+
 RELATED = "it sets the samples of a batch in relation to each other"
 WHOLE: list[tuple[type[nn.Module], str]] = [
     (Keeping, "keeps what it computes of a batch in attributes (activations)"),

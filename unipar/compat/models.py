@@ -106,11 +106,6 @@ class PreparedModel(nn.Module):
         self.shapes = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
         self._names = {id(one): (weakref.ref(one), name) for name, one in module.named_parameters()}
 
-    @property
-    def in_half(self) -> bool:
-        """Whether it computes in half precision."""
-        return self._half is not None
-
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The name of a parameter, also of one from before the strategy had the model."""
         known, name = self._names.get(id(parameter), (None, None))

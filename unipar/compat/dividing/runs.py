@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -27,12 +28,15 @@ from unipar.compat.dividing.cutting import (
 )
 from unipar.compat.dividing.model_hooks import HOOKED
 from unipar.compat.dividing.whole_draws import Drawing
+from unipar.compat.fp32_outputs import fp32
 from unipar.engine import StepEngine
 from unipar.engine.graphs import nodes_behind
 from unipar.engine.trials import digest, torch_generators, trial
 from unipar.errors import first_few
 
 KEEPS = "it keeps what it computes of a batch"
+FAILS = "it fails where parts are tried, as where its inputs have no dim of samples"
+_HALF = (torch.float16, torch.bfloat16)
 _MOST_MARKS = 64
 
 
@@ -50,6 +54,7 @@ class Run(NamedTuple):
         gradients: of the weights, of what was asked for.
         by_functions: whether its graph has functions of the script's own.
         stored: what it has put into attributes, which may be the same of every batch.
+        in_half: whether anything of it was in half precision.
     """
 
     outputs: list[torch.Tensor]
@@ -62,6 +67,7 @@ class Run(NamedTuple):
     gradients: list[torch.Tensor] | None = None
     by_functions: bool = False
     stored: Mapping[str, list[torch.Tensor]] = MappingProxyType({})
+    in_half: bool = False
 
     @property
     def tells(self) -> bool:
@@ -82,11 +88,13 @@ class Runner:
         in_eval: whether its batch norms are to normalize as in evaluations.
         looked_into: whether it was found not to change its own weights.
         traces: whether passes leave something in buffers, or in numbers that are attributes.
+        in_fp32: whether autocast is left out, whose rounding hides small differences.
     """
 
     def __init__(self, model: AdoptedModel) -> None:
         self._model, self._copy = model, None
         self.in_eval = self.looked_into = self.traces = False
+        self.in_fp32 = True
 
     @property
     def module(self) -> nn.Module:
@@ -144,8 +152,16 @@ class Runner:
             called = module if graph or self.is_copy else training.engine.eval_model
             surrounding = training.engine.precision.forward
             lifting = training.engine.without_stand_ins
+        leaving_out, autocasts = contextlib.nullcontext, self.leaves_out_autocast
+        if autocasts:
+            leaving_out = functools.partial(torch.autocast, device.type, enabled=False)
         # What it writes into what it is given, the script would find.
-        args, kwargs = rebuilt(changed((args, kwargs), lambda one: one.detach().clone()))
+        args, kwargs = rebuilt(
+            changed(
+                (args, kwargs),
+                lambda one: fp32(one.detach().clone()) if autocasts else one.detach().clone(),
+            )
+        )
         # What is replaced stays alive, and keeps its identity.
         _held, extents = rebuilt((args, kwargs)), extent((args, kwargs))
         copies = tensors_held((args, kwargs)) or []
@@ -159,6 +175,7 @@ class Runner:
             _own_weights(module, first=not self.looked_into) as written,
             _Watching(drops=drawing is not None) as watched,
             surrounding(),
+            leaving_out(),
             lifting(),
             computing(),
             contextlib.nullcontext() if drawing is None else drawing.going_on(),
@@ -178,8 +195,7 @@ class Runner:
                     gradients = _gradients(asked, module, is_copy=self.is_copy)
                     drew_back = _generators(device) != drawn
             except Exception as error:
-                why = "it fails where parts are tried, as where its inputs have no dim of samples"
-                return Run([], {}, f"{why} ({error})"[:300])
+                return Run([], {}, f"{FAILS} ({error})"[:300])
             after = _attributes(module)
             self.traces |= set_before != settings_of(module) or any(
                 one is not kept[name]
@@ -228,7 +244,18 @@ class Runner:
             found or [], buffers, why, changed(output, lambda one: None), draws.torch != began,
             draws.torch, () if drawing is None else drawing.noted, gradients, by_functions,
             {name: held.tensors for name, held in stored.items()},
+            watched.in_half or _is_half(tuple(found or ())),
         )  # fmt: skip
+
+    @property
+    def leaves_out_autocast(self) -> bool:
+        """Whether there is one around runs, and they do without; weights in half may need it."""
+        engine = None if self._model.training_by is None else self._model.training_by.engine
+        kind = self._model.world.device.type
+        autocasts = isinstance(engine, StepEngine) and engine.precision.autocasts
+        if not self.in_fp32 or not (autocasts or torch.is_autocast_enabled(kind)):
+            return False
+        return not any(one.dtype in _HALF for one in self.module.parameters())
 
 
 def _generators(device: torch.device) -> str:
@@ -308,12 +335,13 @@ class _Watching(TorchFunctionMode):
 
     Attributes:
         hooked: whether hooks were put on what was computed.
+        in_half: whether anything was computed in half precision.
         generators: of the script's own, by which was drawn, and the states that they had.
     """
 
     def __init__(self, *, drops: bool) -> None:
         super().__init__()
-        self._drops, self.hooked = drops, False
+        self._drops, self.hooked, self.in_half = drops, False, False
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -323,6 +351,7 @@ class _Watching(TorchFunctionMode):
             if isinstance(one, torch.Generator) and id(one) not in self.generators:
                 self.generators[id(one)] = one, one.get_state()
         found = func(*args, **kwargs)
+        self.in_half |= _is_half(found)
         passes = func is torch.Tensor.bernoulli_ and not self._drops
         return found.fill_(1) if passes else found
 
@@ -330,6 +359,11 @@ class _Watching(TorchFunctionMode):
         super().__exit__(*error)
         for generator, state in self.generators.values():
             generator.set_state(state)
+
+
+def _is_half(found: Any) -> bool:
+    several = found if isinstance(found, tuple) else (found,)
+    return any(isinstance(one, torch.Tensor) and one.dtype in _HALF for one in several)
 
 
 def settings_of(module: nn.Module) -> list[Any]:

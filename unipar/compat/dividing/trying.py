@@ -29,7 +29,7 @@ from unipar.compat.dividing.cutting import (
     with_copies,
 )
 from unipar.compat.dividing.inner_losses import UNSURE, Divisors, share_of, weighed, why_apart
-from unipar.compat.dividing.runs import Run, Runner
+from unipar.compat.dividing.runs import FAILS, Run, Runner
 from unipar.compat.dividing.shares import Shares, part_of
 from unipar.compat.dividing.whole_draws import Drawing, Place, WholeDraws
 from unipar.world import World
@@ -81,7 +81,6 @@ class Trials:
     ) -> None:
         self._model, self._runner, self._draws = model, runner, draws
         self._may_draw_whole = may_draw_whole
-        self._rounding = _ROUNDING_HALF if model.in_half else _ROUNDING
         self._group = model.world.mesh("batch").get_group()
         self._untold = 0
         self._shown: set[tuple[int, str]] = set()
@@ -110,6 +109,10 @@ class Trials:
         Neither, where that cannot be told yet: the model gives the same for all samples, as one
         whose last layer is zero at first.
         """
+        plan, why = self._find(args, kwargs, given)
+        return self._find(args, kwargs, given) if self._is_to_autocast(why) else (plan, why)
+
+    def _find(self, args: Any, kwargs: Any, given: Sequence[Any]) -> tuple[Plan | None, str]:
         normalize_over(None, self._runner.module)
         whole = self._runner.run(args, kwargs, self._noting())
         why = self.agreed(whole.why)
@@ -141,6 +144,19 @@ class Trials:
 
     def again(self, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
         """Why parts no longer make the whole, if they do not. Collective."""
+        why = self._again(plan, args, kwargs, given)
+        return self._again(plan, args, kwargs, given) if self._is_to_autocast(why) else why
+
+    def _is_to_autocast(self, why: str) -> bool:
+        """Whether to try once more, under the autocast that a failed trial has left out.
+
+        A model may not run in fp32, for want of memory or of dtypes that fit.
+        """
+        leaves_out = why.startswith(FAILS) and self._runner.leaves_out_autocast
+        self._runner.in_fp32 &= not leaves_out
+        return leaves_out
+
+    def _again(self, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
         normalize_over(None, self._runner.module)
         whole = self._runner.run(args, kwargs, self._noting() if plan.draws_whole else None)
         tried = self._tried(whole, plan, args, kwargs, given, first=False)
@@ -207,7 +223,7 @@ class Trials:
             if why:
                 return _Tried(None, why, alone)
         part, drawing = self._run_part(whole, plan, args, kwargs, shares)
-        outputs, why = compared(whole, part, shares, self._rounding)
+        outputs, why = compared(whole, part, shares, _rounding(whole, part))
         astray = drawing is not None and (
             drawing.astray or part.generators != whole.generators
             or not self._draws.learn(whole.noted, part.noted, shares, apart=self._apart)
@@ -255,8 +271,9 @@ class Trials:
                 continue
             # Their sums are more exact than what they are of.
             why, told = why_apart(
-                one, expected, shares, self.divisors, (plan, at), self._rounding / 5, first=first
-            )
+                one, expected, shares, self.divisors, (plan, at), _rounding(whole, part) / 5,
+                first=first,
+            )  # fmt: skip
             why, tells = self.agreed(why), tells and told
             if why:
                 return why, tells
@@ -342,17 +359,21 @@ class Trials:
         assert whole.gradients is not None
         assert part.gradients is not None
         largest = max((float(one.abs().max()) for one in whole.gradients if one.numel()), default=0)
-        unlike = False
+        unlike, rounding = False, _rounding(whole, part)
         for one, expected in zip(part.gradients, whole.gradients, strict=True):
             dist.all_reduce(one, group=self._group)
             if not one.numel():
                 continue
             mean = one.double() / len(shares.sizes)
             apart = float((mean - expected.double()).abs().max())
-            own = _OWN_ROUNDING * self._rounding * float(expected.abs().max())
-            unlike |= apart > self._rounding * largest and apart > own
+            own = _OWN_ROUNDING * rounding * float(expected.abs().max())
+            unlike |= apart > rounding * largest and apart > own
         told_of = RELATED if not whole.drew else _DRAWS
         return self.agreed(f"{told_of}, as its gradients show" if unlike else "")
+
+
+def _rounding(whole: Run, part: Run) -> float:
+    return _ROUNDING_HALF if whole.in_half or part.in_half else _ROUNDING
 
 
 def _probe(
