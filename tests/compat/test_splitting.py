@@ -56,6 +56,20 @@ def contrast() -> list[float]:
     return train(Contrast(), loss_of, batches(4, 5, 7, 4))
 
 
+def between() -> list[float]:
+    """Other passes, of which some are of the whole, before that is computed once more."""
+    torch.manual_seed(1)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        output = model(x)["output"]
+        few = model(x[:3])["output"].square().mean() if len(x) < 7 else 0.0
+        with torch.no_grad():
+            target = model(x.flip(1))["output"]
+        return (output - target).square().mean() + few
+
+    return train(Contrast(), loss_of, batches(8, 6, 8))
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -430,6 +444,7 @@ IN_PARTS = [
 
 
     unrolled, chosen, replaced, causal, marked, weighted,
+    between,
 ]  # fmt: skip
 
 
@@ -840,6 +855,22 @@ def test_what_no_engine_trains_each_rank_trains_whole(world_pool: Any) -> None:
 @pytest.mark.thorough
 def test_a_hook_that_comes_later_sees_whole_batches(world_pool: Any) -> None:
     check(world_pool(2).run(plainly, "ddp", hooked_later), hooked_later, "hooks in it are to see")
+
+
+def checkpointed() -> list[float]:
+    torch.manual_seed(1)
+    layers = nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found: Any = model(x) if len(x) == 7 else checkpoint(model, x, use_reentrant=False)
+        return found.square().mean()
+
+    return train(nn.Sequential(*layers), loss_of, batches(8, 8, 7, 8))
+
+
+def test_what_a_script_has_computed_once_more_by_itself_is_of_the_whole(world_pool: Any) -> None:
+    told = "the script calls it through torch.utils.checkpoint"
+    check(world_pool(2).run(plainly, "ddp", checkpointed), checkpointed, told)
 
 
 class Zero(Base):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
@@ -22,18 +23,23 @@ ALONE = "alone"
 _own_forward: Any = _BatchNorm.forward
 _groups: list[Any] = [None]
 _computes = False
-"""Whether a model computes a part; a script that calls a layer of it has the whole batch."""
+"""Whether a model computes; a script that calls a layer of it has the whole batch."""
+_over: Any = None
+"""What :func:`normalize_over` was told last."""
+_passes: deque[tuple[int, int, Any]] = deque(maxlen=10_000)
+"""Of passes, between which numbers the nodes of their graphs are, and the groups; new ones first.
+
+By these, what a backward pass computes once more, as checkpoints do, is computed as it was.
+"""
 
 
 def normalize_over(group: Any, module: nn.Module) -> None:
-    """Compute the statistics in a module over a group from now on; over no other for ``None``.
-
-    What a backward pass computes once more, as checkpoints do, needs them as they were, so they
-    stay until told otherwise.
-    """
+    """Compute the statistics in a module over a group from now on; over no other for ``None``."""
+    global _over
     # torch 2.13, torch/nn/modules/batchnorm.py. The class itself, for copies and files of modules
     # are to have nothing of this.
     _BatchNorm.forward = _forward
+    _over = group
     if group is not None:
         _groups[0] = group
     for one in module.modules():
@@ -46,10 +52,12 @@ def computing() -> Iterator[None]:
     """Around a forward pass, in which what :func:`normalize_over` has said holds."""
     global _computes
     before, _computes = _computes, True
+    begin, group = _next_number(), _over
     try:
         yield
     finally:
         _computes = before
+        _passes.appendleft((begin, _next_number(), group))
 
 
 def is_batch_norm(module: nn.Module) -> TypeGuard[Any]:
@@ -63,10 +71,11 @@ def has_batch_norms(module: nn.Module) -> bool:
 
 
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    over = getattr(self, OVER, None) == id(self) and (_computes or _computes_again())
-    if not over or not (self.training or self.running_mean is None):
+    group = _groups[0] if getattr(self, OVER, None) == id(self) else None
+    if not _computes:
+        group = _group_of_pass(group) if hasattr(self, OVER) and _computes_again() else None
+    if group is None or not (self.training or self.running_mean is None):
         return _own_forward(self, input)
-    group = _groups[0]
     self._check_input_dim(input)
     along = [dim for dim in range(input.dim()) if dim != 1]
     shape = [1, -1, *[1] * (input.dim() - 2)]
@@ -91,6 +100,18 @@ def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
 def _computes_again() -> bool:
     """Whether a backward pass is under way, in whatever thread. torch 2.8 to 2.13."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _next_number() -> int:
+    """That of the next node of a graph. torch 2.8 to 2.13, csrc/autograd/init.cpp."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _group_of_pass(latest: Any) -> Any:
+    """The group of the pass that is computed again; that of the latest, if it cannot be told."""
+    node: Any = torch._C._current_autograd_node()
+    number = -1 if node is None else node._sequence_nr()
+    return next((group for begin, end, group in _passes if begin <= number < end), latest)
 
 
 def _summed(values: torch.Tensor, group: Any) -> torch.Tensor:

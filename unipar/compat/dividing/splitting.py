@@ -112,7 +112,8 @@ class Splitting:
         An error in the middle of it would leave what divides weights half way.
         """
         given = leaves_in((args, kwargs))
-        looks = self._divides and self._has_samples(given) and not self._hooked
+        looks = self._divides and self._has_samples(given)
+        looks = looks and not (self._hooked or _in_checkpoint())
         if looks and all(map(is_dense, given)):
             self._decide(self._kind(given, args, kwargs), args, kwargs, given)
 
@@ -156,7 +157,7 @@ class Splitting:
                 "where a part of it was replaced"
             )
             return self._whole(args, kwargs)
-        why = self._hooked or self._new_hooks()
+        why = self._hooked or self._new_hooks() or _in_checkpoint()
         if why:
             self._tell_whole(why)
             return self._whole(args, kwargs)
@@ -216,7 +217,8 @@ class Splitting:
 
     def _whole(self, args: Any, kwargs: Any) -> Any:
         normalize_over(None, self._model.module)
-        return self._model.forward(*args, **kwargs)
+        with computing():
+            return self._model.forward(*args, **kwargs)
 
     def _whole_from_now_on(self, kind: Any, why: str, args: Any, kwargs: Any) -> Any:
         self._plans[kind] = None
@@ -426,6 +428,16 @@ class Splitting:
             )
         self._hooked = described(found)
         return self._hooked
+
+
+def _in_checkpoint() -> str:
+    """Why a pass that the script itself has computed once more is to be of the whole.
+
+    It is the module, and no pass of the engine's, that the backward pass will call.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+    within = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return "the script calls it through torch.utils.checkpoint" if within else ""
 
 
 class _Kept:
