@@ -438,13 +438,39 @@ def counted_by_python() -> list[float]:
     return by_marks(lambda marks: max(marks.sum(), 1), MARKS)
 
 
+class Laid(nn.Module):
+    """What it gives lies in memory in other orders than that of the dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = self.conv(x)
+        rows = found.flatten(1).t().contiguous().t()
+        return found, found > 0, rows, torch.fft.fft(rows)
+
+
+def laid_out() -> list[float]:
+    torch.manual_seed(1)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        images = x.view(-1, 2, 3, 6).to(memory_format=torch.channels_last)
+        found, above, rows, waves = model(images)
+        pixels = found.permute(0, 2, 3, 1).view(-1, 4)
+        pixels[above.permute(0, 2, 3, 1).view(-1, 4)] *= 2
+        return pixels.square().mean() + rows.t().view(-1).cos().mean() + waves.abs().mean()
+
+    return train(Laid(), loss_of, batches(48, 54, 48))
+
+
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
     unrolled, chosen, replaced, causal, masked_words,
 
 
     unrolled, chosen, replaced, causal, marked, weighted,
-    between,
+    between, laid_out,
 ]  # fmt: skip
 
 

@@ -71,16 +71,18 @@ def part_of(whole: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
         return cut(whole)
     size = len(shares.sizes)
     return _Exchange.apply(
-        whole, lambda one: cut(one).clone(), lambda grad: _gathered(grad / size, dim, shares)
+        whole,
+        lambda one: cut(one).clone(),
+        lambda grad: _gathered(grad / size, dim, shares, list(range(grad.dim()))),
     )
 
 
 def whole_of(part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
-    """What all ranks' parts make, on each. Collective."""
-    size = len(shares.sizes)
+    """What all ranks' parts make, on each, in the layout that they have. Collective."""
+    size, order = len(shares.sizes), layout_of(part)
     return _Exchange.apply(
         part,
-        lambda one: _gathered(one, dim, shares),
+        lambda one: _gathered(one, dim, shares, order),
         lambda grad: grad.narrow(dim, shares.begin, shares.own) * size,
     )
 
@@ -153,21 +155,35 @@ class _Mean(torch.autograd.Function):
         return grads[0], None
 
 
-def _gathered(part: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
-    """Parts of all ranks; uneven ones are filled up, for collectives take even ones alone."""
+def layout_of(tensor: torch.Tensor) -> list[int]:
+    """The dimensions in the order in which they lie in memory, as of images in channels last."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def _gathered(part: torch.Tensor, dim: int, shares: Shares, order: list[int]) -> torch.Tensor:
+    """Parts of all ranks, in memory in an order of dimensions that is the same on all.
+
+    Uneven ones are filled up, for collectives take even ones alone.
+    """
     if part.is_complex():
-        return torch.view_as_complex(_gathered(torch.view_as_real(part), dim, shares))
+        rows = _gathered(torch.view_as_real(part), dim, shares, [*order, part.dim()])
+        return torch.view_as_complex(rows)
+    length, most = sum(shares.sizes), max(shares.sizes)
+    shape = [*part.shape[:dim], length, *part.shape[dim + 1 :]]
+    # Nothing that is a view: scripts change what a model gives in place.
+    whole = torch.empty_permuted(shape, order, dtype=part.dtype, device=part.device)
+    at = order.index(dim)
+    into, sent = (one.permute(*order).movedim(at, 0) for one in (whole, part))
     # Not every backend knows these.
-    sent = part.to(_SENT[part.dtype]) if part.dtype in _SENT else part
-    sent = (sent.movedim(dim, 0) if dim else sent).contiguous()
-    most, own = max(shares.sizes), shares.own
-    if own < most:
-        sent = torch.cat([sent, sent.new_zeros((most - own, *sent.shape[1:]))])
+    sent = sent.to(_SENT.get(part.dtype, part.dtype)).contiguous()
+    if sent.dtype == part.dtype and into.is_contiguous() and min(shares.sizes) == most:
+        all_gather(into, sent, group=shares.group)
+        return whole
+    if shares.own < most:
+        sent = torch.cat([sent, sent.new_zeros((most - shares.own, *sent.shape[1:]))])
     found = sent.new_empty((most * len(shares.sizes), *sent.shape[1:]))
     all_gather(found, sent, group=shares.group)
-    if min(shares.sizes) < most:
-        rows = found.unflatten(0, (len(shares.sizes), most))
-        found = torch.cat([row[:size] for row, size in zip(rows, shares.sizes, strict=True)])
-    # Nothing that is a view: scripts change what a model gives in place.
-    found = found.movedim(0, dim).clone(memory_format=torch.contiguous_format) if dim else found
-    return found.to(part.dtype)
+    rows = zip(found.split(most), into.split(list(shares.sizes)), strict=True)
+    for row, place in rows:
+        place.copy_(row[: len(place)])
+    return whole

@@ -49,7 +49,7 @@ from unipar.compat.dividing.inner_losses import (
 )
 from unipar.compat.dividing.model_hooks import described, draws_by_itself, hooks_in, is_compiled
 from unipar.compat.dividing.runs import Runner, settings_of
-from unipar.compat.dividing.shares import Shares, mean_over, tied, whole_of
+from unipar.compat.dividing.shares import Shares, layout_of, mean_over, tied, whole_of
 from unipar.compat.dividing.signatures import Signatures
 from unipar.compat.dividing.trying import SOON, Trials
 from unipar.compat.dividing.whole_draws import Drawing, WholeDraws
@@ -324,9 +324,10 @@ class Splitting:
             for shape, output in zip(shapes, plan.outputs, strict=True)
         )  # fmt: skip
         others = [
-            (*shape[: one.dim], *shape[one.dim + 1 :]) if one.dim >= 0 else tuple(shape)
-            for shape, one in zip(shapes, plan.outputs, strict=False)
-        ]
+            (*shape[: kind.dim], *shape[kind.dim + 1 :], *layout_of(one))
+            if kind.dim >= 0 else tuple(shape)
+            for one, shape, kind in zip(found or (), shapes, plan.outputs, strict=False)
+        ]  # fmt: skip
         losses = {
             at: kind_of_loss(one, shares.own)
             for at, (one, output) in enumerate(zip(found or (), plan.outputs, strict=False))
