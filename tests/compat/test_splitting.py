@@ -843,7 +843,7 @@ def filling() -> list[float]:
 
 
 def test_what_a_model_is_given_to_fill_is_of_the_whole(world_pool: Any) -> None:
-    told = "it fills lists or dicts that it is given"
+    told = "it fills lists, dicts or other objects that it is given"
     check(world_pool(2).run(plainly, "ddp", filling), filling, told)
 
 

@@ -11,9 +11,8 @@ import hashlib
 import inspect
 import pickle
 import random
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,10 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from unipar.engine.snapshots import Change, Snapshot
+
+GIVEN = "(given)"
+"""What paths begin with that lead from what a model is called with."""
 ATTENTION = "scaled_dot_product_attention"
 _DROPOUTS = {
     functional.dropout,
@@ -35,45 +38,52 @@ _DROPOUTS = {
     torch.feature_dropout,
     torch.feature_alpha_dropout,
 }
-_OF_TORCH = set(vars(nn.Module()))
-"""Attributes that every module has."""
 
 
 @dataclass
 class Draws:
-    """The random numbers that a run has drawn, known when it has ended.
+    """The random numbers that a run has drawn, and what it has left, known when it has ended.
 
     Attributes:
         on_host: from Python's generator or NumPy's.
         torch: a digest of torch's generators after the run.
+        changes: what it has changed in attributes and in what it was given, by paths.
+        all_seen: whether there were not too many objects for that.
     """
 
     on_host: bool = False
     torch: str = ""
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    all_seen: bool = True
 
 
 @contextlib.contextmanager
-def trial(model: nn.Module, device: torch.device, *, dropout: bool = False) -> Iterator[Draws]:
+def trial(
+    model: nn.Module, device: torch.device, *, dropout: bool = False, given: Any = (),
+    apart: Collection[Any] = (),
+) -> Iterator[Draws]:  # fmt: skip
     """Run within ``with``, and leave everything as it was.
 
     Random numbers are those that come next in the process; buffers of the model are copies, which
-    are let go with what the run has changed in them; attributes of its modules, and lists, sets and
-    dicts that are attributes, get back what they held. What else the run changes, such as a list
-    that no module has, stays changed.
+    are let go with what the run has changed in them; attributes of its modules, what is reachable
+    from these, and what it is given get back what they held. What else the run changes, such as a
+    list that no module has, stays changed.
 
     Args:
         model: whose state is kept: the whole model, for hooks may reach what is outside of a part.
         device: whose generator is kept beside the host's.
         dropout: whether to leave dropout in.
+        given: what the model is called with.
+        apart: tensors, and paths of attributes, that are not looked at.
 
     Yields:
-        What the run draws, filled in at its end.
+        What the run draws and changes, filled in at its end.
     """
     draws, before = Draws(), host_generators()
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         _own_buffers(model),
-        own_attributes(model),
+        _own_objects({"": model, GIVEN: given}, apart, draws),
         contextlib.nullcontext() if dropout else _NoDropout(),
     ):
         try:
@@ -133,37 +143,26 @@ def _own_buffers(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_attributes(model: nn.Module) -> Iterator[None]:
-    """Give a model's modules back what their attributes held."""
-    kept = [(module, dict(vars(module))) for module in model.modules()]
-    values = [v for _, own in kept for key, v in own.items() if key not in _OF_TORCH]
-    held = {
-        id(value): (value, list(value.items() if isinstance(value, dict) else value), _ids(value))
-        for value in values
-        if isinstance(value, (list, set, dict, deque))
-    }
+def _own_objects(
+    roots: Mapping[str, Any], apart: Collection[Any], draws: Draws
+) -> Iterator[None]:  # fmt: skip
+    before = Snapshot(roots, apart=apart)
     try:
         yield
     finally:
-        for module, attributes in kept:
-            own = vars(module)
-            for key in own.keys() - attributes.keys():
-                del own[key]
-            own.update(attributes)
-        for value, before, ids in held.values():
-            # Only what is another: there are dicts that cannot be changed.
-            if _ids(value) != ids:
-                value.clear()
-                if isinstance(value, dict):
-                    # A Counter's own would count the pairs.
-                    dict.update(value, before)
-                else:
-                    value.update(before) if isinstance(value, set) else value.extend(before)
+        after = Snapshot(roots, apart=apart, copies=False)
+        draws.changes, draws.all_seen = before.changes(after), before.complete and after.complete
+        before.put_back()
 
 
-def _ids(value: Any) -> list[int]:
-    held = (*value.keys(), *value.values()) if isinstance(value, dict) else value
-    return [id(one) for one in held]
+@contextlib.contextmanager
+def own_attributes(model: nn.Module) -> Iterator[None]:
+    """Give a model's modules, and what they hold, back what there was."""
+    before = Snapshot({"": model})
+    try:
+        yield
+    finally:
+        before.put_back()
 
 
 class _NoDropout(TorchFunctionMode):

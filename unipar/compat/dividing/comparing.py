@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,6 +13,8 @@ from unipar.compat.dividing.cutting import ALIKE, LOSS, Output
 from unipar.compat.dividing.runs import KEEPS, Run
 from unipar.compat.dividing.shares import Shares, part_of
 from unipar.data.move import with_items
+from unipar.engine.snapshots import Change
+from unipar.errors import first_few
 
 RELATED = (
     "it sets the samples of a batch in relation to each other, or they do not lie along the first "
@@ -21,8 +26,18 @@ UNFIT = (
 )
 
 
-def compared(whole: Run, part: Run, shares: Shares, rounding: float) -> tuple[list[Output], str]:
-    """How outputs of a part are found in those of the whole; or why they are not."""
+def compared(
+    whole: Run, part: Run, shares: Shares, rounding: float, unsteady: Collection[str]
+) -> tuple[list[Output], str]:
+    """How outputs of a part are found in those of the whole; or why they are not.
+
+    Args:
+        whole: the run of all samples.
+        part: that of this rank's.
+        shares: how samples are divided.
+        rounding: up to which differences are none.
+        unsteady: paths of what is another in each run, of whatever samples.
+    """
     if any(isinstance(leaf, (bool, int, float)) for leaf in _numbers(whole.rest)):
         # It may be made of samples, and is the same by chance.
         return [], "it gives a number beside tensors, which may be one of its samples"
@@ -37,12 +52,55 @@ def compared(whole: Run, part: Run, shares: Shares, rounding: float) -> tuple[li
     for name, moved in whole.buffers.items():
         if name not in part.buffers or not _alike(part.buffers[name], moved, rounding):
             return [], f"{KEEPS} in buffers ({name})"
-    for name in whole.stored.keys() | part.stored.keys():
-        both = whole.stored.get(name, []), part.stored.get(name, [])
-        pairs = zip(*both, strict=False)
-        if len(both[0]) != len(both[1]) or not all(close(*pair, rounding) for pair in pairs):
-            return [], f"{KEEPS} in attributes ({name})"
-    return outputs, ""
+    unlike = [path for path in unlike_in(whole, part, rounding) if path not in unsteady]
+    return outputs, kept(whole) or kept(part) or _kept_in(unlike)
+
+
+def kept(run: Run) -> str:
+    """Why what a run has stored is of its batch, as far as that shows without another run.
+
+    A number that was read of a tensor may be the same by chance, and what has a gradient may be a
+    part of a loss; masks for sequences of a length may be the same of whatever is computed.
+    """
+    read = set(map(id, run.read))
+    return _kept_in([
+        path for path, (_, now) in run.stored.items()
+        if id(now) in read
+        or (isinstance(now, torch.Tensor) and (not now.dim() or now.requires_grad))
+    ])  # fmt: skip
+
+
+def unlike_in(one: Run, other: Run, rounding: float) -> list[str]:
+    """Paths of what two runs, before which all was the same, have stored otherwise."""
+    unlike = []
+    for path in {**one.stored, **other.stored}:
+        there = one.stored.get(path) or other.stored[path]
+        unmoved = Change(there.before, there.before)
+        pair = one.stored.get(path, unmoved), other.stored.get(path, unmoved)
+        if not _stored_alike(pair[0], pair[1], rounding):
+            unlike.append(path)
+    return unlike
+
+
+def _kept_in(paths: list[str]) -> str:
+    # Of what is in a list, or by numbers in a dict, that is named.
+    names = dict.fromkeys(re.sub(r"(\[\d*\])+$", "", path) for path in paths)
+    return f"{KEEPS} in attributes ({first_few(list(names))})" if names else ""
+
+
+def _stored_alike(one: Change, other: Change, rounding: float) -> bool:
+    now, expected = one.after, other.after
+    if isinstance(now, torch.Tensor) and isinstance(expected, torch.Tensor):
+        pair = [(b if isinstance(b, torch.Tensor) else None, a) for b, a in (one, other)]
+        return _alike(pair[0], pair[1], rounding)
+    if isinstance(now, torch.Tensor) or isinstance(expected, torch.Tensor):
+        return False
+    if isinstance(now, float) and isinstance(expected, float) and now != expected:
+        moved = expected - one.before if isinstance(one.before, (int, float)) else expected
+        # Numbers are as exact as the machine's, and counts of samples may be large.
+        near = abs(now - expected) <= rounding * abs(moved) + 1e-12 * abs(expected)
+        return near or (math.isnan(now) and math.isnan(expected))
+    return _same(now, expected)
 
 
 def _alike(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -142,12 +142,3 @@ def rebuilt(data: Any) -> Any:
         made.update({key: rebuilt(item) for key, item in data.items()})
         return made
     return data
-
-
-def extent(data: Any) -> Any:
-    """What tells whether lists and dicts have been filled, while what they held is alive."""
-    if isinstance(data, (list, tuple)):
-        return [extent(item) for item in data]
-    if isinstance(data, Mapping):
-        return {key: extent(item) for key, item in data.items()}
-    return id(data)

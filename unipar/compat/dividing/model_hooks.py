@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules import module as modules
 
 HOOKED = "hooks in it are to see whole batches"
 
@@ -18,7 +19,12 @@ def described(hooks: set[Any]) -> str:
 
 
 def hooks_in(module: nn.Module) -> set[Any]:
-    found: set[Any] = set()
+    # Those of all modules are numbered as those of one.
+    found: set[Any] = {
+        ("everywhere", number)
+        for kind in ("forward", "forward_pre", "backward", "backward_pre")
+        for number in vars(modules)[f"_global_{kind}_hooks"]
+    }
     for one in module.modules():
         for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
             found |= {(kind, number) for number in getattr(one, kind)}

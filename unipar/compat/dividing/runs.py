@@ -6,8 +6,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,9 +19,6 @@ from unipar.compat.dividing.batch_norms import OVER, computing, is_batch_norm
 from unipar.compat.dividing.cutting import (
     PLAIN,
     changed,
-    extent,
-    is_plain,
-    leaves_in,
     rebuilt,
     tensors_held,
 )
@@ -31,13 +27,14 @@ from unipar.compat.dividing.whole_draws import Drawing
 from unipar.compat.fp32_outputs import fp32
 from unipar.engine import StepEngine
 from unipar.engine.graphs import nodes_behind
-from unipar.engine.trials import digest, torch_generators, trial
+from unipar.engine.snapshots import Change
+from unipar.engine.trials import GIVEN, digest, torch_generators, trial
 from unipar.errors import first_few
 
+_NO_ROWS = vars(nn.Module()).keys() - {"_buffers"}
 KEEPS = "it keeps what it computes of a batch"
 FAILS = "it fails where parts are tried, as where its inputs have no dim of samples"
 _HALF = (torch.float16, torch.bfloat16)
-_MOST_MARKS = 64
 
 
 class Run(NamedTuple):
@@ -53,7 +50,9 @@ class Run(NamedTuple):
         noted: what was drawn.
         gradients: of the weights, of what was asked for.
         by_functions: whether its graph has functions of the script's own.
-        stored: what it has put into attributes, which may be the same of every batch.
+        stored: what it has changed in attributes, and in what these hold, which may be the same of
+            every batch.
+        read: numbers that it has read of tensors.
         in_half: whether anything of it was in half precision.
     """
 
@@ -66,7 +65,8 @@ class Run(NamedTuple):
     noted: Sequence[Any] = ()
     gradients: list[torch.Tensor] | None = None
     by_functions: bool = False
-    stored: Mapping[str, list[torch.Tensor]] = MappingProxyType({})
+    stored: Mapping[str, Change] = MappingProxyType({})
+    read: Sequence[float] = ()
     in_half: bool = False
 
     @property
@@ -87,13 +87,16 @@ class Runner:
         is_copy: whether it is that.
         in_eval: whether its batch norms are to normalize as in evaluations.
         looked_into: whether it was found not to change its own weights.
-        traces: whether passes leave something in buffers, or in numbers that are attributes.
+        traces: whether passes leave something in buffers.
+        stores: whether they do in attributes, or in what these hold.
+        apart: paths of attributes that are not the script's.
         in_fp32: whether autocast is left out, whose rounding hides small differences.
     """
 
     def __init__(self, model: AdoptedModel) -> None:
         self._model, self._copy = model, None
-        self.in_eval = self.looked_into = self.traces = False
+        self.in_eval = self.looked_into = self.traces = self.stores = False
+        self.apart: frozenset[str] = frozenset()
         self.in_fp32 = True
 
     @property
@@ -162,8 +165,6 @@ class Runner:
                 lambda one: fp32(one.detach().clone()) if autocasts else one.detach().clone(),
             )
         )
-        # What is replaced stays alive, and keeps its identity.
-        _held, extents = rebuilt((args, kwargs)), extent((args, kwargs))
         copies = tensors_held((args, kwargs)) or []
         versions = [one._version for one in copies]
         began = _generators(device)
@@ -171,7 +172,13 @@ class Runner:
         with (
             warnings.catch_warnings(),
             torch.set_grad_enabled(graph),
-            trial(module, device, dropout=drawing is not None) as draws,
+            trial(
+                module,
+                device,
+                dropout=drawing is not None,
+                given=(args, kwargs),
+                apart=(*self.apart, *copies),
+            ) as draws,
             _own_weights(module, first=not self.looked_into) as written,
             _Watching(drops=drawing is not None) as watched,
             surrounding(),
@@ -184,7 +191,6 @@ class Runner:
             if self.in_eval:
                 for one in filter(is_batch_norm, module.modules()):
                     one.training = False
-            before, set_before = _attributes(module), settings_of(module)
             kept = {name: one.clone() for name, one in module.named_buffers()}
             try:
                 output = called(*args, **kwargs)
@@ -196,8 +202,7 @@ class Runner:
                     drew_back = _generators(device) != drawn
             except Exception as error:
                 return Run([], {}, f"{FAILS} ({error})"[:300])
-            after = _attributes(module)
-            self.traces |= set_before != settings_of(module) or any(
+            self.traces |= any(
                 one is not kept[name]
                 and (one.shape != kept[name].shape or not torch.equal(one, kept[name]))
                 for name, one in module.named_buffers()
@@ -211,19 +216,11 @@ class Runner:
         if drawing is not None:
             drawing.drop()
         why = ""
-        nothing = _Attribute([], [], None)
-        stored = {
-            name: held for name, held in after.items()
-            if any(held.told) and held.told != before.get(name, nothing).told
-        }  # fmt: skip
-        of_batch = [
-            name for name, held in stored.items()
-            if not held.may_be_cached or held.marks != before.get(name, nothing).marks
-        ]  # fmt: skip
+        stored = {path: one for path, one in draws.changes.items() if not path.startswith(GIVEN)}
+        filled = [path for path in draws.changes if path not in stored]
+        self.stores |= bool(stored)
         if written:
             why = f"it changes its weights as it computes ({first_few(written)})"
-        elif of_batch:
-            why = f"{KEEPS} in attributes ({first_few(of_batch)})"
         elif hooked:
             why = HOOKED
         elif foreign:
@@ -234,17 +231,18 @@ class Runner:
             why = "it draws random numbers by random or NumPy"
         elif drew_back:
             why = "it draws random numbers in its backward pass"
-        elif extent((args, kwargs)) != extents:
-            why = "it fills lists or dicts that it is given"
+        elif filled:
+            why = "it fills lists, dicts or other objects that it is given"
         elif [one._version for one in copies] != versions:
             why = "it changes what it is given in place"
         elif found is None:
             why = f"it gives a {type(output).__name__}, in which tensors are not found"
+        elif not draws.all_seen:
+            why = "it holds too many objects to see whether it keeps in them what it computes"
         return Run(
             found or [], buffers, why, changed(output, lambda one: None), draws.torch != began,
             draws.torch, () if drawing is None else drawing.noted, gradients, by_functions,
-            {name: held.tensors for name, held in stored.items()},
-            watched.in_half or _is_half(tuple(found or ())),
+            stored, watched.read, watched.in_half or _is_half(tuple(found or ())),
         )  # fmt: skip
 
     @property
@@ -337,11 +335,13 @@ class _Watching(TorchFunctionMode):
         hooked: whether hooks were put on what was computed.
         in_half: whether anything was computed in half precision.
         generators: of the script's own, by which was drawn, and the states that they had.
+        read: numbers that were made of tensors.
     """
 
     def __init__(self, *, drops: bool) -> None:
         super().__init__()
         self._drops, self.hooked, self.in_half = drops, False, False
+        self.read: list[float] = []
         self.generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -352,6 +352,7 @@ class _Watching(TorchFunctionMode):
                 self.generators[id(one)] = one, one.get_state()
         found = func(*args, **kwargs)
         self.in_half |= _is_half(found)
+        self.read += [one for one in _flat(found) if isinstance(one, float)]
         passes = func is torch.Tensor.bernoulli_ and not self._drops
         return found.fill_(1) if passes else found
 
@@ -366,6 +367,14 @@ def _is_half(found: Any) -> bool:
     return any(isinstance(one, torch.Tensor) and one.dtype in _HALF for one in several)
 
 
+def _flat(found: Any) -> Iterator[Any]:
+    if not isinstance(found, list):
+        yield found
+        return
+    for one in found:
+        yield from _flat(one)
+
+
 def settings_of(module: nn.Module) -> list[Any]:
     """The numbers and texts that are attributes of modules, but for their mode."""
     return [
@@ -376,60 +385,26 @@ def settings_of(module: nn.Module) -> list[Any]:
     ]
 
 
-class _Attribute(NamedTuple):
-    """What an attribute of a module holds: tensors, and what objects do, as meters and logs."""
-
-    tensors: list[torch.Tensor]
-    marks: list[Any]
-    length: int | None
-
-    @property
-    def told(self) -> tuple[list[int], list[Any], int | None]:
-        """What tells whether it was changed."""
-        return [id(one) for one in self.tensors], self.marks, self.length
-
-    @property
-    def may_be_cached(self) -> bool:
-        """Whether it may be the same of whatever is computed, as a mask for sequences of a length.
-
-        A number may be so by chance, and what has a gradient may be a part of a loss.
-        """
-        return bool(self.tensors) and all(
-            one.dim() and not one.requires_grad for one in self.tensors
-        )
-
-
-def _attributes(module: nn.Module) -> dict[str, _Attribute]:
-    own = set(vars(nn.Module()))
+def attributes_of(module: nn.Module) -> set[str]:
+    """Names of the attributes that modules have."""
     return {
-        f"{name}.{key}".lstrip("."): _attribute(value)
-        for name, part in module.named_modules()
-        for key, value in vars(part).items()
-        if key not in own
+        f"{name}.{key}".lstrip(".") for name, one in module.named_modules() for key in vars(one)
     }
 
 
-def _attribute(value: Any) -> _Attribute:
-    if not isinstance(value, (list, dict, set, deque)):
-        return _Attribute(leaves_in(value, rows=False), _marks_of(value), None)
-    # Of a long one the end tells, where logs grow.
-    last = list(value.values() if isinstance(value, dict) else value)[-_MOST_MARKS:]
-    return _Attribute(leaves_in(value, rows=False), list(filter(is_plain, last)), len(value))
+def rows_of(module: nn.Module) -> set[tuple[int, str, int]]:
+    """How many rows tensors have that modules hold, but for weights, by attributes of modules."""
+    return {
+        (number, key, len(one))
+        for number, part in enumerate(module.modules())
+        for key, value in vars(part).items()
+        if key not in _NO_ROWS
+        for one in _items(value)
+        if isinstance(one, torch.Tensor) and one.dim()
+    }
 
 
-def _marks_of(value: Any, depth: int = 2) -> list[Any]:
-    """What tells whether an object was changed within: its numbers and texts, and lengths."""
-    held = getattr(value, "__dict__", None)
-    if held is None or isinstance(value, (nn.Module, type)) or callable(value):
-        return []
-    marks: list[Any] = []
-    for key, one in held.items():
-        if is_plain(one):
-            marks.append((key, one))
-        elif isinstance(one, torch.Tensor):
-            marks.append((key, id(one), one._version))
-        elif isinstance(one, Sized):
-            marks.append((key, len(one)))
-        elif depth:
-            marks += _marks_of(one, depth - 1)
-    return marks
+def _items(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else (value,)

@@ -28,7 +28,6 @@ from unipar.compat.dividing.comparing import UNFIT
 from unipar.compat.dividing.cutting import (
     ALIKE,
     LOSS,
-    PLAIN,
     Plan,
     changed,
     cut,
@@ -48,11 +47,12 @@ from unipar.compat.dividing.inner_losses import (
     why_not_told,
 )
 from unipar.compat.dividing.model_hooks import described, draws_by_itself, hooks_in, is_compiled
-from unipar.compat.dividing.runs import Runner, settings_of
+from unipar.compat.dividing.runs import Runner, attributes_of, rows_of, settings_of
 from unipar.compat.dividing.shares import Shares, layout_of, mean_over, tied, whole_of
 from unipar.compat.dividing.signatures import Signatures
 from unipar.compat.dividing.trying import SOON, Trials
 from unipar.compat.dividing.whole_draws import Drawing, WholeDraws
+from unipar.engine.snapshots import Snapshot
 from unipar.engine.trials import (
     host_generators,
     set_host_generators,
@@ -105,6 +105,8 @@ class Splitting:
         # What the script has put into the model before the strategy has.
         self._hooks, self._handles = hooks_in(model.module), RemovableHandle.next_id
         self._hooked = described(self._hooks) or draws_by_itself(model.module)
+        self._own = attributes_of(model.module)
+        self._rows: set[tuple[int, str, int]] | None = None
 
     def look_at(self, args: Any, kwargs: Any) -> None:
         """Try how the model computes in parts, before a strategy has it. Collective.
@@ -120,6 +122,7 @@ class Splitting:
     def begin(self) -> None:
         """Leave aside what the strategy itself has put into the model."""
         self._hooks, self._handles = hooks_in(self._model.module), RemovableHandle.next_id
+        self._runner.apart = frozenset(attributes_of(self._model.module) - self._own)
         self._parameters = [id(one) for one in self._model.module.parameters()]
         self._numbers = {one: number for number, one in enumerate(self._parameters)}
 
@@ -177,10 +180,11 @@ class Splitting:
             return self._whole(args, kwargs)
         known = self._signatures.get(kind)
         again = calls % _AGAIN == 0 or (calls > 1 and _is_power(calls))
-        is_set = self._settings_changed()
-        if is_set or again:
+        is_set, has_rows = self._settings_changed(), self._rows_set(sum(shares.sizes))
+        if is_set or has_rows or again:
             why = self._trials.again(plan, args, kwargs, given)
-            tried = known is None or self._tried_at[kind] == calls - 1
+            # What was not there before has had no effect.
+            tried = known is None or has_rows or self._tried_at[kind] == calls - 1
             if why and (tried or (is_set and self._changes <= _ALL_TRIED)):
                 return self._whole_from_now_on(kind, why, args, kwargs)
             self._refuse_if(why)
@@ -242,7 +246,7 @@ class Splitting:
         part = cut((args, kwargs), plan, shares)
         normalize_over(self._group, self._model.module)
         device, drawing = self._world.device, None
-        kept = _Kept(self._model.module if self._runner.traces else None, device)
+        kept = _Kept(self._model.module, self._runner, device)
         if plan.draws_whole:
             drawing = Drawing(device, draws=self._draws, shares=shares)
             drawn = drawing.going_on()
@@ -413,6 +417,12 @@ class Splitting:
         self._changes += bool(before) and before != self._settings
         return bool(before) and before != self._settings and _is_power(self._changes)
 
+    def _rows_set(self, samples: int) -> bool:
+        """Whether to try again, for modules hold another tensor with as many rows as a batch."""
+        found, known = rows_of(self._model.module), self._rows
+        self._rows = found | (known or set())
+        return known is not None and any(rows == samples for *_, rows in found - known)
+
     # -- hooks -----------------------------------------------------------------------------------
 
     def _new_hooks(self) -> str:
@@ -445,29 +455,26 @@ class _Kept:
     """What a pass changes beside what it gives, for it to be computed once more.
 
     Args:
-        module: whose buffers, and numbers that are attributes, it changes; ``None`` if none.
+        module: the model.
+        runner: says what was seen to be changed of it.
         device: whose generator is kept beside the host's.
     """
 
-    def __init__(self, module: nn.Module | None, device: torch.device) -> None:
-        self._module, self._device = module, device
+    def __init__(self, module: nn.Module, runner: Runner, device: torch.device) -> None:
+        self._of = module, runner, device
         self.generators, self._host = torch_generators(device), host_generators()
-        self._buffers = [] if module is None else [(one, one.clone()) for one in module.buffers()]
-        self._settings = [
-            (one, {key: value for key, value in vars(one).items() if type(value) in PLAIN})
-            for one in (() if module is None else module.modules())
-        ]
+        self._buffers = [(one, one.clone()) for one in module.buffers()] if runner.traces else []
+        self._objects = Snapshot({"": module} if runner.stores else {})
 
     def put_back(self) -> _Kept:
         """Put it back; what there was instead."""
-        now = _Kept(self._module, self._device)
-        set_torch_generators(self.generators, self._device)
+        now = _Kept(*self._of)
+        set_torch_generators(self.generators, self._of[2])
         set_host_generators(self._host)
         with torch.no_grad():
             for one, before in self._buffers:
                 one.copy_(before)
-        for one, before in self._settings:
-            vars(one).update(before)
+        self._objects.put_back()
         return now
 
 
