@@ -386,6 +386,25 @@ def masked_words() -> list[float]:
     return train(model, loss_of, batches(8, 7, 8))
 
 
+class Clips(nn.Module):
+    """Its rows are frames, four of a clip, of which one learns from the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frames = x.view(-1, 4, 6)
+        return self.norm(self.linear((frames + frames.roll(1, 1)).flatten(0, 1)))
+
+
+def clips() -> list[float]:
+    """Parts are of whole clips, also where ranks have unlike numbers of them."""
+    torch.manual_seed(1)
+    xs = batches(16, 16, 12, 12, 16, 12, 16, 12, 24)
+    return train(Clips(), lambda model, x: model(x).square().mean(), xs)
+
+
 SEEN: list[int] = []
 """How many samples were computed in each pass."""
 
@@ -466,7 +485,7 @@ def laid_out() -> list[float]:
 
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
-    unrolled, chosen, replaced, causal, masked_words,
+    unrolled, chosen, replaced, causal, masked_words, clips,
 
 
     unrolled, chosen, replaced, causal, marked, weighted,

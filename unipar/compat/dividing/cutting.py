@@ -37,11 +37,13 @@ class Plan(NamedTuple):
             samples lie along, if any.
         outputs: for each tensor that the model gives.
         draws_whole: whether ranks draw the random numbers of the whole batch.
+        unit: how many samples stay together, as the frames of a clip.
     """
 
     inputs: tuple[int | None, ...]
     outputs: tuple[Output, ...] = ()
     draws_whole: bool = True
+    unit: int = 1
 
 
 def needs_whole_gradient(leaf: Any, dim: int | None) -> bool:

@@ -96,13 +96,16 @@ class Trials:
     def shares(self, plan: Plan, given: Sequence[Any]) -> Shares | None:
         """How a batch is cut up; ``None`` where a rank would have less than two samples.
 
-        One alone is often another thing to a model, as where it squeezes dimensions.
+        One alone is often another thing to a model, as where it squeezes dimensions. It is ``None``
+        too where the batch is not made of whole units.
         """
         lengths = {shape_of(one)[dim] for one, dim in zip(given, plan.inputs, strict=True)
                    if dim is not None}  # fmt: skip
-        if len(lengths) != 1 or min(lengths) < 2 * self._world.data_size:
+        size, unit = self._world.data_size, plan.unit
+        length = lengths.pop()
+        if lengths or length % unit or length < max(2, unit) * size:
             return None
-        return Shares.of(lengths.pop(), self._world.data_rank, self._world.data_size, self._group)
+        return Shares.of(length // unit, self._world.data_rank, size, self._group).times(unit)
 
     def find(self, args: Any, kwargs: Any, given: Sequence[Any]) -> tuple[Plan | None, str]:
         """How inputs can be cut up so that parts make the whole; or why they cannot. Collective.
@@ -128,7 +131,8 @@ class Trials:
                 # Without dropout, where each rank is to draw others.
                 whole, why = self._runner.run(args, kwargs), ""
             for inputs in itertools.islice(self._ways(given), _MOST_TRIALS):
-                asked = Plan(inputs, draws_whole=draws_whole)
+                unit = self._unit(inputs, args, kwargs, given)
+                asked = Plan(inputs, draws_whole=draws_whole, unit=unit)
                 tried = self._tried(whole, asked, args, kwargs, given)
                 if tried.why == _DRAWS and self._lie_otherwise(tried):
                     tried = self._tried(whole, asked, args, kwargs, given)
@@ -141,6 +145,29 @@ class Trials:
                     return (None, why) if why else (tried.plan, "")
                 why = why or tried.why
         return None, self._for_now(why) if why.endswith(UNSURE) else why
+
+    def _unit(
+        self, inputs: tuple[int | None, ...], args: Any, kwargs: Any, given: Sequence[Any]
+    ) -> int:  # fmt: skip
+        """How many samples parts can be made of, and multiples of that, as of clips. Collective.
+
+        That is 1 where few can be computed, and where no number of them.
+        """
+        lengths = (shape_of(one)[dim] for one, dim in zip(given, inputs, strict=True)
+                   if dim is not None)  # fmt: skip
+        length = next(lengths)
+
+        def works(samples: int) -> bool:
+            first = Shares((samples, length - samples), 0, self._group)
+            run = self._runner.run(*cut((args, kwargs), Plan(inputs), first))
+            return not run.why.startswith(FAILS)
+
+        unit = 1
+        if not (works(3) and works(2)):
+            most = length // self._world.data_size
+            several = (one for one in range(2, most + 1) if length % one == 0)
+            unit = next(filter(works, several), 1)
+        return math.lcm(*self._world.gather(unit))
 
     def again(self, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
         """Why parts no longer make the whole, if they do not. Collective."""
