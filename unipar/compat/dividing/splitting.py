@@ -351,6 +351,7 @@ class Splitting:
         seen = torch.tensor(
             [new, bool(own_why), astray, mark, -mark, used, -used, *sum(sent, ())],
             dtype=torch.float64,
+            device="cpu",
         )
         dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._group)
         is_new, unfit, strays, most, least, most_used, least_used, *rest = seen.tolist()
