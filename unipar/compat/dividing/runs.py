@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,9 +15,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from unipar.compat.adopted import AdoptedModel
-from unipar.compat.dividing.batch_norms import OVER, computing, is_batch_norm
+from unipar.compat.dividing.batch_norms import computing, is_batch_norm
 from unipar.compat.dividing.cutting import (
-    PLAIN,
     changed,
     rebuilt,
     tensors_held,
@@ -31,7 +30,6 @@ from unipar.engine.snapshots import Change
 from unipar.engine.trials import GIVEN, digest, torch_generators, trial
 from unipar.errors import first_few
 
-_NO_ROWS = vars(nn.Module()).keys() - {"_buffers"}
 KEEPS = "it keeps what it computes of a batch"
 FAILS = "it fails where parts are tried, as where its inputs have no dim of samples"
 _HALF = (torch.float16, torch.bfloat16)
@@ -373,38 +371,3 @@ def _flat(found: Any) -> Iterator[Any]:
         return
     for one in found:
         yield from _flat(one)
-
-
-def settings_of(module: nn.Module) -> list[Any]:
-    """The numbers and texts that are attributes of modules, but for their mode."""
-    return [
-        value
-        for one in module.modules()
-        for key, value in vars(one).items()
-        if type(value) in PLAIN and key not in ("training", OVER)
-    ]
-
-
-def attributes_of(module: nn.Module) -> set[str]:
-    """Names of the attributes that modules have."""
-    return {
-        f"{name}.{key}".lstrip(".") for name, one in module.named_modules() for key in vars(one)
-    }
-
-
-def rows_of(module: nn.Module) -> set[tuple[int, str, int]]:
-    """How many rows tensors have that modules hold, but for weights, by attributes of modules."""
-    return {
-        (number, key, len(one))
-        for number, part in enumerate(module.modules())
-        for key, value in vars(part).items()
-        if key not in _NO_ROWS
-        for one in _items(value)
-        if isinstance(one, torch.Tensor) and one.dim()
-    }
-
-
-def _items(value: Any) -> Collection[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else (value,)

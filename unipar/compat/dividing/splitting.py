@@ -47,7 +47,8 @@ from unipar.compat.dividing.inner_losses import (
     why_not_told,
 )
 from unipar.compat.dividing.model_hooks import described, draws_by_itself, hooks_in, is_compiled
-from unipar.compat.dividing.runs import Runner, attributes_of, rows_of, settings_of
+from unipar.compat.dividing.runs import Runner
+from unipar.compat.dividing.settings import Settings, attributes_of
 from unipar.compat.dividing.shares import Shares, layout_of, mean_over, tied, whole_of
 from unipar.compat.dividing.signatures import Signatures
 from unipar.compat.dividing.trying import SOON, Trials
@@ -94,7 +95,7 @@ class Splitting:
         self._parameters: list[int] = []
         self._numbers: dict[int, int] = {}
         self._changes = self._small = 0
-        self._settings: list[Any] = []
+        self._settings = Settings(model.module)
         self._calls: dict[Any, int] = {}
         self._tried_at: dict[Any, int] = {}
         self._signatures: dict[Any, Signatures] = {}
@@ -106,7 +107,6 @@ class Splitting:
         self._hooks, self._handles = hooks_in(model.module), RemovableHandle.next_id
         self._hooked = described(self._hooks) or draws_by_itself(model.module)
         self._own = attributes_of(model.module)
-        self._rows: set[tuple[int, str, int]] | None = None
 
     def look_at(self, args: Any, kwargs: Any) -> None:
         """Try how the model computes in parts, before a strategy has it. Collective.
@@ -180,7 +180,10 @@ class Splitting:
             return self._whole(args, kwargs)
         known = self._signatures.get(kind)
         again = calls % _AGAIN == 0 or (calls > 1 and _is_power(calls))
-        is_set, has_rows = self._settings_changed(), self._rows_set(sum(shares.sizes))
+        changed, has_rows = self._settings.look(sum(shares.sizes))
+        # Where they change in every step, as a rate does, only some changes ask for it.
+        self._changes += changed
+        is_set = changed and _is_power(self._changes)
         if is_set or has_rows or again:
             why = self._trials.again(plan, args, kwargs, given)
             # What was not there before has had no effect.
@@ -407,22 +410,6 @@ class Splitting:
                 "of one process. Set divide_batches: false in unipar.yaml, so that each rank "
                 "computes the whole, or run on one process."
             )
-
-    def _settings_changed(self) -> bool:
-        """Whether to try again, for numbers that the script sets on modules are others, as flags.
-
-        Where they change in every step, as a rate does, only some changes ask for it.
-        """
-        before = self._settings
-        self._settings = settings_of(self._model.module)
-        self._changes += bool(before) and before != self._settings
-        return bool(before) and before != self._settings and _is_power(self._changes)
-
-    def _rows_set(self, samples: int) -> bool:
-        """Whether to try again, for modules hold another tensor with as many rows as a batch."""
-        found, known = rows_of(self._model.module), self._rows
-        self._rows = found | (known or set())
-        return known is not None and any(rows == samples for *_, rows in found - known)
 
     # -- hooks -----------------------------------------------------------------------------------
 
