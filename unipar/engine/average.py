@@ -38,7 +38,7 @@ class LossAverage:
         """Be ready for another step."""
         self.begun = self._unlike = False
         self._total: torch.Tensor | None = None
-        self._scale: float = 1.0
+        self._factor: float = 1.0
         self._count: torch.Tensor | float = 0
         self._num_samples = 1
         self._reduction: LossReduction | None = None
@@ -80,10 +80,10 @@ class LossAverage:
             count: how many items those are.
         """
         if self._total is None:
-            self.begun, self._total, self._scale = True, loss, weight
+            self.begun, self._total, self._factor = True, loss, weight
         else:
-            self._total = self._total * self._scale + loss * weight
-            self._scale = 1.0
+            self._total = self._total * self._factor + loss * weight
+            self._factor = 1.0
         self._count = self._count + count
 
     def start(self, fingerprint: int = 0) -> None:
@@ -94,7 +94,7 @@ class LossAverage:
         """
         assert self._total is not None
         self._reduction = self.world.start_reduce_loss(
-            self._total, self._count, self._scale, fingerprint
+            self._total, self._count, self._factor, fingerprint
         )
 
     def reopen(self) -> None:
@@ -120,4 +120,4 @@ class LossAverage:
     def local(self) -> tuple[torch.Tensor, torch.Tensor | float]:
         """Return what this rank has added: the sum, and how many items it is over."""
         assert self._total is not None
-        return self._total * self._scale, self._count
+        return self._total * self._factor, self._count

@@ -369,7 +369,7 @@ class LossReduction:
         alike: whether every rank has given the same fingerprint; known after :meth:`wait`.
     """
 
-    __slots__ = ("_count", "_scale", "_summed", "_values", "_world", "alike")
+    __slots__ = ("_count", "_factor", "_summed", "_values", "_world", "alike")
 
     def __init__(
         self,
@@ -379,7 +379,7 @@ class LossReduction:
         scale: float,
         work: Any = None,
     ) -> None:
-        self._world, self._scale = world, scale
+        self._world, self._factor = world, scale
         self._count: float | None = None
         self.alike, self._summed = True, work is not None
         if isinstance(count, torch.Tensor):
@@ -408,7 +408,7 @@ class LossReduction:
             total, count = values
         else:
             total, count = values, self._count
-        total *= self._scale
+        total *= self._factor
         return (total / count if count else float("nan")), float(count)
 
 

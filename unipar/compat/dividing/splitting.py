@@ -434,6 +434,7 @@ def _in_checkpoint() -> str:
 
     It is the module, and no pass of the engine's, that the backward pass will call.
     """
+    # torch 2.8 to 2.13, csrc/autograd/init.cpp.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
     within = hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
     return "the script calls it through torch.utils.checkpoint" if within else ""
