@@ -22,7 +22,7 @@ from unipar.engine.divisions import (
 )
 from unipar.engine.flat import flat_state
 from unipar.engine.float8 import check_float8, compute_in_float8, float8_layers
-from unipar.engine.forwards import replace_forward
+from unipar.engine.forwards import compile_modules, replace_forward
 from unipar.engine.inner import backward_pass, refuse_inner_gradients
 from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
@@ -49,7 +49,6 @@ from unipar.engine.summing import sum_shards
 from unipar.engine.trail import USE_THE_SAME, Trail
 from unipar.engine.transforms import (
     Undo,
-    compile_modules,
     has_forward,
     has_hooks,
     modules_of_classes,

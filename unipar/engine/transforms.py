@@ -117,31 +117,6 @@ def modules_of_classes(model: nn.Module, names: Iterable[str], option: str) -> l
     return [m for m in model.modules() if type(m).__name__ in wanted]
 
 
-def compile_modules(modules: Iterable[nn.Module], setting: bool | dict[str, Any]) -> Undo:
-    """Compile each module in place, so that no parameter changes its name."""
-    if setting is False:
-        return lambda: None
-    modules = list(modules)
-    for module in modules:
-        call = torch.compile(_called(module), **({} if setting is True else setting))
-        module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
-
-    def undo() -> None:
-        for module in modules:
-            module._compiled_call_impl = None  # pyright: ignore[reportAttributeAccessIssue]
-
-    return undo
-
-
-def _called(module: nn.Module) -> Callable[..., Any]:
-    # module.compile() compiles nothing of a module whose class is torch's own, as a Sequential is:
-    # it leaves such frames out (torch 2.13, _dynamo/trace_rules.py), and this one is ours.
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    return call
-
-
 def refuse_copies(model: nn.Module, strategy: str) -> Undo:
     """Make copying, pickling and converting a divided model say what to do instead.
 
