@@ -292,8 +292,8 @@ def test_activation_checkpointing_and_compile_keep_the_run(world_pool: Any) -> N
             assert largest_difference(seen) < 1e-5
 
 
-def graphs(placement: Placement, by_hand: bool) -> int:
-    """How many graphs a step's passes are compiled to, of a model of several buckets."""
+def graphs(placement: Placement, strategy: Any, by_hand: bool) -> int:
+    """How many graphs a step's passes are compiled to, of a model of several layers."""
     found: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -303,9 +303,8 @@ def graphs(placement: Placement, by_hand: bool) -> int:
     def mean(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()
 
-    # The first bucket is of a MiB, which each of the layers fills.
+    # DDP's first bucket is of a MiB, which each of the layers fills.
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
-    strategy = {"name": "ddp", "bucket_cap_mb": 1.0}
     with unipar.Session(strategy, device="cpu", placement=placement) as session:
         engine = session.prepare(
             model, optimizer={"name": "sgd", "lr": 0.1}, compile={"backend": backend}
@@ -323,9 +322,18 @@ def graphs(placement: Placement, by_hand: bool) -> int:
 @pytest.mark.slow
 def test_graphs_of_a_users_own_loop_end_where_buckets_do(world_pool: Any) -> None:
     """Else no gradient would be summed before all of them are there."""
-    [of_steps] = world_pool(1).run(graphs, False)
-    [by_hand] = world_pool(1).run(graphs, True)
+    strategy = {"name": "ddp", "bucket_cap_mb": 1.0}
+    [of_steps] = world_pool(1).run(graphs, strategy, False)
+    [by_hand] = world_pool(1).run(graphs, strategy, True)
     assert by_hand == of_steps > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_blocks_of_torchs_own_classes_are_compiled_under_fsdp(
+    world_pool: Any, by_hand: bool
+) -> None:
+    assert world_pool(1).run(graphs, "fsdp", by_hand)[0] > 0
 
 
 def test_fp16_overflow_on_one_shard_skips_the_step_on_all(world_pool: Any) -> None:

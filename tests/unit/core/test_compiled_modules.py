@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from unipar.engine import compile_modules
+from unipar.engine import checkpoint_activations, compile_modules
 
 
 class Own(nn.Module):
@@ -48,3 +51,26 @@ def test_every_module_is_one_graph_with_its_hooks(name: str) -> None:
     torch._dynamo.reset()
     module(x)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: compile_modules([model], {"backend": "eager"}),
+        lambda model: checkpoint_activations(model, ("Linear",)),
+    ],
+    ids=["compiled", "recomputed"],
+)
+def test_a_copy_computes_by_its_own_weights(
+    change: Callable[[nn.Module], Any], copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4)
+    plain = copy.deepcopy(model)
+    change(model)
+    other = copied(model)
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    torch.testing.assert_close(other(x), plain(x))
+    assert not model(x).any()
