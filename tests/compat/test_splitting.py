@@ -661,6 +661,27 @@ class Gated(Base):
         return output + self.gate * (output - output.mean(0)).square()
 
 
+class Outliers(Base):
+    """Samples that are far from the mean of a batch do not count; in no batch here there is one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        far = output.square().mean(1, keepdim=True)
+        return output * (far < 1000 * far.mean())
+
+
+class Growing(Base):
+    """What relates samples has no weight yet, by a buffer that a script fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("beta", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        return output + self.beta * (output - output.mean(0)).square()
+
+
 GENERATOR = torch.Generator()
 
 
@@ -748,8 +769,7 @@ def in_half(how: str) -> list[float]:
 
 
 def test_what_half_precision_rounds_away_shows_all_the_same(world_pool: Any) -> None:
-    told = "it gives a loss that is not the mean or the sum of those of parts"
-    check(world_pool(2).run(plainly, "ddp", spread), spread, told)
+    check(world_pool(2).run(plainly, "ddp", spread), spread, RELATED)
 
 
 @pytest.mark.parametrize("how", ["around", "within", "needs", "weights"])
@@ -761,6 +781,9 @@ def test_models_in_half_precision_are_divided(world_pool: Any, how: str) -> None
 
 
 RELATED = "it sets the samples of a batch in relation to each other"
+BY_MEAN = (
+    "or they do not lie along the first or second dimension of its first input, as by a mean of"
+)
 WHOLE: list[tuple[type[nn.Module], str]] = [
     (Keeping, "keeps what it computes of a batch in attributes (activations)"),
     (Moving, "keeps what it computes of a batch in buffers (mean)"),
@@ -775,6 +798,8 @@ WHOLE: list[tuple[type[nn.Module], str]] = [
     (Backwards, f"{RELATED}, or they do not lie along the first or second dimension of its first"),
     (DrawsBack, "draws random numbers in its backward pass"),
     (Gated, RELATED),
+    (Outliers, BY_MEAN),
+    (Growing, BY_MEAN),
     (ByItself, "draws random numbers by a generator of its own"),
     (Logging, "keeps what it computes of a batch in attributes (seen)"),
     (Hooked, "hooks in it are to see whole batches"),
@@ -1012,7 +1037,7 @@ class Turning(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.linear(x)
         if self.how == "value":
-            return output - output.mean(0) * float(x.detach().max() > 100)
+            return output - output.roll(1, 0) * (x > 100)[:, :1]
         if self.how == "shape":
             return output[:, : 3 + int((x > 0)[:, 0].sum() > 1)]
         if self.how == "branch":

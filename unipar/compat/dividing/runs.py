@@ -22,6 +22,7 @@ from unipar.compat.dividing.cutting import (
     tensors_held,
 )
 from unipar.compat.dividing.model_hooks import HOOKED
+from unipar.compat.dividing.relations import Call, Calls
 from unipar.compat.dividing.whole_draws import Drawing
 from unipar.compat.fp32_outputs import fp32
 from unipar.engine import StepEngine
@@ -51,6 +52,7 @@ class Run(NamedTuple):
         stored: what it has changed in attributes, and in what these hold, which may be the same of
             every batch.
         read: numbers that it has read of tensors.
+        calls: what it has called.
         in_half: whether anything of it was in half precision.
     """
 
@@ -65,6 +67,7 @@ class Run(NamedTuple):
     by_functions: bool = False
     stored: Mapping[str, Change] = MappingProxyType({})
     read: Sequence[float] = ()
+    calls: Sequence[Call] = ()
     in_half: bool = False
 
     @property
@@ -88,6 +91,7 @@ class Runner:
         traces: whether passes leave something in buffers.
         stores: whether they do in attributes, or in what these hold.
         apart: paths of attributes that are not the script's.
+        notes_calls: whether runs note what is called, which compilers would compile.
         in_fp32: whether autocast is left out, whose rounding hides small differences.
     """
 
@@ -95,7 +99,7 @@ class Runner:
         self._model, self._copy = model, None
         self.in_eval = self.looked_into = self.traces = self.stores = False
         self.apart: frozenset[str] = frozenset()
-        self.in_fp32 = True
+        self.in_fp32 = self.notes_calls = True
 
     @property
     def module(self) -> nn.Module:
@@ -184,6 +188,7 @@ class Runner:
             lifting(),
             computing(),
             contextlib.nullcontext() if drawing is None else drawing.going_on(),
+            Calls() if self.notes_calls else contextlib.nullcontext() as calls,
         ):
             warnings.simplefilter("ignore")
             if self.in_eval:
@@ -240,7 +245,8 @@ class Runner:
         return Run(
             found or [], buffers, why, changed(output, lambda one: None), draws.torch != began,
             draws.torch, () if drawing is None else drawing.noted, gradients, by_functions,
-            stored, watched.read, watched.in_half or _is_half(tuple(found or ())),
+            stored, watched.read, calls.noted if calls is not None else (),
+            watched.in_half or _is_half(tuple(found or ())),
         )  # fmt: skip
 
     @property

@@ -102,6 +102,7 @@ class Splitting:
         self._draws, self._runner = WholeDraws(), Runner(model)
         # Compilers have random numbers of their own.
         may_draw_whole = not (compiled or any(map(is_compiled, model.module.modules())))
+        self._runner.notes_calls = may_draw_whole
         self._trials = Trials(model, self._runner, self._draws, may_draw_whole=may_draw_whole)
         # What the script has put into the model before the strategy has.
         self._hooks, self._handles = hooks_in(model.module), RemovableHandle.next_id

@@ -29,6 +29,7 @@ from unipar.compat.dividing.cutting import (
     with_copies,
 )
 from unipar.compat.dividing.inner_losses import UNSURE, Divisors, share_of, weighed, why_apart
+from unipar.compat.dividing.relations import relates
 from unipar.compat.dividing.runs import FAILS, Run, Runner
 from unipar.compat.dividing.shares import Shares, part_of
 from unipar.compat.dividing.whole_draws import Drawing, Place, WholeDraws
@@ -278,6 +279,8 @@ class Trials:
         # Where outputs are alike, what is kept is not so for what was drawn.
         if (why and part.drew and not outputs) or astray:
             why = _DRAWS
+        if not why and relates(whole.calls, part.calls):
+            why = f"{RELATED}, as by a mean of all of them"
         found = self._world.gather((outputs, part.why or why))
         # All ranks go on by the same reason.
         why = next((reason for _, reason in found if reason), "")
