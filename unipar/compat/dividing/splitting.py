@@ -461,9 +461,9 @@ class _Kept:
         now = _Kept(*self._of)
         set_torch_generators(self.generators, self._of[2])
         set_host_generators(self._host)
-        with torch.no_grad():
-            for one, before in self._buffers:
-                one.copy_(before)
+        for one, before in self._buffers:
+            # A graph may have those of a batch norm that evaluates, and is to find no other version.
+            one.data.copy_(before)
         self._objects.put_back()
         return now
 
