@@ -230,6 +230,33 @@ def forgetful() -> list[float]:
     return train(Forgetful(), lambda model, x: model(x).square().mean(), batches(*UNEVEN))
 
 
+class Dropping(nn.Module):
+    """What it computes again in the backward pass drops elements, and may normalize."""
+
+    def __init__(self, norm: type[nn.Module], *, reentrant: bool) -> None:
+        super().__init__()
+        self.linear, self.reentrant = nn.Linear(6, 6), reentrant
+        self.block = nn.Sequential(nn.Linear(6, 6), norm(6), nn.Dropout(0.3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.block, self.linear(x), use_reentrant=self.reentrant)
+
+
+def dropping(norm: type[nn.Module], reentrant: bool) -> list[float]:
+    """The last pass is tried after it, and before its backward pass."""
+    torch.manual_seed(1)
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = (model(x) - x).square().mean()
+        with torch.no_grad():
+            model.eval()(x[:3])
+            model.train()(x[:5])
+        return loss
+
+    # Parts of the first are as long as rows, so that the graph of the last is another.
+    return train(Dropping(norm, reentrant=reentrant), loss_of, batches(12, 12, 9))
+
+
 class Unrolled(nn.Module):
     """It drops elements of rows that were flattened with time first, and of samples twice."""
 
@@ -511,6 +538,17 @@ def test_two_ranks_compute_parts_of_what_one_process_does(
     world_pool: Any, act: Callable[[], list[float]]
 ) -> None:
     check(world_pool(2).run(plainly, "ddp", act), act)
+
+
+@pytest.mark.parametrize(
+    ("norm", "reentrant"),
+    [(nn.Identity, True), (nn.Identity, False), (nn.BatchNorm1d, False)],
+)
+def test_a_trial_between_a_pass_and_its_backward_pass_leaves_what_is_drawn_again(
+    world_pool: Any, norm: type[nn.Module], reentrant: bool
+) -> None:
+    found = world_pool(2).run(plainly, "ddp", dropping, norm, reentrant)
+    check(found, partial(dropping, norm, reentrant))
 
 
 def sizes(marks: torch.Tensor) -> list[float]:

@@ -23,7 +23,7 @@ from unipar.compat.dividing.cutting import (
 )
 from unipar.compat.dividing.model_hooks import HOOKED
 from unipar.compat.dividing.relations import Call, Calls
-from unipar.compat.dividing.whole_draws import Drawing
+from unipar.compat.dividing.whole_draws import Drawing, no_ways_kept
 from unipar.compat.fp32_outputs import fp32
 from unipar.engine import StepEngine
 from unipar.engine.graphs import nodes_behind
@@ -187,6 +187,7 @@ class Runner:
             leaving_out(),
             lifting(),
             computing(),
+            no_ways_kept(),
             contextlib.nullcontext() if drawing is None else drawing.going_on(),
             Calls() if self.notes_calls else contextlib.nullcontext() as calls,
         ):
@@ -216,8 +217,6 @@ class Runner:
             foreign = graph and _has_other_weights(found or [], module)
             by_functions = graph and _has_functions(found or [])
             buffers = {name: (kept.get(name), one) for name, one in module.named_buffers()}
-        if drawing is not None:
-            drawing.drop()
         why = ""
         stored = {path: one for path, one in draws.changes.items() if not path.startswith(GIVEN)}
         filled = [path for path in draws.changes if path not in stored]

@@ -305,6 +305,20 @@ generators had, which is given back to them then."""
 _MOST_WAYS = 10_000
 
 
+@contextlib.contextmanager
+def no_ways_kept() -> Iterator[None]:
+    """Around a trial: how passes have drawn whose backward pass is to come stays known.
+
+    It may draw from the same state as such a pass, in other shares or in none.
+    """
+    before = dict(_ways)
+    try:
+        yield
+    finally:
+        _ways.clear()
+        _ways.update(before)
+
+
 def _note_way(states: Sequence[torch.Tensor], way: _Way) -> bytes:
     if len(_ways) >= _MOST_WAYS:
         del _ways[next(iter(_ways))]
