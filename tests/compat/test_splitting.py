@@ -733,6 +733,16 @@ class Growing(Base):
         return output + self.beta * (output - output.mean(0)).square()
 
 
+class Cache:
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys = keys
+
+
+class Caches(Base):
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {"output": self.linear(x), "pairs": [(x, Cache(x))]}
+
+
 GENERATOR = torch.Generator()
 
 
@@ -852,6 +862,7 @@ WHOLE: list[tuple[type[nn.Module], str]] = [
     (Gated, RELATED),
     (Outliers, BY_MEAN),
     (Growing, BY_MEAN),
+    (Caches, "it gives an object of the class Cache, of which it is not known how parts make"),
     (ByItself, "draws random numbers by a generator of its own"),
     (Logging, "keeps what it computes of a batch in attributes (seen)"),
     (Hooked, "hooks in it are to see whole batches"),
@@ -865,8 +876,13 @@ def whole() -> list[float]:
         random.seed(1)
         np.random.seed(1)
         GENERATOR.manual_seed(1)
-        found += train(kind(), lambda model, x: model(x).square().mean(), batches(*[4] * 11))
+        found += train(kind(), squares, batches(*[4] * 11))
     return found
+
+
+def squares(model: Any, x: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    return (output["output"] if isinstance(output, dict) else output).square().mean()
 
 
 def test_what_parts_do_not_make_each_rank_computes_whole_and_says_why(world_pool: Any) -> None:

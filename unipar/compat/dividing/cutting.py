@@ -80,8 +80,17 @@ def leaves_in(data: Any, *, rows: bool = True) -> list[Any]:
 
 def tensors_held(data: Any) -> list[torch.Tensor] | None:
     """The tensors in containers, in order; ``None`` if there are others in what is none."""
-    found = leaves_in(data, rows=False)
-    return found if {id(one) for one in tensors_of(data)} == {id(one) for one in found} else None
+    return None if closed_in(data) else leaves_in(data, rows=False)
+
+
+def closed_in(data: Any) -> list[str]:
+    """The classes of objects in containers, or of what is none, that have tensors within."""
+    items: list[Any] = []
+    with_items(data, lambda one: items.append(one) or one)
+    if items:
+        return [name for one in items for name in closed_in(one)]
+    holds = not isinstance(data, torch.Tensor) and any(True for _ in tensors_of(data))
+    return [type(data).__name__] if holds else []
 
 
 def changed(data: Any, change: Callable[[Any], Any], *, rows: bool = False) -> Any:

@@ -18,6 +18,7 @@ from unipar.compat.adopted import AdoptedModel
 from unipar.compat.dividing.batch_norms import computing, is_batch_norm
 from unipar.compat.dividing.cutting import (
     changed,
+    closed_in,
     rebuilt,
     tensors_held,
 )
@@ -238,7 +239,11 @@ class Runner:
         elif [one._version for one in copies] != versions:
             why = "it changes what it is given in place"
         elif found is None:
-            why = f"it gives a {type(output).__name__}, in which tensors are not found"
+            why = (
+                f"it gives an object of the class {first_few(closed_in(output))}, of which "
+                "it is not known how parts make the whole. Where nothing needs it, have the model "
+                "leave it out, as use_cache=False does in transformers"
+            )
         elif not draws.all_seen:
             why = "it holds too many objects to see whether it keeps in them what it computes"
         return Run(

@@ -462,7 +462,7 @@ class _Kept:
         set_torch_generators(self.generators, self._of[2])
         set_host_generators(self._host)
         for one, before in self._buffers:
-            # A graph may have those of a batch norm that evaluates, and is to find no other version.
+            # A graph may have those of a batch norm that evaluates: no other version is to be seen.
             one.data.copy_(before)
         self._objects.put_back()
         return now
