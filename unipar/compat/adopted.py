@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer, outer
 from unipar.compat.models import Calls, PreparedModel, Training
@@ -151,7 +150,6 @@ class AdoptedOptimizer(PreparedOptimizer):
     """The engine's side of an optimizer that stays where the script has it.
 
     Attributes:
-        uncleared: whether it has stepped, and gradients were not cleared since.
         summed: whether its steps are by the sum over ranks, and not by the mean.
         passes: how many losses have trained its model.
         skips: whether a step by gradients that are not finite is left out, by more than the loss.
@@ -159,7 +157,7 @@ class AdoptedOptimizer(PreparedOptimizer):
 
     calls: ClassVar[Calls] = _CALLS
     keeps_model: ClassVar[bool] = True
-    uncleared = summed = skips = False
+    summed = skips = False
     passes = 0
 
     @property
@@ -312,10 +310,6 @@ class AdoptedOptimizer(PreparedOptimizer):
         norms = self.world.gather(float(torch.nn.utils.get_total_norm(grads)))
         if len(set(norms)) > 1:
             broadcast_tensors(grads, self.world)
-
-    def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
-        super().drop(set_to_none=set_to_none, of=of)
-        self.uncleared = False
 
     # -- state, by the numbers of parameters, as PyTorch has it ----------------------------------
 

@@ -46,6 +46,8 @@ class PreparedOptimizer(Optimizer):
             gives gradients to the same parameters on every rank.
         own_buffers: whether it leaves each rank the statistics of its own batches.
         alike: whether all ranks make the same calls, as where the script knows nothing of them.
+        clears: whether the script has to clear gradients after a step, as PyTorch asks.
+        uncleared: whether it has stepped, and gradients that it has to clear were not since.
         frozen: names of parameters that were frozen when the script's framework took the model.
     """
 
@@ -55,6 +57,7 @@ class PreparedOptimizer(Optimizer):
     same_parameters: bool = False
     own_buffers: bool = False
     alike: bool = False
+    clears: bool = True
     frozen: frozenset[str] | None = None
 
     # Not torch's own constructor: groups and state are the user's optimizer's.
@@ -70,6 +73,7 @@ class PreparedOptimizer(Optimizer):
         self._model: Callable[[], PreparedModel | None] = lambda: None
         self.training: Training | None = None
         self.begun = self.cleared = self.strayed = False
+        self.uncleared = self._adds_to_last = False
         self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
         self._limit: float | None = None
         self._norm: StepNorm | None = None
@@ -232,6 +236,7 @@ class PreparedOptimizer(Optimizer):
                 "a strategy that leaves gradients whole, such as ddp."
             )
         self._tell_of_thawed()
+        self._adds_to_last |= self.uncleared
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
@@ -342,6 +347,13 @@ class PreparedOptimizer(Optimizer):
                 f"optimizer.step() came without a gradient: {self.calls.backward} was not "
                 "called since the last step."
             )
+        # Not before: a script may clear what a loss of another model has left here.
+        if self._adds_to_last:
+            raise ConfigError(
+                "optimizer.zero_grad() was not called since the last step: PyTorch would add this "
+                "gradient to the last one, and an engine has cleared that. Call zero_grad() once "
+                "for each step; p.grad = None is not seen."
+            )
         if self._carried:
             self.fetch_gradients()
         limit, norm = self._limit, self._norm
@@ -351,7 +363,7 @@ class PreparedOptimizer(Optimizer):
         except BaseException:
             training.failed = True
             raise
-        training.called = False
+        training.called, self.uncleared = False, self.clears
         if norm is not None and not norm.settled:
             norm.settle(self._last)
 
@@ -372,7 +384,7 @@ class PreparedOptimizer(Optimizer):
             training.engine.zero_grad()
         for parameter in held:
             parameter.grad = None
-        training.failed = self.strayed = False
+        training.failed = self.strayed = self.uncleared = self._adds_to_last = False
         self.cleared = True
         self._forget()
         if set_to_none:

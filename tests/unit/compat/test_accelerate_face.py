@@ -249,6 +249,33 @@ def test_gradients_that_another_loss_has_left_are_not_added_in_silence() -> None
     b.step()
 
 
+def test_a_gradient_that_torch_would_add_to_the_last_ones_is_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, _ = parts(accelerator)
+    x = torch.ones(2, 3)
+    step(accelerator, model, optimizer, x)
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    # What is cleared before the step is not missed.
+    accelerator.backward(model(x).sum())
+    optimizer.zero_grad()
+    step(accelerator, model, optimizer, x)
+    for _ in range(2):
+        accelerator.backward(model(x).sum())
+        if _ == 0:
+            optimizer.step()
+    with pytest.raises(ConfigError, match=r"zero_grad\(\) was not called since the last step"):
+        optimizer.step()
+
+
+def test_deepspeeds_engine_clears_gradients_by_itself() -> None:
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=0))
+    model, optimizer, _ = parts(accelerator)
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+
+
 def test_micro_batches_may_be_kept_local_by_the_model_as_under_ddp() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, _ = parts(accelerator)

@@ -168,6 +168,8 @@ class Accelerator(Exchange, Keeping):
         if chosen is None and fsdp_plugin is not None:
             chosen = fsdp_plugin.options()
         self._by_ddp = "strategy" not in deepspeed and fsdp_plugin is None
+        # DeepSpeed's engine clears gradients as it steps.
+        self._clears = plugin is None
         ddp = held.get(DistributedDataParallelKwargs)
         if chosen is None and isinstance(ddp, DistributedDataParallelKwargs):
             options = ddp.options()
@@ -293,7 +295,7 @@ class Accelerator(Exchange, Keeping):
             optimizer, self._session, accumulating=lambda: not state.sync_gradients,
             may_skip=self._may_skip,
         )  # fmt: skip
-        prepared.same_parameters = self._by_ddp
+        prepared.same_parameters, prepared.clears = self._by_ddp, self._clears
         self._optimizers.append(prepared)
         return prepared
 

@@ -36,6 +36,7 @@ class EngineOptimizer(PreparedOptimizer):
 
     calls: ClassVar[Calls] = _CALLS
     own_buffers: bool = True
+    clears: bool = False
     _all: ClassVar[WeakSet[EngineOptimizer]] = WeakSet()
 
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:

@@ -225,11 +225,9 @@ class Fabric(Exchange, Building, Keeping):
         session = self._session
         assert current.config is not None
         may_skip = current.config.precision == "fp16" or current.config.on_nan == "skip"
-        wrapped = FabricOptimizer(
-            optimizer, session, may_skip=may_skip, callbacks=self._callbacks,
-            clears=not self._asked.of_deepspeed,
-        )  # fmt: skip
+        wrapped = FabricOptimizer(optimizer, session, may_skip=may_skip, callbacks=self._callbacks)
         wrapped.same_parameters = self._asked.by_ddp
+        wrapped.clears = not self._asked.of_deepspeed
         model: Any = wrapped.model_among(self._models)
         if model is None:
             raise ConfigError(

@@ -172,7 +172,6 @@ class FabricOptimizer(PreparedOptimizer):
         session: the open one.
         may_skip: whether a step may leave the weights as they were.
         callbacks: of the Fabric.
-        clears: whether the script has to clear gradients.
     """
 
     calls: ClassVar[Calls] = _CALLS
@@ -184,11 +183,9 @@ class FabricOptimizer(PreparedOptimizer):
         *,
         may_skip: bool,
         callbacks: list[Any],
-        clears: bool,
     ) -> None:
         super().__init__(optimizer, session, accumulating=lambda: False, may_skip=may_skip)
-        self._callbacks, self._clears = callbacks, clears
-        self._stepped = self._mixed = self._partial = False
+        self._callbacks, self._partial = callbacks, False
         self._value: float | None = None
 
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:
@@ -196,10 +193,6 @@ class FabricOptimizer(PreparedOptimizer):
         named = model.module.named_parameters()
         self._partial = any(one.requires_grad and name not in held for name, one in named)
         super().takes_up(model, **asked)
-
-    def backward(self, loss: torch.Tensor, **how: Any) -> None:
-        super().backward(loss, **how)
-        self._mixed |= self._stepped
 
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
         if self._partial:
@@ -220,18 +213,11 @@ class FabricOptimizer(PreparedOptimizer):
         self._value = value
 
     def take_step(self) -> None:
-        if self._mixed and self._clears:
-            raise ConfigError(
-                "optimizer.zero_grad() was not called since the last step: torch would add this "
-                "gradient to the last one, and an engine has cleared that. Call zero_grad() once "
-                "for each step."
-            )
         value, self._value = self._value, None
         if value is None:
             super().take_step()
         else:
             self._clipped_step(value)
-        self._stepped = True
 
     def _clipped_step(self, value: float) -> None:
         """Clip what the optimizer is given, which is the gradient of the global batch by then."""
@@ -261,7 +247,6 @@ class FabricOptimizer(PreparedOptimizer):
 
     def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
         super().drop(set_to_none=set_to_none, of=of)
-        self._stepped = self._mixed = False
         self._value = None
 
     def step(self, closure: Any = None) -> Any:

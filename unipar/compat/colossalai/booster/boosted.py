@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -70,7 +69,7 @@ class BoostedOptimizer(PreparedOptimizer):
     ) -> None:
         super().__init__(optimizer, session, accumulating=lambda: False, may_skip=may_skip)
         self._plugin, self._others = plugin, others
-        self._stepped = self.unsynced = False
+        self.unsynced = False
         self.names: list[str] = []
 
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:
@@ -110,7 +109,7 @@ class BoostedOptimizer(PreparedOptimizer):
         """
         if inputs is not None or retain_graph or kwargs:
             refuse("Booster.backward(loss,optimizer,inputs=…)")
-        if self._stepped:
+        if self.uncleared:
             raise ConfigError(
                 "this loss's gradient would be added to that of the last step, which an engine has "
                 "cleared. Call optimizer.zero_grad() after optimizer.step()."
@@ -133,11 +132,6 @@ class BoostedOptimizer(PreparedOptimizer):
                 "gradients of their own. Call it behind the block."
             )
         super().take_step()
-        self._stepped = True
-
-    def drop(self, *, set_to_none: bool = True, of: Iterable[nn.Parameter] | None = None) -> None:
-        super().drop(set_to_none=set_to_none, of=of)
-        self._stepped = False
 
     def clip_grad_by_norm(
         self,
