@@ -228,7 +228,7 @@ class PreparedOptimizer(Optimizer):
                 f"the loss was computed around it, as by {self.calls.unwrap}(…). Compute it of "
                 f"what the model that {self.calls.prepare} gives back returns."
             )
-        if self._norm is not None:
+        if self.clips:
             raise ConfigError(
                 f"{self.calls.clip} came before this {self.calls.backward} in one step. Strategy "
                 f"'{self._session.strategy.name}' clips as the optimizer steps, and would clip the "
@@ -317,7 +317,7 @@ class PreparedOptimizer(Optimizer):
             engine = self._known().engine
             assert isinstance(engine, StepEngine)
             return engine.clip_gradients(float(max_norm))
-        if not self.begun or self._norm is not None:
+        if not self.begun or self.clips:
             raise ConfigError(
                 f"{self.calls.clip.rpartition('.')[2]} came "
                 + ("twice in one step" if self.begun else f"before {self.calls.backward}")

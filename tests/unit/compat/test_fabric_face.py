@@ -115,6 +115,49 @@ def test_a_step_is_torchs_clipped_by_norm_or_value() -> None:
     assert torch.equal(model.module.weight, plain.weight)
 
 
+def test_a_gradient_is_clipped_in_the_order_of_the_script() -> None:
+    fabric = Fabric(**CPU)
+    model, optimizer = parts(fabric)
+    seed_everything(0, verbose=False)
+    plain = nn.Linear(3, 1)
+    x = torch.randn(4, 3)
+    fabric.backward(model(x).square().mean())
+    plain(x).square().mean().backward()
+    clips: list[dict[str, Any]] = [{"clip_val": 0.3}, {"max_norm": 0.2}, {"clip_val": 0.1}]
+    for clip in [*clips, {"clip_val": 0.2}]:
+        norm = fabric.clip_gradients(model, optimizer, **clip)
+        if "max_norm" in clip:
+            known = nn.utils.clip_grad_norm_(plain.parameters(), clip["max_norm"])
+            assert float(norm) == pytest.approx(float(known))  # pyright: ignore
+        else:
+            nn.utils.clip_grad_value_(plain.parameters(), clip["clip_val"])
+    for own, known in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(own.grad, known.grad)  # pyright: ignore[reportArgumentType]
+    optimizer.step()
+
+
+def test_an_order_of_clipping_that_a_step_does_not_have_is_refused() -> None:
+    fabric = Fabric(**CPU, strategy="fsdp")
+    model, optimizer = parts(fabric)
+    x = torch.ones(2, 3)
+    fabric.backward(model(x).square().mean())
+    fabric.clip_gradients(model, optimizer, max_norm=0.2)
+    fabric.clip_gradients(model, optimizer, clip_val=0.01)
+    fabric.clip_gradients(model, optimizer, clip_val=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    for one, was in zip(model.parameters(), before, strict=True):
+        # The learning rate is 0.1.
+        assert float((one.detach() - was).abs().max()) <= 0.1 * 0.01 + 1e-6
+    fabric.backward(model(x).square().mean())
+    fabric.clip_gradients(model, optimizer, clip_val=0.01)
+    with pytest.raises(ConfigError, match="clip_gradients came twice in one step"):
+        fabric.clip_gradients(model, optimizer, max_norm=0.2)
+    with pytest.raises(ConfigError, match="Clip after the last backward pass of a step"):
+        fabric.backward(model(x).square().mean())
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -194,6 +194,10 @@ class FabricOptimizer(PreparedOptimizer):
         self._partial = any(one.requires_grad and name not in held for name, one in named)
         super().takes_up(model, **asked)
 
+    @property
+    def clips(self) -> bool:
+        return super().clips or self._value is not None
+
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
         if self._partial:
             raise ConfigError(
@@ -204,13 +208,18 @@ class FabricOptimizer(PreparedOptimizer):
         return super().clip(max_norm, device)
 
     def clip_value(self, value: float) -> None:
-        """Have the next step clip each element of the gradient."""
+        """Clip each element of the gradient: now, where ranks have it whole, or in the step."""
         if not self.begun:
             raise ConfigError(
                 "clip_gradients came before fabric.backward(loss). Call it between backward and "
                 "optimizer.step()."
             )
-        self._value = value
+        if self.lends_gradients:
+            self.fetch_gradients()
+            held = [p for group in self.param_groups for p in group["params"]]
+            nn.utils.clip_grad_value_(held, value)
+        else:
+            self._value = value if self._value is None else min(value, self._value)
 
     def take_step(self) -> None:
         value, self._value = self._value, None
