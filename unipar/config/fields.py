@@ -55,7 +55,7 @@ from unipar.utils.matmul_precision import MatmulPrecision
 from unipar.utils.numbers import NonNegativeInt, PositiveFloat, PositiveInt
 from unipar.utils.signals import GRACE_PERIOD
 from unipar.utils.urls import URL
-from unipar.utils.validation import check_plain, config_error
+from unipar.utils.validation import check_plain, config_error, refuse_objects
 
 IMPORT_KEYS = ("model", "data", "eval_data", "loss", "metrics", "predict", "callbacks")
 """What a run file names by import path, and a call of ``fit`` gives as arguments."""
@@ -332,6 +332,16 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
             given = (given,)
         if isinstance(given, (list, tuple, set, frozenset)):
             return tuple(one.__name__ if inspect.isclass(one) else one for one in given)
+        return given
+
+    @field_validator("compile")
+    @classmethod
+    def _plain_arguments(cls, given: Any) -> Any:
+        refuse_objects(
+            given if isinstance(given, dict) else {},
+            "A backend goes by the name that torch._dynamo.register_backend gives it; "
+            "Session.prepare(compile=…) takes functions.",
+        )
         return given
 
     @field_validator("checkpoint", mode="before")

@@ -11,6 +11,7 @@ from unipar.errors import ConfigError
 from unipar.optimizers.groups import factories, is_groups
 from unipar.optimizers.named import NamedOptimizer, NamedScheduler
 from unipar.strategy import OptimizerFactory
+from unipar.utils.validation import refuse_objects
 
 # Spelled so that they cannot be taken for keys in the location of an error.
 BY_PATH, BY_NAME, BY_TARGET, GROUPED = "<path>", "<name>", "<target>", "<groups>"
@@ -22,6 +23,7 @@ def _built(config: Any) -> Any:
         config.factory()
     except ConfigError as error:
         raise ValueError(str(error)) from error
+    refuse_objects(config.model_extra or {}, "Pass a function that builds it with this argument.")
     return config
 
 

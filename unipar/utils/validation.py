@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from unipar.errors import ConfigError, did_you_mean
 from unipar.utils.documents import KeyPath
@@ -49,6 +50,26 @@ def check_plain(
             waiting.extend(((*key, name), item) for name, item in value.items())
         elif isinstance(value, (list, tuple)):
             waiting.extend(((*key, index), item) for index, item in enumerate(value))
+
+
+def refuse_objects(values: Mapping[str, Any], instead: str) -> None:
+    """Refuse values that a run's ``config.yaml`` cannot hold.
+
+    Args:
+        values: by key.
+        instead: how such a value is given.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for key, value in values.items():
+        try:
+            to_jsonable_python(value)
+        except PydanticSerializationError as error:
+            raise ValueError(
+                f"{key}: {value!r:.60} ({type(value).__name__}) is no plain value, as the "
+                f"config.yaml of a run holds. {instead}"
+            ) from error
 
 
 def config_error(

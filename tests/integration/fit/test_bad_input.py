@@ -58,6 +58,11 @@ BEFORE: list[tuple[str, dict[str, Any], str]] = [
     ("precision", {"precision": "fp4"}, r"precision.*fp4.*fp16"),
     ("activations", {"activation_checkpointing": 3}, r"activation_checkpointing"),
     ("compiler", {"compile": {"backend": "nope"}}, r"Invalid backend: 'nope'.*Its .*inductor"),
+    (
+        "a function of its",
+        {"compile": {"backend": print}},
+        r"compile: backend: <built-in function print>.*register_backend.*Session\.prepare",
+    ),
     ("its argument", {"compile": {"modee": "x"}}, r"torch.compile does not take.*'modee'"),
     (
         "sparse gradients",
@@ -68,6 +73,11 @@ BEFORE: list[tuple[str, dict[str, Any], str]] = [
     ("its argument", {"optimizer": {"name": "adamw", "lrr": 1}}, r"no argument 'lrr'.*'lr'"),
     ("its value", {"optimizer": {"name": "adamw", "lr": -1}}, r"adamw.*lr=-1"),
     ("its type", {"optimizer": {"name": "adamw", "lr": "1e-3"}}, r"adamw.*lr='1e-3'"),
+    (
+        "a tensor of its",
+        {"optimizer": {"name": "adamw", "lr": torch.tensor(0.1)}},
+        r"optimizer: lr: tensor\(0\.1000\).*no plain value.*Pass a function that builds it",
+    ),
     ("scheduler", {"lr_scheduler": "cosine"}, r"lr_scheduler 'cosine'"),
     ("logger", {"loggers": ["tensorbord"]}, r"tensorbord.*tensorboard"),
     ("config key", {"config": {"stps": 1}}, r"stps.*steps"),
