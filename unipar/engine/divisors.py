@@ -38,7 +38,8 @@ class Part:
     Attributes:
         num_samples: of the micro-batch.
         found: the divisors in the order in which they are met, as numbers or tensors of one.
-        sums: whether there are sums over the samples, and nothing else.
+        sums: whether a term is a sum over the samples, by no factor that may be one over their
+            number.
     """
 
     def __init__(self, loss: torch.Tensor, num_samples: int) -> None:
@@ -53,9 +54,10 @@ class Part:
         return [float(one) for one in self.found]
 
     def _read(self, root: Any) -> None:
-        waiting, seen, summed, scaled = [root], 0, False, False
+        # With each: whether it is divided or multiplied on the way from there to the loss.
+        waiting, seen, summed = [(root, False)], 0, False
         while waiting and seen < _MOST:
-            node = waiting.pop()
+            node, scaled = waiting.pop()
             seen += 1
             # A user's own function has no number behind its name.
             kind, _, number = node.name().rpartition("Backward")
@@ -67,23 +69,25 @@ class Part:
             elif kind in _LOSSES:
                 if node._saved_reduction == _MEAN:
                     self._found(_LOSSES[kind](node))
-                summed |= node._saved_reduction == _SUM
+                # Of a model's outputs, whatever stands beside it.
+                self.sums |= node._saved_reduction == _SUM and not scaled
             elif kind == "Sum":
                 sizes = node._saved_self_sym_sizes
-                summed |= len(sizes) > 0 and sizes[0] == self.num_samples
+                summed |= len(sizes) > 0 and sizes[0] == self.num_samples and not scaled
                 # What is divided before it is summed.
-                waiting += [one for one in following if one.name().startswith("DivBackward")]
+                waiting += [(one, True) for one in following if one.name().startswith("DivBack")]
             elif kind == "Div":
                 self._found(_kept(node, "_saved_other"))
-                waiting += following
+                waiting += [(one, True) for one in following]
             elif kind == "Mul":
                 # A factor may be one over the number of samples.
                 other = _kept(node, "_saved_other")
                 scaled |= not isinstance(other, torch.Tensor) or other.numel() == 1
-                waiting += following
+                waiting += [(one, scaled) for one in following]
             elif kind in _PASSED:
-                waiting += following
-        self.sums = summed and not self.found and not scaled
+                waiting += [(one, scaled) for one in following]
+        # Beside a mean it may be of weights, of which there happen to be as many.
+        self.sums |= summed and not self.found
 
     def _found(self, divisor: Any) -> None:
         if isinstance(divisor, float):
@@ -167,7 +171,7 @@ def _problem(parts: Sequence[tuple[int, bool, list[float]]]) -> str:
     first_samples, _, first = parts[0]
     if all(sums for _, sums, _ in parts):
         return (
-            "the loss is a sum over samples, and counts as a mean over them: divided into "
+            "the loss is or has a sum over samples, and counts as a mean over them: divided into "
             f"{len(parts)} parts a batch has another loss than in one. Return their mean, or "
             "unipar.LossSum(the sum, the number of what is summed)."
         )

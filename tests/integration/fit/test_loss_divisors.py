@@ -90,6 +90,14 @@ def sums(model: Any, batch: Any) -> torch.Tensor:
     return each(model, batch).mean(1).sum()
 
 
+def sum_and_factor(model: Any, batch: Any) -> torch.Tensor:
+    return sums(model, batch) - 0.5 * model(batch[0]).sum()
+
+
+def sum_and_mean(model: Any, batch: Any) -> torch.Tensor:
+    return mean(model, batch) + entropy(model, batch, reduction="sum")
+
+
 def mean(model: Any, batch: Any) -> torch.Tensor:
     return entropy(model, batch)
 
@@ -130,6 +138,11 @@ class Div(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0] / 2
+
+
+def means_by_sums(model: Any, batch: Any) -> torch.Tensor:
+    whole = entropy(model, batch, reduction="sum")
+    return mean(model, batch) + whole / batch[1].numel() + (1 / len(batch[0])) * whole
 
 
 def by_own_function(model: Any, batch: Any) -> torch.Tensor:
@@ -183,6 +196,7 @@ RIGHT = [
     of_each_sample,
     sum_by_samples,
     sum_by_factor,
+    means_by_sums,
     by_own_function,
     summed,
     COUNTED,
@@ -221,10 +235,12 @@ def test_one_part_is_not_told_of(world_pool: WorldPools) -> None:
 
 
 def test_a_sum_over_samples_is_told_of(world_pool: WorldPools) -> None:
-    [[said], [none]] = world_pool(2).run(told, "ddp", [sums], BATCH // 2)
-    assert len(said) == 1
-    assert "the loss is a sum over samples, and counts as a mean over them" in said[0]
-    assert not none
+    losses = [sums, sum_and_factor, sum_and_mean]
+    first, second = world_pool(2).run(told, "ddp", losses, BATCH // 2)
+    for loss, said in zip(losses, first, strict=True):
+        assert len(said) == 1, loss.__name__
+        assert "the loss is or has a sum over samples, and counts as a mean over them" in said[0]
+    assert second == [[]] * len(losses)
 
 
 def computed_again(placement: Placement) -> int:
