@@ -165,10 +165,30 @@ def by_one_optimizer(scaler: Any, clip: Any, *, fused: bool = False) -> list[flo
     return [*found, scale.state_dict()["scale"], *values(one, other)]
 
 
+def of_its_own_scale(scaler: Any, clip: Any) -> list[float]:
+    """The scale that a scaler begins by otherwise is too high, and so is what this one grows to."""
+    torch.manual_seed(1)
+    model, found = nn.Linear(6, 3), []
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    scale = scaler(
+        "cpu", init_scale=2.0**8, growth_factor=16.0, backoff_factor=1 / 16, growth_interval=2
+    )
+    for x in batches(8, 8, 8, 8, 8):
+        with half():
+            output = model(x)
+        loss = output.float().sum(1).mean() * 100
+        optimizer.zero_grad()
+        scale.scale(loss).backward()
+        scale.step(optimizer)
+        scale.update()
+        found += [loss.item(), model.bias.sum().item()]
+    return found + values(model)
+
+
 SCRIPTS: list[Script] = [
     temperature, partial(temperature, scales=False), too_large, partial(too_large, fused=True),
     together, partial(together, apart=True), of_its_own, by_one_optimizer,
-    partial(by_one_optimizer, fused=True),
+    partial(by_one_optimizer, fused=True), of_its_own_scale,
 ]  # fmt: skip
 
 
@@ -191,6 +211,7 @@ def test_an_engine_alone_scales_as_pytorch_does(world_pool: Any, act: Script) ->
         ("ddp", too_large),
         ("ddp", SCRIPTS[5]),
         ("ddp", of_its_own),
+        ("ddp", of_its_own_scale),
         ("fsdp", too_large),
         ("zero2", too_large),
     ],

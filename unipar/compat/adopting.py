@@ -277,18 +277,20 @@ class Adoption(Adopter):
         return True
 
     def _scale_as_asked(self, loss: torch.Tensor, found: list[AdoptedOptimizer]) -> None:
-        """Have engines scale a loss that a script has scaled, where a model has fp16 of its own.
+        """Have engines begin as the script's scaler does, also where a model has fp16 of its own.
 
         Raises:
             ConfigError: the strategy scales in precision 'fp16' alone.
         """
         fresh = [
             policy for one in found
-            if not one.begun and (policy := one.precision) is not None and policy.scaler is None
+            if not one.begun and (policy := one.precision) is not None and not policy.as_asked
         ]  # fmt: skip
-        if not fresh or scaler_of(loss) is None or not computes_in_fp16(loss):
+        scaler = scaler_of(loss) if fresh else None
+        if scaler is None:
             return
-        for policy in fresh:
+        without = [one for one in fresh if one.scaler is None]
+        for policy in without if without and computes_in_fp16(loss) else ():
             if type(policy) is not PrecisionPolicy or not all(one.lends_gradients for one in found):
                 strategy = current.config.strategy if current.config else ""
                 raise ConfigError(
@@ -298,6 +300,9 @@ class Adoption(Adopter):
                     "or set precision: fp16 in unipar.yaml; or use ddp."
                 )
             policy.begin_scaling()
+        for policy in fresh:
+            if policy.scaler is not None:
+                policy.scale_as(scaler.as_engines_begin())
 
     @contextlib.contextmanager
     def _unscaling(self, loss: torch.Tensor, found: list[AdoptedOptimizer]) -> Iterator[None]:

@@ -32,6 +32,10 @@ class Scaler(Protocol):
         """By what a backward pass of a loss is scaled."""
         ...
 
+    def as_engines_begin(self) -> dict[str, Any]:
+        """The state in which engines begin that scale in its place."""
+        ...
+
 
 SCALERS: weakref.WeakSet[Any] = weakref.WeakSet()
 """All of the script's."""

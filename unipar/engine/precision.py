@@ -54,6 +54,7 @@ class PrecisionPolicy:
         autocasts: whether forward passes run under autocast.
         surrounds: whether :meth:`forward` gives anything but a context that does nothing.
         scaler: of the loss; ``None``: it is not scaled.
+        as_asked: whether its scale is one that was asked for, or that of a checkpoint.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class PrecisionPolicy:
         if self.dtype is torch.float16:
             scaler = GradScaler(device.type) if scaler is None else scaler
         self.scaler = scaler
+        self.as_asked = False
 
     def forward(self) -> AbstractContextManager[Any]:
         """Surround a forward pass and the loss."""
@@ -96,6 +98,12 @@ class PrecisionPolicy:
         """Scale from the next step on, also where it is not this policy that computes in fp16."""
         if self.scaler is None:
             self.scaler = GradScaler(self._device_type)
+
+    def scale_as(self, state: dict[str, Any]) -> None:
+        """Begin as a scaler that has such a state; there has to be one here."""
+        assert self.scaler is not None
+        self.as_asked = True
+        self.scaler.load_state_dict(state)
 
     @property
     def current_scale(self) -> torch.Tensor:
@@ -151,6 +159,7 @@ class PrecisionPolicy:
         """
         if self.scaler is not None:
             import_scaler(self.scaler, source)
+            self.as_asked |= "scaler" in source.extra
 
 
 def share_scale(begun: Sequence[PrecisionPolicy], fresh: Sequence[PrecisionPolicy]) -> None:

@@ -15,8 +15,8 @@ from unipar.errors import ConfigError
 class GradScaler(torch.amp.GradScaler):
     """torch's, which hands on the losses that it is given, and notes that they are to be scaled.
 
-    An engine scales and unscales by itself in fp16. Where none does, the backward pass itself is
-    scaled by this one's scale, and leaves gradients that are not. What an optimizer steps that no
+    An engine scales and unscales by itself in fp16, beginning as this one would. Where none does,
+    the backward pass itself is scaled by this one's scale, and leaves gradients that are not. What an optimizer steps that no
     engine has is looked at alone: a step by what is not finite is left out, and lowers the scale.
 
     Args:
@@ -57,6 +57,10 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(loss.device)
         assert self._scale is not None
         return self._scale
+
+    def as_engines_begin(self) -> dict[str, Any]:
+        """The state in which engines begin that scale in its place: its own scale and factors."""
+        return {**super().state_dict(), "scale": super().get_scale()}
 
     def unscale_(self, optimizer: Any) -> None:
         """Look whether gradients are finite that no engine steps by; they may be clipped now."""
@@ -105,8 +109,7 @@ class GradScaler(torch.amp.GradScaler):
         """torch's, but for the scale of one that had scaled nothing."""
         if not self._enabled or not state_dict:
             return
-        own = self._init_scale if self._scale is None else self._scale.item()
-        scale = state_dict["scale"]
+        own, scale = super().get_scale(), state_dict["scale"]
         super().load_state_dict({**state_dict, "scale": own if scale == 1.0 else scale})
 
 
