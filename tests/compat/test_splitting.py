@@ -1085,14 +1085,52 @@ def apart(what: str) -> list[float]:
 
 
 @pytest.mark.parametrize(("what", "said"), [("batch", "input 0"), ("loss", "the loss")])
-def test_ranks_with_unlike_batches_are_refused(world_pool: Any, what: str, said: str) -> None:
-    for one in world_pool(2).run(plainly_with, "ddp", apart, what):
+@pytest.mark.parametrize("divides", [True, False])
+def test_ranks_with_unlike_batches_are_refused(
+    world_pool: Any, what: str, said: str, divides: bool
+) -> None:
+    act = partial(apart, what)
+    for one in world_pool(2).run(plainly, "ddp", act if divides else partial(undivided, act)):
         assert f"ranks do not have the same batch ({said}" in one
         assert "Seed what it draws by, before anything is drawn: random.seed(0)" in one
+        assert ("as in a closure" in one and "Set divide_batches: false" in one) is divides
+
+
+def undivided(act: Callable[[], list[float]]) -> list[float]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("UNIPAR_DIVIDE_BATCHES", "false")
+        return act()
 
 
 def plainly_with(placement: Placement, strategy: str, act: Callable[..., Any], what: Any) -> Any:
     return plainly(placement, strategy, lambda: act(what))
+
+
+CALLS = [0]
+
+
+class Counting(Base):
+    """It counts where none of its attributes leads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS[0] += 1
+        return self.linear(x) / CALLS[0]
+
+
+def counting() -> list[float]:
+    torch.manual_seed(1)
+    CALLS[0] = 0
+    return train(Counting(), lambda model, x: model(x).square().mean(), batches(4, 4))
+
+
+def test_a_model_that_keeps_what_it_computes_by_out_of_sight_is_refused(world_pool: Any) -> None:
+    for one in world_pool(2).run(plainly, "ddp", counting):
+        assert "Counting gives other results when it is run twice on one batch" in one
+        assert "Set divide_batches: false in unipar.yaml" in one
+
+
+def test_it_may_be_computed_whole_from_the_start(world_pool: Any) -> None:
+    check(world_pool(2).run(plainly, "ddp", partial(undivided, counting)), counting)
 
 
 class Turning(Base):

@@ -185,7 +185,8 @@ class Adoption(Adopter):
             if size > 1 and not self.aware:
                 one.passes += 1
                 if is_looked_at(one.passes):
-                    check_alike({"the loss": loss}, one.world)
+                    divides = current.config is None or current.config.divide_batches
+                    check_alike({"the loss": loss}, one.world, divides=divides)
             for each in found:
                 each.keep_what_is_there()
             self._scale_as_asked(loss, found)

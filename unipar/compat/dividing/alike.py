@@ -13,18 +13,23 @@ from unipar.world import World
 _OFTEN, _SELDOM = 16, 16
 """So many of the first passes are compared among ranks, and one of so many later on."""
 
+UNSEEN = "as in a closure, an attribute of a class or a global"
+"""Where trials of a model do not see what it keeps."""
+TO_WHOLE = "Set divide_batches: false in unipar.yaml, and each rank computes the whole."
+
 
 def is_looked_at(number: int) -> bool:
     """Whether what ranks have is compared in this pass."""
     return number <= _OFTEN or number % _SELDOM == 0
 
 
-def check_alike(given: dict[str, Any], world: World) -> None:
+def check_alike(given: dict[str, Any], world: World, *, divides: bool) -> None:
     """Refuse what ranks have otherwise that is to be the same on all. Collective; waits.
 
     Args:
         given: tensors, and lists of numbers and texts.
         world: the joined processes.
+        divides: whether models may compute parts of batches.
 
     Raises:
         ConfigError: it is not.
@@ -43,19 +48,17 @@ def check_alike(given: dict[str, Any], world: World) -> None:
                    if one.numel() > 1]  # fmt: skip
         other = other or unlike(marked, world)
     if other:
-        kept = ""
-        if "the loss" in other:
-            kept = (
-                " Or the loss is made of what a model has put elsewhere than into what it gives, "
-                "as into a global list, which is of a part of the batch: set divide_batches: false "
-                "in unipar.yaml, and each rank computes the whole."
-            )
+        kept = (
+            f" Or a model keeps something of batches where that is not seen, {UNSEEN}, so that "
+            f"ranks have that of their parts. {TO_WHOLE}"
+        )
         raise ConfigError(
             f"ranks do not have the same batch ({first_few(other)} of what the model is given). "
             "Each runs this script as one process would, so what it draws or reads must be the "
             "same on all of them. Seed what it draws by, before anything is drawn: random.seed(0), "
             "numpy.random.seed(0), torch.manual_seed(0), and generators of its own; and let data "
-            f"depend on neither the time nor the order of a set or of a directory.{kept}"
+            f"depend on neither the time nor the order of a set or of a directory."
+            f"{kept if divides else ''}"
         )
 
 

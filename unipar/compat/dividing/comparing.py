@@ -82,6 +82,13 @@ def unlike_in(one: Run, other: Run, rounding: float) -> list[str]:
     return unlike
 
 
+def gave_alike(one: Run, other: Run, rounding: float) -> bool:
+    """Whether two runs on one batch, before which all was the same, gave the same."""
+    return len(one.outputs) == len(other.outputs) and all(
+        close(*pair, rounding) for pair in zip(one.outputs, other.outputs, strict=True)
+    )
+
+
 def _kept_in(paths: list[str]) -> str:
     # Of what is in a list, or by numbers in a dict, that is named.
     names = dict.fromkeys(re.sub(r"(\[\d*\])+$", "", path) for path in paths)

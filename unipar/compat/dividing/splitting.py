@@ -151,7 +151,8 @@ class Splitting:
             self._tell_whole("it is given tensors that are not dense")
             return self._whole(args, kwargs)
         if is_looked_at(calls):
-            check_alike({f"input {at}": one for at, one in enumerate(given)}, self._world)
+            inputs = {f"input {at}": one for at, one in enumerate(given)}
+            check_alike(inputs, self._world, divides=self._divides)
         if not self._divides:
             return self._whole(args, kwargs)
         if self._parameters != [id(one) for one in self._model.listed]:

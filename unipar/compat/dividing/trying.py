@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from unipar.compat.adopted import AdoptedModel
+from unipar.compat.dividing.alike import TO_WHOLE, UNSEEN
 from unipar.compat.dividing.batch_norms import (
     ALONE,
     has_batch_norms,
     is_batch_norm,
     normalize_over,
 )
-from unipar.compat.dividing.comparing import RELATED, compared, kept, unlike_in
+from unipar.compat.dividing.comparing import RELATED, compared, gave_alike, kept, unlike_in
 from unipar.compat.dividing.cutting import (
     ALIKE,
     LOSS,
@@ -33,6 +34,7 @@ from unipar.compat.dividing.relations import relates
 from unipar.compat.dividing.runs import FAILS, Run, Runner
 from unipar.compat.dividing.shares import Shares, part_of
 from unipar.compat.dividing.whole_draws import Drawing, Place, WholeDraws
+from unipar.errors import ConfigError
 from unipar.world import World
 
 SOON = 8
@@ -228,19 +230,29 @@ class Trials:
     def _run_whole(self, args: Any, kwargs: Any, *, draws_whole: bool) -> tuple[Run, str]:
         """The run of all samples, and why parts cannot make it, if that shows there. Collective.
 
-        What is another in a second one, as the time, tells nothing of samples.
+        What is stored otherwise in a second one, as the time, tells nothing of samples.
+
+        Raises:
+            ConfigError: what it gives is another in a second one.
         """
         whole = self._runner.run(args, kwargs, self._noting() if draws_whole else None)
-        found = self._world.gather((bool(whole.stored), whole.why or kept(whole)))
-        why = next((reason for _, reason in found if reason), "")
-        if not why and any(stores for stores, _ in found):
+        why = self.agreed(whole.why or kept(whole))
+        if not why:
             other = self._runner.run(args, kwargs, self._noting() if draws_whole else None)
             # Kernels may round otherwise in each.
-            unlike = unlike_in(whole, other, _rounding(whole, other) / 5)
+            rounding = _rounding(whole, other)
+            unlike = unlike_in(whole, other, rounding / 5)
             stored = {**other.stored, **whole.stored}
             self._unsteady |= {
                 path for path in unlike if not isinstance(stored[path].after, torch.Tensor)
             }
+            if any(self._world.gather(not gave_alike(whole, other, rounding))):
+                raise ConfigError(
+                    f"{type(self._runner.module).__name__} gives other results when it is run "
+                    "twice on one batch. It keeps something of its calls where that is not seen, "
+                    f"{UNSEEN}, so that trials of how it computes parts of a batch have changed "
+                    f"it. {TO_WHOLE}"
+                )
         return whole, why
 
     def _run_part(

@@ -16,8 +16,9 @@ class GradScaler(torch.amp.GradScaler):
     """torch's, which hands on the losses that it is given, and notes that they are to be scaled.
 
     An engine scales and unscales by itself in fp16, beginning as this one would. Where none does,
-    the backward pass itself is scaled by this one's scale, and leaves gradients that are not. What an optimizer steps that no
-    engine has is looked at alone: a step by what is not finite is left out, and lowers the scale.
+    the backward pass itself is scaled by this one's scale, and leaves gradients that are not. What
+    an optimizer steps that no engine has is looked at alone: a step by what is not finite is left
+    out, and lowers the scale.
 
     Args:
         args: as torch's: the type of the device, which ``torch.cuda.amp`` leaves out, and of how
