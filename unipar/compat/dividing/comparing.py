@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -158,8 +159,8 @@ def _output(
             return Output(LOSS)
         # What is made of samples may be the same by chance.
         return Output(ALIKE) if part.is_leaf and part.requires_grad else RELATED
-    each, rest = divmod(whole.shape[unlike[0]], sum(shares.sizes))
-    if len(unlike) > 1 or rest or part.shape[unlike[0]] != each * shares.own:
+    each = Fraction(whole.shape[unlike[0]], sum(shares.sizes))
+    if len(unlike) > 1 or part.shape[unlike[0]] != each * shares.own:
         return UNFIT
     own = part_of(whole, unlike[0], shares.times(each))
     return Output(unlike[0], each) if close(part, own, rounding) else RELATED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, MutableMapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +23,11 @@ class Output(NamedTuple):
 
     Attributes:
         dim: along which parts lie; or one of ``ALIKE`` and ``LOSS``.
-        each: entries along it for each sample.
+        each: entries along it for each sample, of which several may have one together.
     """
 
     dim: int
-    each: int = 1
+    each: int | Fraction = 1
 
 
 class Plan(NamedTuple):

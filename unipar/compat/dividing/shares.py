@@ -7,6 +7,7 @@ ranks, and what comes out of it once.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +54,9 @@ class Shares(NamedTuple):
         """The size of this rank's part."""
         return self.sizes[self.rank]
 
-    def times(self, factor: int) -> Shares:
+    def times(self, factor: int | Fraction) -> Shares:
         """Of a dimension with so many entries for each one of this one's."""
-        return self._replace(sizes=tuple(size * factor for size in self.sizes))
+        return self._replace(sizes=tuple(int(size * factor) for size in self.sizes))
 
 
 def part_of(whole: torch.Tensor, dim: int, shares: Shares) -> torch.Tensor:
