@@ -40,12 +40,14 @@ class Part:
         found: the divisors in the order in which they are met, as numbers or tensors of one.
         sums: whether a term is a sum over the samples, by no factor that may be one over their
             number.
+        of_sums: which of the divisors are those of a sum over the samples.
     """
 
     def __init__(self, loss: torch.Tensor, num_samples: int) -> None:
         self.num_samples = num_samples
         self.found: list[float | torch.Tensor] = []
         self.sums = False
+        self.of_sums: list[int] = []
         if loss.grad_fn is not None:
             self._read(loss.grad_fn)
 
@@ -54,10 +56,12 @@ class Part:
         return [float(one) for one in self.found]
 
     def _read(self, root: Any) -> None:
-        # With each: whether it is divided or multiplied on the way from there to the loss.
-        waiting, seen, summed = [(root, False)], 0, False
+        # With each: whether it is divided or multiplied on the way from there to the loss, and the
+        # divisor, or whether it is summed over the samples there.
+        waiting: list[tuple[Any, bool, int | bool]] = [(root, False, False)]
+        seen, summed = 0, False
         while waiting and seen < _MOST:
-            node, scaled = waiting.pop()
+            node, scaled, above = waiting.pop()
             seen += 1
             # A user's own function has no number behind its name.
             kind, _, number = node.name().rpartition("Backward")
@@ -70,24 +74,39 @@ class Part:
                 if node._saved_reduction == _MEAN:
                     self._found(_LOSSES[kind](node))
                 # Of a model's outputs, whatever stands beside it.
-                self.sums |= node._saved_reduction == _SUM and not scaled
+                if node._saved_reduction == _SUM:
+                    self.sums |= not scaled
+                    self._sum_over_samples(above)
             elif kind == "Sum":
                 sizes = node._saved_self_sym_sizes
-                summed |= len(sizes) > 0 and sizes[0] == self.num_samples and not scaled
+                over = len(sizes) > 0 and sizes[0] == self.num_samples
+                if over:
+                    summed |= not scaled
+                    self._sum_over_samples(above)
                 # What is divided before it is summed.
-                waiting += [(one, True) for one in following if one.name().startswith("DivBack")]
+                divided = [one for one in following if one.name().startswith("DivBack")]
+                waiting += [(one, True, over) for one in divided]
             elif kind == "Div":
+                met = len(self.found)
                 self._found(_kept(node, "_saved_other"))
-                waiting += [(one, True) for one in following]
+                if above is True and len(self.found) > met:
+                    self.of_sums.append(met)
+                waiting += [
+                    (one, True, met if len(self.found) > met else False) for one in following
+                ]
             elif kind == "Mul":
                 # A factor may be one over the number of samples.
                 other = _kept(node, "_saved_other")
                 scaled |= not isinstance(other, torch.Tensor) or other.numel() == 1
-                waiting += [(one, scaled) for one in following]
+                waiting += [(one, scaled, above) for one in following]
             elif kind in _PASSED:
-                waiting += [(one, scaled) for one in following]
+                waiting += [(one, scaled, above) for one in following]
         # Beside a mean it may be of weights, of which there happen to be as many.
         self.sums |= summed and not self.found
+
+    def _sum_over_samples(self, above: int | bool) -> None:
+        if above is not True and above is not False:
+            self.of_sums.append(above)
 
     def _found(self, divisor: Any) -> None:
         if isinstance(divisor, float):
@@ -156,7 +175,7 @@ class Divisors:
         """Warn of a mean that is not over samples. Collective, where the step is looked at."""
         if self._parts is None:
             return
-        own = [(part.num_samples, part.sums, part.values()) for part in self._parts]
+        own = [(part.num_samples, part.sums, part.values(), part.of_sums) for part in self._parts]
         self._parts = None
         problem = _problem([part for rank in self._world.gather(own) for part in rank])
         self._told = bool(problem)
@@ -164,18 +183,31 @@ class Divisors:
             log.warning("%s", problem)
 
 
-def _problem(parts: Sequence[tuple[int, bool, list[float]]]) -> str:
+def _problem(parts: Sequence[tuple[int, bool, list[float], list[int]]]) -> str:
     # Of one sample nobody knows whether it is its own mean.
-    if len(parts) < 2 or min(samples for samples, _, _ in parts) < 2:
+    if len(parts) < 2 or min(samples for samples, *_ in parts) < 2:
         return ""
-    first_samples, _, first = parts[0]
-    if all(sums for _, sums, _ in parts):
+    first_samples, _, first, _ = parts[0]
+    if all(sums for _, sums, *_ in parts):
         return (
             "the loss is or has a sum over samples, and counts as a mean over them: divided into "
             f"{len(parts)} parts a batch has another loss than in one. Return their mean, or "
             "unipar.LossSum(the sum, the number of what is summed)."
         )
-    for samples, _, found in parts[1:]:
+    total = sum(samples for samples, *_ in parts)
+    by_total = [
+        any(math.isclose(found[at], total, rel_tol=1e-6) for at in of_sums)
+        for _, _, found, of_sums in parts
+    ]
+    if all(by_total):
+        return (
+            f"the loss is or has a sum over samples that is divided by {total}, which is how many "
+            f"the whole batch has, and it is computed of {len(parts)} parts, each of which counts "
+            "as a mean over its own samples. So it has another loss than in one part, unless that "
+            "number is made of those of a part. Return their mean, or unipar.LossSum(the sum, the "
+            "number of what is summed)."
+        )
+    for samples, _, found, _ in parts[1:]:
         if len(found) != len(first):
             continue
         for one, other in zip(first, found, strict=True):

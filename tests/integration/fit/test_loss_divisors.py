@@ -114,6 +114,14 @@ def sum_by_samples(model: Any, batch: Any) -> torch.Tensor:
     return each(model, batch).sum() / len(batch[0])
 
 
+def sum_by_batch(model: Any, batch: Any) -> torch.Tensor:
+    return 0.5 * each(model, batch).mean(1).sum() / BATCH
+
+
+def sum_of_shares(model: Any, batch: Any) -> torch.Tensor:
+    return (each(model, batch).mean(1) / BATCH).sum() + 1e-3 * model(batch[0]).square().mean()
+
+
 def sum_by_factor(model: Any, batch: Any) -> torch.Tensor:
     return (1 / len(batch[0])) * each(model, batch).mean(1).sum()
 
@@ -240,6 +248,15 @@ def test_a_sum_over_samples_is_told_of(world_pool: WorldPools) -> None:
     for loss, said in zip(losses, first, strict=True):
         assert len(said) == 1, loss.__name__
         assert "the loss is or has a sum over samples, and counts as a mean over them" in said[0]
+    assert second == [[]] * len(losses)
+
+
+def test_a_sum_by_the_size_of_the_batch_is_told_of(world_pool: WorldPools) -> None:
+    losses = [sum_by_batch, sum_of_shares]
+    first, second = world_pool(2).run(told, "ddp", losses, BATCH // 2)
+    for loss, said in zip(losses, first, strict=True):
+        assert len(said) == 1, loss.__name__
+        assert "a sum over samples that is divided by 8, which is how many the whole" in said[0]
     assert second == [[]] * len(losses)
 
 
