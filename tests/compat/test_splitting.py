@@ -729,9 +729,11 @@ class Growing(Base):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("beta", torch.zeros(()))
+        self.rest = nn.Sequential(nn.LazyBatchNorm1d(), nn.Dropout(0.1))
+        self.rest(self.linear(torch.randn(4, 6)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.linear(x)
+        output = self.rest(self.linear(x))
         return output + self.beta * (output - output.mean(0)).square()
 
 

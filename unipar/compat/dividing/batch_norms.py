@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from unipar.compat.dividing.relations import not_noted
 from unipar.compat.dividing.shares import sum_over
 
 OVER = "_unipar_over"
@@ -24,7 +25,6 @@ _own_forward: Any = _BatchNorm.forward
 _groups: list[Any] = [None]
 _computes = False
 """Whether a model computes; a script that calls a layer of it has the whole batch."""
-_normalizes = False
 _over: Any = None
 """What :func:`normalize_over` was told last."""
 _passes: deque[tuple[int, int, Any]] = deque(maxlen=10_000)
@@ -71,21 +71,8 @@ def has_batch_norms(module: nn.Module) -> bool:
     return any(is_batch_norm(one) and one.training for one in module.modules())
 
 
-def normalizes() -> bool:
-    """Whether one of them is computing."""
-    return _normalizes
-
-
+@not_noted
 def _forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-    global _normalizes
-    _normalizes = True
-    try:
-        return _normalized(self, input)
-    finally:
-        _normalizes = False
-
-
-def _normalized(self: Any, input: torch.Tensor) -> torch.Tensor:
     group = _groups[0] if getattr(self, OVER, None) == id(self) else None
     if not _computes:
         group = _group_of_pass(group) if hasattr(self, OVER) and _computes_again() else None

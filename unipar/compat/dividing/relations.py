@@ -6,14 +6,13 @@ batch may come late, and so may a term whose weight grows from zero.
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-from unipar.compat.dividing.batch_norms import normalizes
 
 _READS = {"item", "tolist", "numpy", "__float__"}
 """Functions that give a tensor's values to Python; what branches by them shows in its graph."""
@@ -25,6 +24,10 @@ _NO_FIGURES = {
 """Functions that make nothing of the values that they are given, but for checks of them."""
 _BY_VALUES = {"masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"}
 """Functions whose output has as many entries as values say."""
+
+
+_unseen = 0
+"""How many functions are at work whose calls are not noted."""
 
 
 class _Tensor(NamedTuple):
@@ -58,8 +61,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if normalizes():
-            # Parts are normalized in another way than the whole.
+        if _unseen:
             return func(*args, **kwargs)
         given = [(one, self._number(one)) for one in _tensors((args, kwargs))]
         found = func(*args, **kwargs)
@@ -77,6 +79,21 @@ class Calls(TorchFunctionMode):
             self._count += 1
             known = self._numbers[id(one)] = weakref.ref(one), self._count
         return known[1]
+
+
+def not_noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose calls tell nothing: it computes a part in another way than the whole."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        global _unseen
+        _unseen += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _unseen -= 1
+
+    return call
 
 
 def relates(whole: Sequence[Call], part: Sequence[Call]) -> bool:

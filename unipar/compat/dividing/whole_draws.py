@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from unipar.compat.dividing.recurrent_layers import KINDS, by_layers, drops_within
+from unipar.compat.dividing.relations import not_noted
 from unipar.compat.dividing.shares import Shares, part_of
 from unipar.engine.sample_dropout import WITH_MASKS
 from unipar.engine.trials import torch_generators
@@ -396,7 +397,7 @@ def _in_place_of_torch() -> Iterator[None]:
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for (owner, name, original), (_, _, made) in zip(originals, replaced, strict=True):
         # A partial object would be no method.
-        setattr(owner, name, made(name, original))
+        setattr(owner, name, not_noted(made(name, original)))
     try:
         yield
     finally:
