@@ -19,9 +19,9 @@ _READS = {"item", "tolist", "numpy", "__float__"}
 _NO_FIGURES = {
     "empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros",
-    "isfinite", "isinf", "isnan",
+    "isfinite", "isinf", "isnan", "bincount", "histc",
 }  # fmt: skip
-"""Functions that make nothing of the values that they are given, but for checks of them."""
+"""Functions that make nothing of the values that they are given, but checks and counts of them."""
 _BY_VALUES = {"masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"}
 """Functions whose output has as many entries as values say."""
 
