@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_scripts import check, plainly
+from plain_scripts import check, plainly, train
 from torch import nn
 
 WORDS, KINDS = 11, 3
@@ -66,15 +66,11 @@ def batch(samples: str, number: int) -> dict[str, torch.Tensor]:
 
 def trained(name: str) -> list[float]:
     model, samples = build(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for number in range(5):
-        loss = model(**batch(samples, number)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
+
+    def loss_of(model: nn.Module, number: torch.Tensor) -> torch.Tensor:
+        return model(**batch(samples, int(number))).loss
+
+    return train(model, loss_of, list(torch.arange(5)))
 
 
 @pytest.mark.thorough

@@ -72,8 +72,7 @@ class PreparedOptimizer(Optimizer):
         self.optimizer = optimizer
         self._model: Callable[[], PreparedModel | None] = lambda: None
         self.training: Training | None = None
-        self.begun = self.cleared = self.strayed = False
-        self.uncleared = self._adds_to_last = False
+        self.begun = self.cleared = self.strayed = self.uncleared = False
         self._session, self._may_skip, self._accumulating = session, may_skip, accumulating
         self._limit: float | None = None
         self._norm: StepNorm | None = None
@@ -236,7 +235,6 @@ class PreparedOptimizer(Optimizer):
                 "a strategy that leaves gradients whole, such as ddp."
             )
         self._tell_of_thawed()
-        self._adds_to_last |= self.uncleared
         try:
             part, run = LossSum(loss, 0.0 if self.begun else 1.0), None
             if beside:
@@ -348,7 +346,7 @@ class PreparedOptimizer(Optimizer):
                 "called since the last step."
             )
         # Not before: a script may clear what a loss of another model has left here.
-        if self._adds_to_last:
+        if self.uncleared:
             raise ConfigError(
                 "optimizer.zero_grad() was not called since the last step: PyTorch would add this "
                 "gradient to the last one, and an engine has cleared that. Call zero_grad() once "
@@ -384,7 +382,7 @@ class PreparedOptimizer(Optimizer):
             training.engine.zero_grad()
         for parameter in held:
             parameter.grad = None
-        training.failed = self.strayed = self.uncleared = self._adds_to_last = False
+        training.failed = self.strayed = self.uncleared = False
         self.cleared = True
         self._forget()
         if set_to_none:

@@ -28,7 +28,13 @@ from unipar.engine.offload import offload_activations
 from unipar.engine.optimizer import build_optimizer
 from unipar.engine.outputs import refuse_hidden_outputs
 from unipar.engine.parts import WholeLosses, layers_of, mark_part, mark_whole
-from unipar.engine.precision import COMPUTE_DTYPES, PrecisionPolicy, keep_scale_on_host, share_scale
+from unipar.engine.precision import (
+    COMPUTE_DTYPES,
+    PrecisionPolicy,
+    keep_scale_on_host,
+    note_overflow,
+    share_scale,
+)
 from unipar.engine.recompute import checkpoint_activations
 from unipar.engine.reducer import Reducer
 from unipar.engine.schedule import PassClock, Schedule, StageCall, TimedSchedule, bubble_of
@@ -113,6 +119,7 @@ __all__ = [
     "mark_part",
     "mark_whole",
     "modules_of_classes",
+    "note_overflow",
     "offload_activations",
     "parallelize",
     "refuse_changed_weights",

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,20 @@ _MOST = 200
 """Functions looked at; a loss of more terms is not read to its end."""
 
 
+class _Way(NamedTuple):
+    """How a term comes to the loss.
+
+    Attributes:
+        scaled: whether it is divided or multiplied by a number on the way.
+        divisors: what it is divided by, if that is the last.
+        summed: whether it is summed over the samples at once.
+    """
+
+    scaled: bool = False
+    divisors: Sequence[float | torch.Tensor] = ()
+    summed: bool = False
+
+
 class Part:
     """What a loss of one micro-batch is divided by.
 
@@ -40,28 +54,26 @@ class Part:
         found: the divisors in the order in which they are met, as numbers or tensors of one.
         sums: whether a term is a sum over the samples, by no factor that may be one over their
             number.
-        of_sums: which of the divisors are those of a sum over the samples.
+        of_sums: those of them that a sum over the samples is divided by.
     """
 
     def __init__(self, loss: torch.Tensor, num_samples: int) -> None:
         self.num_samples = num_samples
         self.found: list[float | torch.Tensor] = []
         self.sums = False
-        self.of_sums: list[int] = []
+        self.of_sums: list[float | torch.Tensor] = []
         if loss.grad_fn is not None:
             self._read(loss.grad_fn)
 
-    def values(self) -> list[float]:
-        """The divisors, from the device."""
-        return [float(one) for one in self.found]
+    def values(self) -> tuple[list[float], list[float]]:
+        """The divisors, and those of sums over the samples, from the device."""
+        return [float(one) for one in self.found], [float(one) for one in self.of_sums]
 
     def _read(self, root: Any) -> None:
-        # With each: whether it is divided or multiplied on the way from there to the loss, and the
-        # divisor, or whether it is summed over the samples there.
-        waiting: list[tuple[Any, bool, int | bool]] = [(root, False, False)]
+        waiting: list[tuple[Any, _Way]] = [(root, _Way())]
         seen, summed = 0, False
         while waiting and seen < _MOST:
-            node, scaled, above = waiting.pop()
+            node, way = waiting.pop()
             seen += 1
             # A user's own function has no number behind its name.
             kind, _, number = node.name().rpartition("Backward")
@@ -75,44 +87,41 @@ class Part:
                     self._found(_LOSSES[kind](node))
                 # Of a model's outputs, whatever stands beside it.
                 if node._saved_reduction == _SUM:
-                    self.sums |= not scaled
-                    self._sum_over_samples(above)
+                    self.sums |= not way.scaled
+                    self.of_sums += way.divisors
             elif kind == "Sum":
                 sizes = node._saved_self_sym_sizes
                 over = len(sizes) > 0 and sizes[0] == self.num_samples
                 if over:
-                    summed |= not scaled
-                    self._sum_over_samples(above)
+                    summed |= not way.scaled
+                    self.of_sums += way.divisors
                 # What is divided before it is summed.
                 divided = [one for one in following if one.name().startswith("DivBack")]
-                waiting += [(one, True, over) for one in divided]
+                waiting += [(one, _Way(scaled=True, summed=over)) for one in divided]
             elif kind == "Div":
-                met = len(self.found)
-                self._found(_kept(node, "_saved_other"))
-                if above is True and len(self.found) > met:
-                    self.of_sums.append(met)
-                waiting += [
-                    (one, True, met if len(self.found) > met else False) for one in following
-                ]
+                divisors = self._found(_kept(node, "_saved_other"))
+                if way.summed:
+                    self.of_sums += divisors
+                waiting += [(one, _Way(scaled=True, divisors=divisors)) for one in following]
             elif kind == "Mul":
                 # A factor may be one over the number of samples.
                 other = _kept(node, "_saved_other")
-                scaled |= not isinstance(other, torch.Tensor) or other.numel() == 1
-                waiting += [(one, scaled, above) for one in following]
+                by_number = not isinstance(other, torch.Tensor) or other.numel() == 1
+                way = way._replace(scaled=way.scaled or by_number)
+                waiting += [(one, way) for one in following]
             elif kind in _PASSED:
-                waiting += [(one, scaled, above) for one in following]
+                waiting += [(one, way) for one in following]
         # Beside a mean it may be of weights, of which there happen to be as many.
         self.sums |= summed and not self.found
 
-    def _sum_over_samples(self, above: int | bool) -> None:
-        if above is not True and above is not False:
-            self.of_sums.append(above)
-
-    def _found(self, divisor: Any) -> None:
-        if isinstance(divisor, float):
-            self.found.append(divisor)
-        elif isinstance(divisor, torch.Tensor) and divisor.numel() == 1:
-            self.found.append(divisor.detach())
+    def _found(self, divisor: Any) -> list[float | torch.Tensor]:
+        """Take notice of a divisor; it, if it is a number."""
+        if isinstance(divisor, torch.Tensor) and divisor.numel() == 1:
+            divisor = divisor.detach()
+        elif not isinstance(divisor, float):
+            return []
+        self.found.append(divisor)
+        return [divisor]
 
 
 def _kept(node: Any, name: str) -> Any:
@@ -175,7 +184,7 @@ class Divisors:
         """Warn of a mean that is not over samples. Collective, where the step is looked at."""
         if self._parts is None:
             return
-        own = [(part.num_samples, part.sums, part.values(), part.of_sums) for part in self._parts]
+        own = [(part.num_samples, part.sums, *part.values()) for part in self._parts]
         self._parts = None
         problem = _problem([part for rank in self._world.gather(own) for part in rank])
         self._told = bool(problem)
@@ -183,7 +192,7 @@ class Divisors:
             log.warning("%s", problem)
 
 
-def _problem(parts: Sequence[tuple[int, bool, list[float], list[int]]]) -> str:
+def _problem(parts: Sequence[tuple[int, bool, list[float], list[float]]]) -> str:
     # Of one sample nobody knows whether it is its own mean.
     if len(parts) < 2 or min(samples for samples, *_ in parts) < 2:
         return ""
@@ -195,11 +204,7 @@ def _problem(parts: Sequence[tuple[int, bool, list[float], list[int]]]) -> str:
             "unipar.LossSum(the sum, the number of what is summed)."
         )
     total = sum(samples for samples, *_ in parts)
-    by_total = [
-        any(math.isclose(found[at], total, rel_tol=1e-6) for at in of_sums)
-        for _, _, found, of_sums in parts
-    ]
-    if all(by_total):
+    if all(any(math.isclose(one, total, rel_tol=1e-6) for one in by) for *_, by in parts):
         return (
             f"the loss is or has a sum over samples that is divided by {total}, which is how many "
             f"the whole batch has, and it is computed of {len(parts)} parts, each of which counts "

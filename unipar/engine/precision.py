@@ -123,9 +123,7 @@ class PrecisionPolicy:
             found: scalar, above 0 if it was; the same on all ranks.
         """
         assert self.scaler is not None
-        # As of one more optimizer (torch 2.8 to 2.13, amp/grad_scaler.py, update).
-        seen = self.scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
-        seen[found.device] = found + seen[found.device] if found.device in seen else found
+        note_overflow(self.scaler, found)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, before they are clipped."""
@@ -160,6 +158,18 @@ class PrecisionPolicy:
         if self.scaler is not None:
             import_scaler(self.scaler, source)
             self.as_asked |= "scaler" in source.extra
+
+
+def note_overflow(scaler: GradScaler, found: torch.Tensor) -> None:
+    """Tell a scaler of gradients that it has not seen, for its next update.
+
+    Args:
+        scaler: which has a scale.
+        found: scalar on the device, above 0 if they were too large.
+    """
+    # As of one more optimizer (torch 2.8 to 2.13, amp/grad_scaler.py, update).
+    seen = scaler._per_optimizer_states[id(note_overflow)]["found_inf_per_device"]
+    seen[found.device] = found + seen[found.device] if found.device in seen else found
 
 
 def share_scale(begun: Sequence[PrecisionPolicy], fresh: Sequence[PrecisionPolicy]) -> None:

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from unipar.engine import PrecisionPolicy, Reducer, Undo, Update, refuse_hidden_outputs
+from unipar.engine import (
+    PrecisionPolicy,
+    Reducer,
+    Undo,
+    Update,
+    note_overflow,
+    refuse_hidden_outputs,
+)
 from unipar.errors import ConfigError, first_few
 from unipar.utils.host_copy import HostCopy
 from unipar.world import World
@@ -260,7 +267,5 @@ def _update_scale(scaler: torch.amp.GradScaler, overflow: bool) -> None:
     """Tell a scaler of a step that DeepSpeed has seen itself."""
     scale = scaler._scale
     assert scale is not None
-    # As of an optimizer of its own (torch 2.8 to 2.13, amp/grad_scaler.py, update).
-    seen = scaler._per_optimizer_states[id(_update_scale)]["found_inf_per_device"]
-    seen[scale.device] = torch.full_like(scale, float(overflow))
+    note_overflow(scaler, torch.full_like(scale, float(overflow)))
     scaler.update()

@@ -242,21 +242,26 @@ def test_one_part_is_not_told_of(world_pool: WorldPools) -> None:
     assert world_pool(1).run(told, "single", [*WRONG, sums], BATCH) == [[[]] * (len(WRONG) + 1)]
 
 
-def test_a_sum_over_samples_is_told_of(world_pool: WorldPools) -> None:
-    losses = [sums, sum_and_factor, sum_and_mean]
+@pytest.mark.parametrize(
+    ("losses", "said_of"),
+    [
+        (
+            [sums, sum_and_factor, sum_and_mean],
+            "the loss is or has a sum over samples, and counts as a mean over them",
+        ),
+        (
+            [sum_by_batch, sum_of_shares],
+            "a sum over samples that is divided by 8, which is how many the whole",
+        ),
+    ],
+)
+def test_a_sum_over_samples_is_told_of(
+    world_pool: WorldPools, losses: list[Any], said_of: str
+) -> None:
     first, second = world_pool(2).run(told, "ddp", losses, BATCH // 2)
     for loss, said in zip(losses, first, strict=True):
         assert len(said) == 1, loss.__name__
-        assert "the loss is or has a sum over samples, and counts as a mean over them" in said[0]
-    assert second == [[]] * len(losses)
-
-
-def test_a_sum_by_the_size_of_the_batch_is_told_of(world_pool: WorldPools) -> None:
-    losses = [sum_by_batch, sum_of_shares]
-    first, second = world_pool(2).run(told, "ddp", losses, BATCH // 2)
-    for loss, said in zip(losses, first, strict=True):
-        assert len(said) == 1, loss.__name__
-        assert "a sum over samples that is divided by 8, which is how many the whole" in said[0]
+        assert said_of in said[0]
     assert second == [[]] * len(losses)
 
 

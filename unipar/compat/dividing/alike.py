@@ -57,7 +57,7 @@ def check_alike(given: dict[str, Any], world: World, *, divides: bool) -> None:
             "Each runs this script as one process would, so what it draws or reads must be the "
             "same on all of them. Seed what it draws by, before anything is drawn: random.seed(0), "
             "numpy.random.seed(0), torch.manual_seed(0), and generators of its own; and let data "
-            f"depend on neither the time nor the order of a set or of a directory."
+            "depend on neither the time nor the order of a set or of a directory."
             f"{kept if divides else ''}"
         )
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from unipar.compat.dividing.cutting import leaves_in
 
 _READS = {"item", "tolist", "numpy", "__float__"}
 """Functions that give a tensor's values to Python; what branches by them shows in its graph."""
@@ -24,7 +26,6 @@ _NO_FIGURES = {
 """Functions that make nothing of the values that they are given, but checks and counts of them."""
 _BY_VALUES = {"masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"}
 """Functions whose output has as many entries as values say."""
-
 
 _unseen = 0
 """How many functions are at work whose calls are not noted."""
@@ -63,11 +64,11 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if _unseen:
             return func(*args, **kwargs)
-        given = [(one, self._number(one)) for one in _tensors((args, kwargs))]
+        given = [(one, self._number(one)) for one in leaves_in((args, kwargs), rows=False)]
         found = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         # What is written to is another tensor from then on.
-        made = list(_tensors(args[:1] if name == "__setitem__" else found))
+        made = leaves_in(args[:1] if name == "__setitem__" else found, rows=False)
         if given and (made or name in _READS):
             numbered = [(one, self._number(one, anew=True)) for one in made]
             self.noted.append(Call(name, _described(given), _described(numbered)))
@@ -127,13 +128,3 @@ def relates(whole: Sequence[Call], part: Sequence[Call]) -> bool:
 
 def _described(tensors: Sequence[tuple[torch.Tensor, int]]) -> tuple[_Tensor, ...]:
     return tuple(_Tensor(number, tuple(one.shape), one.dtype) for one, number in tensors)
-
-
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, (list, tuple)):
-        for one in data:
-            yield from _tensors(one)
-    elif isinstance(data, dict):
-        yield from _tensors(list(data.values()))

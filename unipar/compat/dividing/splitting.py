@@ -292,8 +292,7 @@ class Splitting:
 
     def _together(self, output: Any, plan: Plan, shares: Shares, parts: list[Any]) -> Any:
         """What parts make, on all ranks. Collective."""
-        found = tensors_held(output)
-        assert found is not None
+        found = leaves_in(output, rows=False)
         learning = [one for one in parts if isinstance(one, torch.Tensor) and one.requires_grad]
         tying = [at for at, kind in enumerate(plan.outputs) if kind.dim != ALIKE]
         tie = tied([found[at] for at in tying], learning)

@@ -127,6 +127,7 @@ class Trials:
             return None, why
         if not whole.tells:
             return None, self._for_now("what it gives does not tell samples apart")
+        unit_of = functools.cache(lambda inputs: self._unit(inputs, args, kwargs, given))
         for draws_whole in (self._may_draw_whole, False):
             if not draws_whole:
                 if not whole.drew and self._may_draw_whole:
@@ -134,8 +135,7 @@ class Trials:
                 # Without dropout, where each rank is to draw others.
                 whole, why = self._runner.run(args, kwargs), ""
             for inputs in itertools.islice(self._ways(given), _MOST_TRIALS):
-                unit = self._unit(inputs, args, kwargs, given)
-                asked = Plan(inputs, draws_whole=draws_whole, unit=unit)
+                asked = Plan(inputs, draws_whole=draws_whole, unit=unit_of(inputs))
                 tried = self._tried(whole, asked, args, kwargs, given)
                 if tried.why == _DRAWS and self._lie_otherwise(tried):
                     tried = self._tried(whole, asked, args, kwargs, given)
