@@ -165,7 +165,7 @@ def by_one_optimizer(scaler: Any, clip: Any, *, fused: bool = False) -> list[flo
     return [*found, scale.state_dict()["scale"], *values(one, other)]
 
 
-def of_its_own_scale(scaler: Any, clip: Any) -> list[float]:
+def of_its_own_scale(scaler: Any, clip: Any, *, changes: bool = False) -> list[float]:
     """The scale that a scaler begins by otherwise is too high, and so is what this one grows to."""
     torch.manual_seed(1)
     model, found = nn.Linear(6, 3), []
@@ -180,7 +180,7 @@ def of_its_own_scale(scaler: Any, clip: Any) -> list[float]:
         optimizer.zero_grad()
         scale.scale(loss).backward()
         scale.step(optimizer)
-        scale.update()
+        scale.update(2.0**10 if changes else None)
         found += [loss.item(), model.bias.sum().item()]
     return found + values(model)
 
@@ -233,6 +233,12 @@ def test_gradients_of_several_scales_are_not_added(world_pool: Any) -> None:
     act = partial(together, GradScaler, clip_grad_norm_, apart=True, pending=True)
     (said,) = world_pool(1).run(plainly, "single", act)
     assert "these were scaled by other numbers" in said
+
+
+def test_a_scale_that_a_script_sets_in_its_course_is_refused(world_pool: Any) -> None:
+    act = partial(of_its_own_scale, GradScaler, clip_grad_norm_, changes=True)
+    (said,) = world_pool(1).run(plainly, "single", act)
+    assert "scaler.update(1024.0): an engine scales in this GradScaler's place" in said
 
 
 def test_a_strategy_that_cannot_scale_what_a_model_has_in_fp16_refuses_it(world_pool: Any) -> None:

@@ -145,20 +145,19 @@ UTILS = Table(
 ACCELERATOR = Table(
     "Accelerator",
     Row(
-        "accumulate autocast backward check_trigger clear clip_grad_norm_ device dispatch_batches "
-        "distributed_type end_training even_batches free_memory gather gather_for_metrics "
-        "get_state_dict get_tracker gradient_accumulation_steps init_trackers is_last_process "
-        "is_local_main_process is_main_process join_uneven_inputs load_state "
+        "accumulate autocast backward check_trigger clear clip_grad_norm_ clip_grad_value_ device "
+        "dispatch_batches distributed_type end_training even_batches free_memory gather "
+        "gather_for_metrics get_state_dict get_tracker gradient_accumulation_steps init_trackers "
+        "is_last_process is_local_main_process is_main_process join_uneven_inputs load_state "
         "local_main_process_first local_process_index log logging_dir main_process_first "
         "mixed_precision multi_device num_processes on_last_process on_local_main_process "
         "on_local_process on_main_process on_process optimizer_step_was_skipped "
         "pad_across_processes prepare prepare_data_loader prepare_model prepare_optimizer "
         "prepare_scheduler print process_index profile project_dir reduce "
-        "register_for_checkpointing register_load_state_pre_hook "
-        "register_save_state_pre_hook save save_iteration save_model save_state set_trigger "
-        "should_save_model skip_first_batches split_batches split_between_processes "
-        "no_sync sync_gradients unwrap_model use_distributed use_seedable_sampler "
-        "verify_device_map wait_for_everyone",
+        "register_for_checkpointing register_load_state_pre_hook register_save_state_pre_hook "
+        "save save_iteration save_model save_state set_trigger should_save_model "
+        "skip_first_batches split_batches split_between_processes no_sync sync_gradients "
+        "unwrap_model use_distributed use_seedable_sampler verify_device_map wait_for_everyone",
         "kept",
     ),
     Row(
@@ -168,11 +167,6 @@ ACCELERATOR = Table(
     ),
     Row("unscale_gradients", "ignored", "Engines unscale gradients before they clip them."),
     Row("non_blocking", "ignored", "Copies to a GPU overlap wherever they can."),
-    Row(
-        "clip_grad_value_",
-        "refused",
-        "Strategies clip by the 2-norm, over whatever ranks divide. Use clip_grad_norm_.",
-    ),
     Row(
         "deepspeed_plugin deepspeed_ulysses_dl_adapter parallelism_config maybe_context_parallel "
         "torch_device_mesh *_parallel_rank data_parallel_shard_rank "

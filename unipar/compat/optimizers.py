@@ -531,6 +531,26 @@ class PreparedOptimizer(Optimizer):
         return repr(self.optimizer)
 
 
+def fetch_to_clip(optimizers: Sequence[PreparedOptimizer], call: str) -> None:
+    """Have gradients be there for a function of torch's that clips them. Collective.
+
+    Args:
+        optimizers: of the models that they are of.
+        call: what the script clips by.
+
+    Raises:
+        ConfigError: ranks have parts of them; or there was no backward pass.
+    """
+    if not all(one.lends_gradients for one in optimizers):
+        raise ConfigError(
+            f"{call}: this strategy divides gradients among ranks, and clips those of one whole "
+            "model to a 2-norm above 0, once in a step. Use clip_grad_norm_(model.parameters(), "
+            "max_norm), or a strategy that leaves gradients whole, such as ddp."
+        )
+    for one in optimizers:
+        one.fetch_gradients()
+
+
 def share_scale_of(optimizers: Iterable[PreparedOptimizer]) -> None:
     """Have one backward pass leave gradients by one scale in the models of several optimizers.
 

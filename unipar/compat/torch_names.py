@@ -80,6 +80,9 @@ REFUSED = Table(
         "Before scaler.unscale_(optimizer), where it would clip scaled gradients; and, under a "
         "strategy that divides gradients or on ranks with data of their own, before another "
         "backward pass of the step. Clip after the last."),
+    Row("scaler.update(new_scale)", "refused",
+        "Once an engine scales in the GradScaler's place, by a scale that adapts. Give "
+        "GradScaler(init_scale=…, growth_interval=…) how it begins and grows."),
     Row("optimizer.add_param_group", "refused",
         "After the first forward pass, under a strategy that divides state. Add the group before, "
         "or use ddp."),

@@ -78,9 +78,9 @@ def test_every_form_of_import(before: str, after: str) -> None:
          "import accelerate.state binds the name accelerate."),
         ([("import set_seed", "import set_seed\nfrom accelerate.hooks import ModelHook")],
          "the face has no accelerate.hooks."),
-        ([("        opt.step", "        accelerator.clip_grad_value_(model.parameters(), 1)\n"
+        ([("        opt.step", "        accelerator.lomo_backward(loss, 1e-3)\n"
            "        opt.step")],
-         "the face refuses clip_grad_value_. Strategies clip by the 2-norm"),
+         "the face refuses lomo_backward. Its optimizer steps within"),
     ],
 )  # fmt: skip
 def test_what_the_face_refuses_is_said_beforehand(
@@ -92,7 +92,7 @@ def test_what_the_face_refuses_is_said_beforehand(
 @pytest.mark.parametrize(
     "line",
     ["from accelerate.test_utils import mocked", "from accelerate import init_empty_weights",
-     "accelerator.clip_grad_value_(model.parameters(), 1)"],
+     "accelerator.lomo_backward(loss, 1e-3)"],
 )  # fmt: skip
 @pytest.mark.parametrize("branch", ["if sys.argv[1:]:", "if not sys.argv[1:]:\n    pass\nelse:"])
 def test_what_a_run_may_not_come_to_keeps_no_script_from_being_migrated(

@@ -41,7 +41,7 @@ from unipar.compat.accelerate.state import AcceleratorState, GradientState
 from unipar.compat.accelerate.tracking import Trackers
 from unipar.compat.accelerate_names import ACCELERATOR, refuse
 from unipar.compat.models import PreparedModel
-from unipar.compat.optimizers import PreparedOptimizer, trained_by
+from unipar.compat.optimizers import PreparedOptimizer, fetch_to_clip, trained_by
 from unipar.compat.run import current
 from unipar.compat.tables import Table
 from unipar.engine import COMPUTE_DTYPES
@@ -388,43 +388,63 @@ class Accelerator(Exchange, Keeping):
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Have the next step clip a model's gradient.
+        """Clip gradients: a model's as it steps, and what else there is where ranks have it whole.
 
         Args:
-            parameters: all of a model's that are trained.
-            max_norm: the 2-norm to clip to.
-            norm_type: 2.
+            parameters: of models that are trained.
+            max_norm: what to clip to.
+            norm_type: of which norm.
 
         Returns:
-            The norm before, a scalar tensor; it can be read once the optimizer has stepped.
+            The norm before, a scalar tensor; under strategies that divide gradients it can be read
+            once the optimizer has stepped.
 
         Raises:
             ConfigError: the strategy cannot clip so.
         """
-        if norm_type != 2 or not max_norm > 0:
-            raise ConfigError(
-                f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): strategies clip to "
-                "a 2-norm above 0."
-            )
-        if not self.sync_gradients:
-            raise ConfigError(
-                "clip_grad_norm_ came in the midst of an accumulation, where it would clip what "
-                "each micro-batch adds. Write `if accelerator.sync_gradients:` before it."
-            )
-        if not self._session.capabilities.clipping:
-            raise ConfigError(
-                f"strategy '{self._session.strategy.name}' cannot clip gradients. Leave "
-                "clip_grad_norm_ out, or use another strategy."
-            )
+        self._check_may_clip("clip_grad_norm_")
         if self._max_grad_norm not in (None, max_norm):
             raise ConfigError(
                 f"DeepSpeed's gradient_clipping is {self._max_grad_norm}, and clip_grad_norm_ "
                 f"clips to {max_norm}. Give one of them."
             )
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        return self._optimizer_of(given).clip(max_norm, self.device)
+        whole = self._optimizer_of_all(given) if norm_type == 2 and max_norm > 0 else None
+        if whole is not None:
+            return whole.clip(max_norm, self.device)
+        asked = f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})"
+        self._fetch_to_clip(given, f"{asked} of {len(given)} parameters")
+        return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
-    def _optimizer_of(self, parameters: Sequence[torch.Tensor]) -> PreparedOptimizer:
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element of gradients, where ranks have them whole.
+
+        Args:
+            parameters: of models that are trained.
+            clip_value: the most that an element may be.
+
+        Raises:
+            ConfigError: the strategy has them elsewhere.
+        """
+        self._check_may_clip("clip_grad_value_")
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._fetch_to_clip(given, "clip_grad_value_")
+        nn.utils.clip_grad_value_(given, clip_value)
+
+    def _check_may_clip(self, call: str) -> None:
+        if not self.sync_gradients:
+            raise ConfigError(
+                f"{call} came in the midst of an accumulation, where it would clip what each "
+                "micro-batch adds. Write `if accelerator.sync_gradients:` before it."
+            )
+        if not self._session.capabilities.clipping:
+            raise ConfigError(
+                f"strategy '{self._session.strategy.name}' cannot clip gradients. Leave "
+                f"{call} out, or use another strategy."
+            )
+
+    def _optimizer_of_all(self, parameters: Sequence[torch.Tensor]) -> PreparedOptimizer | None:
+        """What trains the one model whose trained parameters these are, all of them."""
         for one in self._optimizers:
             model = one.model
             if model is None:
@@ -434,15 +454,20 @@ class Accelerator(Exchange, Keeping):
             wanted = {name for name, parameter in named if parameter.requires_grad}
             if wanted <= names and None not in names:
                 return one
-        raise ConfigError(
-            f"clip_grad_norm_ was given {len(parameters)} parameters that are not those of one "
-            "prepared model: a strategy clips the gradient of a model as a whole. Give "
-            "model.parameters() of one model."
-        )
+        return None
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Refused."""
-        refuse("Accelerator.clip_grad_value_")
+    def _fetch_to_clip(self, parameters: Sequence[torch.Tensor], call: str) -> None:
+        known = ((one, one.model) for one in self._optimizers)
+        found = [
+            one for one, model in known
+            if model is not None and any(model.name_of(p) is not None for p in parameters)
+        ]  # fmt: skip
+        if not found or not all(one.begun for one in found):
+            raise ConfigError(
+                f"{call} came before accelerator.backward(loss)." if found else
+                f"{call}: none is of a model that accelerator.prepare has, with its optimizer."
+            )  # fmt: skip
+        fetch_to_clip(found, call)
 
     def profile(
         self, profile_handler: ProfileKwargs | None = None

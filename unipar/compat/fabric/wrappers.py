@@ -199,25 +199,35 @@ class FabricOptimizer(PreparedOptimizer):
         return super().clips or self._value is not None
 
     def clip(self, max_norm: float, device: torch.device) -> torch.Tensor:
-        if self._partial:
+        if not self._partial:
+            return super().clip(max_norm, device)
+        self._check_begun()
+        if not self.lends_gradients:
             raise ConfigError(
                 "clip_gradients(max_norm=…): the optimizer has some of the model's parameters, and "
-                "a strategy clips the gradient of the model as a whole. Set requires_grad=False on "
-                "the others."
+                f"strategy '{self._session.strategy.name}' clips the gradient of the model as a "
+                "whole. Set requires_grad=False on the others, or use a strategy that leaves "
+                "gradients whole, such as ddp."
             )
-        return super().clip(max_norm, device)
+        self.fetch_gradients()
+        return nn.utils.clip_grad_norm_(self._updated(), max_norm)
 
-    def clip_value(self, value: float) -> None:
-        """Clip each element of the gradient: now, where ranks have it whole, or in the step."""
+    def _updated(self) -> list[nn.Parameter]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _check_begun(self) -> None:
         if not self.begun:
             raise ConfigError(
                 "clip_gradients came before fabric.backward(loss). Call it between backward and "
                 "optimizer.step()."
             )
+
+    def clip_value(self, value: float) -> None:
+        """Clip each element of the gradient: now, where ranks have it whole, or in the step."""
+        self._check_begun()
         if self.lends_gradients:
             self.fetch_gradients()
-            held = [p for group in self.param_groups for p in group["params"]]
-            nn.utils.clip_grad_value_(held, value)
+            nn.utils.clip_grad_value_(self._updated(), value)
         else:
             self._value = value if self._value is None else min(value, self._value)
 

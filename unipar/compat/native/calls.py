@@ -16,6 +16,7 @@ from torch import nn
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
 from unipar.compat.adopting import adoption, close
 from unipar.compat.native.scaling import refuse_scaled
+from unipar.compat.optimizers import fetch_to_clip
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 from unipar.launch import detect
@@ -139,7 +140,8 @@ def clip_grad_norm_(
         refuse_scaled()
         return trained[0].clip_given(float(max_norm), given)
     asked = f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})"
-    _fetch(trained, f"{asked} of {len(given)} parameters")
+    refuse_scaled()
+    fetch_to_clip(trained, f"{asked} of {len(given)} parameters")
     return nn.utils.clip_grad_norm_(given, max_norm, norm_type, *args, **kwargs)
 
 
@@ -150,25 +152,9 @@ def clip_grad_value_(parameters: Any, clip_value: float, foreach: bool | None = 
         ConfigError: a strategy has it elsewhere.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    _fetch(adoption.optimizers_of(given)[0], "clip_grad_value_")
-    nn.utils.clip_grad_value_(given, clip_value, foreach)
-
-
-def _fetch(trained: list[AdoptedOptimizer], call: str) -> None:
-    """Have gradients be there for a function of torch's.
-
-    Raises:
-        ConfigError: they are not, under the strategy; or are scaled.
-    """
-    if not all(one.lends_gradients for one in trained):
-        raise ConfigError(
-            f"{call}: this strategy divides gradients among ranks, and clips those of one whole "
-            "model to a 2-norm above 0, once in a step. Use clip_grad_norm_(model.parameters(), "
-            "max_norm), or a strategy that leaves gradients whole, such as ddp."
-        )
     refuse_scaled()
-    for one in trained:
-        one.fetch_gradients()
+    fetch_to_clip(adoption.optimizers_of(given)[0], "clip_grad_value_")
+    nn.utils.clip_grad_value_(given, clip_value, foreach)
 
 
 def compile(model: Any = None, **options: Any) -> Any:

@@ -39,7 +39,7 @@ class GradScaler(torch.amp.GradScaler):
         given.pop("process_group", None)
         there = str(device) != "cuda" or torch.cuda.is_available()
         super().__init__(str(device), **{**given, "enabled": given.get("enabled", True) and there})
-        self._scaled = False
+        self._scaled = self._handed_on = False
         SCALERS.add(self)
         if self._enabled:
             # A scaler leaves out steps whose gradients are not finite, and so has the engine to.
@@ -61,6 +61,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def as_engines_begin(self) -> dict[str, Any]:
         """The state in which engines begin that scale in its place: its own scale and factors."""
+        self._handed_on = True
         return {**super().state_dict(), "scale": super().get_scale()}
 
     def unscale_(self, optimizer: Any) -> None:
@@ -87,9 +88,20 @@ class GradScaler(torch.amp.GradScaler):
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
-        """torch's, where an optimizer has stepped that no engine has."""
+        """torch's, where an optimizer has stepped that no engine has.
+
+        Raises:
+            ConfigError: it is given a scale, and engines scale by their own.
+        """
         if not self._enabled:
             return
+        if new_scale is not None and self._handed_on:
+            raise ConfigError(
+                f"scaler.update({new_scale}): an engine scales in this GradScaler's place since "
+                "its first backward pass, by a scale of its own that adapts. Leave the new scale "
+                "out, and give GradScaler(init_scale=…, growth_interval=…) how it begins and "
+                "grows; or train in bf16, which needs none."
+            )
         if new_scale is not None and self._scale is None:
             self._init_scale = float(new_scale)
         elif new_scale is not None or self._per_optimizer_states:
