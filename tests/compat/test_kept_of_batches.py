@@ -290,18 +290,29 @@ def test_counts_of_calls_times_and_caches_leave_a_batch_divided(world_pool: Any)
 
 
 class Turning(Counting):
-    """It compares samples from the third call on, where a pass in parts was done already."""
+    """It compares samples from the sixth call on, which is not tried before it is computed in parts.
+
+    Of its buffers one is changed in place, and another has a new tensor each time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("changed", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = super().forward(x)
-        return output - output.mean(0) if self.calls > 2 else output
+        self.changed += 1
+        self.replaced = self.replaced + 1
+        return output - output.mean(0) if self.calls > 5 else output
 
 
 def turning() -> list[float]:
     torch.manual_seed(1)
     model = Turning()
-    found = train(model, lambda model, x: model(x).square().mean(), batches(8, 8, 6, 8))
-    return [*found, model.stats["calls"].number, len(model.stats["times"]), model.steps[0]]
+    found = train(model, lambda model, x: model(x).square().mean(), batches(8, 8, 6, 8, 8, 8, 8))
+    buffers = [float(one) for one in model.buffers()]
+    return [*found, model.stats["calls"].number, len(model.stats["times"]), model.steps[0], *buffers]
 
 
 def test_a_pass_in_parts_that_is_computed_once_more_leaves_no_trace(world_pool: Any) -> None:

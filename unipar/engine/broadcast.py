@@ -28,11 +28,7 @@ def broadcast_tensors(
     if world.size == 1:
         return
     source = 0 if group is None else dist.get_global_rank(group, 0)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for alike in by_kind.values():
+    for alike in by_kind(one.detach() for one in tensors if one.numel()):
         for some in in_pieces(alike, _MESSAGE_BYTES):
             _broadcast(some, source, receives=world.rank != source, group=group)
 
@@ -44,6 +40,14 @@ def share_buffers(module: nn.Module, world: World) -> None:
     pass that is to follow may have saved them: it is told of no change.
     """
     broadcast_tensors((one.data for one in module.buffers()), world)
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors by their dtypes and devices: those of one can be copied, or sent, at once."""
+    found: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(found.values())
 
 
 def in_pieces(tensors: Iterable[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:

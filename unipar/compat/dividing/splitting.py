@@ -12,7 +12,7 @@ batch in relation to each other shows there, and all ranks then compute the whol
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ from unipar.compat.dividing.shares import Shares, layout_of, mean_over, tied, wh
 from unipar.compat.dividing.signatures import Signatures
 from unipar.compat.dividing.trying import SOON, Trials
 from unipar.compat.dividing.whole_draws import Drawing, WholeDraws
+from unipar.engine.broadcast import by_kind
 from unipar.engine.snapshots import Snapshot
 from unipar.engine.trials import (
     host_generators,
@@ -453,7 +454,11 @@ class _Kept:
     def __init__(self, module: nn.Module, runner: Runner, device: torch.device) -> None:
         self._of = module, runner, device
         self.generators, self._host = torch_generators(device), host_generators()
-        self._buffers = [(one, one.clone()) for one in module.buffers()] if runner.traces else []
+        # A model changes them in place, or puts others in their place.
+        parts = [one for one in module.modules() if one._buffers] if runner.traces else []
+        self._buffers = [(one._buffers, dict(one._buffers)) for one in parts]
+        held = {id(one): one for _, own in self._buffers for one in own.values() if one is not None}
+        self._values = _with_copies(held.values())
         self._objects = Snapshot({"": module} if runner.stores else {})
 
     def put_back(self) -> _Kept:
@@ -461,11 +466,23 @@ class _Kept:
         now = _Kept(*self._of)
         set_torch_generators(self.generators, self._of[2])
         set_host_generators(self._host)
-        for one, before in self._buffers:
+        for buffers, before in self._buffers:
+            buffers.update(before)
+        for one, before in self._values:
             # A graph may have those of a batch norm that evaluates: no other version is to be seen.
             one.data.copy_(before)
         self._objects.put_back()
         return now
+
+
+def _with_copies(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tensors, each with its copy: of many of a kind they are made by one kernel on a GPU."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for alike in by_kind(one.detach() for one in tensors):
+        copies = list(map(torch.empty_like, alike))
+        torch._foreach_copy_(copies, alike)  # pyright: ignore[reportPrivateImportUsage]
+        found += zip(alike, copies, strict=True)
+    return found
 
 
 def _hash(told: tuple[Any, ...]) -> int:
