@@ -290,7 +290,7 @@ def test_counts_of_calls_times_and_caches_leave_a_batch_divided(world_pool: Any)
 
 
 class Turning(Counting):
-    """It compares samples from the sixth call on, which is not tried before it is computed in parts.
+    """It compares samples from the sixth call on, which is computed in parts before it is tried.
 
     Of its buffers one is changed in place, and another has a new tensor each time.
     """
@@ -311,8 +311,8 @@ def turning() -> list[float]:
     torch.manual_seed(1)
     model = Turning()
     found = train(model, lambda model, x: model(x).square().mean(), batches(8, 8, 6, 8, 8, 8, 8))
-    buffers = [float(one) for one in model.buffers()]
-    return [*found, model.stats["calls"].number, len(model.stats["times"]), model.steps[0], *buffers]
+    stats = [model.stats["calls"].number, len(model.stats["times"]), float(model.steps[0])]
+    return [*found, *stats, *map(float, model.buffers())]
 
 
 def test_a_pass_in_parts_that_is_computed_once_more_leaves_no_trace(world_pool: Any) -> None:
