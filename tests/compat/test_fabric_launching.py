@@ -14,12 +14,18 @@ pytestmark = [
 ]  # fmt: skip
 
 SCRIPT = """
+import random
 import sys
+import numpy
 import torch
 from unipar.compat.fabric import Fabric
 from unipar.errors import ConfigError
 
-def main(fabric, steps):
+def drawn():
+    return torch.rand(1).item(), random.random(), numpy.random.rand()
+
+def main(fabric, steps, goes_on):
+    assert drawn() == goes_on, "generators are where the script has left them"
     fabric.seed_everything(0, verbose=False)
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -41,7 +47,10 @@ def main(fabric, steps):
     return fabric.world_size, round(fabric.all_reduce(loss.detach()).item(), 6)
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
-size, loss = fabric.launch(main, 3)
+fabric.seed_everything(7, verbose=False)
+goes_on = drawn()
+fabric.seed_everything(7, verbose=False)
+size, loss = fabric.launch(main, 3, goes_on)
 # In one piece, for another rank may write at the same time.
 sys.stdout.write(f"told {sys.argv[1]} {size} {loss}\\n")
 sys.stdout.flush()

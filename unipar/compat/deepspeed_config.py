@@ -29,6 +29,8 @@ _OFFLOAD = {
     "offload_optimizer": ("offload_optimizer", (1, 2, 3)),
     "offload_param": ("offload_parameters", (3,)),
 }
+DEFAULT_CLIPPING = 1.0
+"""What DeepSpeed 0.19 clips gradients to where ``gradient_clipping`` is not set."""
 _PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
@@ -42,20 +44,20 @@ def read_config(given: Any, *, builds: bool = False) -> dict[str, Any]:
         builds: whether the caller builds the optimizer and the scheduler that it names.
 
     Returns:
-        ``strategy``; and ``precision``, ``max_grad_norm`` and ``accumulation`` where it says so.
+        ``strategy``; ``max_grad_norm``, unless it is 0; and ``precision`` and ``accumulation``
+        where it says so.
 
     Raises:
         ConfigError: it cannot be read, or asks for what cannot be had.
     """
     config = _without_auto(load_config(given))
     zero = config.pop("zero_optimization", {})
-    found: dict[str, Any] = {}
+    clip = float(config.pop("gradient_clipping", DEFAULT_CLIPPING))
+    found: dict[str, Any] = {"max_grad_norm": clip} if clip else {}
     native: dict[str, Any] = {}
     for key, value in config.items():
         if key in (*_PRECISIONS, "torch_autocast"):
             _add_precision(found, key, value)
-        elif key == "gradient_clipping":
-            found |= {"max_grad_norm": float(value)} if value else {}
         elif key == "gradient_accumulation_steps":
             found["accumulation"] = int(value)
         elif key in NATIVE:

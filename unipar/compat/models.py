@@ -14,7 +14,7 @@ from torch import nn
 from unipar.compat.fp32_outputs import fp32
 from unipar.compat.gathering import GatheredModel, OnRank0
 from unipar.compat.run import own_randomness
-from unipar.engine import StepEngine, broadcast_tensors
+from unipar.engine import StepEngine, broadcast_tensors, replace_forward
 from unipar.engine.graphs import nodes_behind
 from unipar.engine.outputs import tensors_of
 from unipar.errors import ConfigError
@@ -100,7 +100,7 @@ class PreparedModel(nn.Module):
         self.training_by: Training | None = None
         self._session, self._half, self._device = session, half, device
         self._widens = widens and half is not None
-        self._shared = False
+        self._shared, self._bare = False, None
         # Scripts may hold parameters from before the strategy puts others in their place.
         state = module.state_dict()
         self.shapes = {k: v.shape for k, v in state.items() if isinstance(v, torch.Tensor)}
@@ -150,7 +150,7 @@ class PreparedModel(nn.Module):
     def _by_itself(self, args: Any, kwargs: Any) -> Any:
         self.share()
         world = self._session.world
-        with torch.autocast(world.device.type, self._half, enabled=self._half is not None):
+        with self._autocast():
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled() and world.size > 1:
             learns = any(one.requires_grad for one in self.module.parameters())
@@ -158,6 +158,39 @@ class PreparedModel(nn.Module):
                 if tensor.requires_grad:
                     tensor.register_hook(self._refuse_untrained)
         return output
+
+    def bare(self, *, in_half: bool) -> nn.Module:
+        """The module itself.
+
+        Args:
+            in_half: whether it computes in the run's half precision, and gives fp32, where it is
+                called by itself; not where the strategy has its weights in half precision.
+        """
+        if in_half and self._half is not None and self._bare is None:
+            held, within = weakref.ref(self), self.module.forward
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                own = held()
+                if own is None or not own._is_bare():
+                    return within(*args, **kwargs)
+                with own._autocast():
+                    return fp32(within(*args, **kwargs))
+
+            self._bare = replace_forward(self.module, forward)
+        elif not in_half and self._bare is not None:
+            self._bare()
+            self._bare = None
+        return self.module
+
+    def _is_bare(self) -> bool:
+        """Whether it is called by itself, and by no engine."""
+        engine = self.training_by.engine if self.training_by is not None else None
+        by_autocast = not isinstance(engine, StepEngine) or engine.precision.autocasts
+        return by_autocast and not torch.is_autocast_enabled(self._session.world.device.type)
+
+    def _autocast(self) -> torch.autocast:
+        device = self._session.world.device
+        return torch.autocast(device.type, self._half, enabled=self._half is not None)
 
     def share(self) -> None:
         """Move a model that computes by itself, and give it rank 0's weights, once. Collective."""

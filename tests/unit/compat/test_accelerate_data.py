@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     IterableDataset,
+    Sampler,
     SequentialSampler,
     TensorDataset,
 )
@@ -70,6 +77,125 @@ def test_batches_are_dealt_as_accelerate_deals_them(
         assert [b[0].tolist() for b in mine] == list(expected)
         if even or not split:
             assert len(mine) == len(expected)
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of a size that some do not reach, wherever they are."""
+
+    def __init__(self, lengths: list[int], size: int, *, drop_last: bool = False) -> None:
+        self.lengths, self.batch_size, self.drop_last = lengths, size, drop_last
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = itertools.count()
+        return (list(itertools.islice(numbers, length)) for length in self.lengths)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), max_size=9), size=st.sampled_from([2, 3]),
+    split=st.booleans(), even=st.booleans(), drop_last=st.booleans(),
+)  # fmt: skip
+def test_short_batches_anywhere_are_dealt_as_accelerate_deals_them(
+    lengths: list[int], size: int, split: bool, even: bool, drop_last: bool
+) -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    batches = Buckets(lengths, 6, drop_last=drop_last)
+    loader = DataLoader(range(60), batch_sampler=batches)  # pyright: ignore[reportArgumentType]
+    for rank in range(size):
+        expected = theirs.BatchSamplerShard(batches, size, rank, split, even)
+        mine = dealt(loader, rank, size, split=split, even=even)
+        found: Any = mine._batches
+        assert list(found) == list(expected)
+
+
+def test_a_sampler_of_batches_asks_the_dataset_for_whole_ones() -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+    data = TensorDataset(torch.arange(16), torch.arange(16))
+    for rank in range(2):
+
+        def loader() -> DataLoader:
+            batches = BatchSampler(SequentialSampler(data), 4, drop_last=False)
+            return DataLoader(data, sampler=batches, batch_size=None)  # pyright: ignore
+
+        expected = theirs.prepare_data_loader(loader(), num_processes=2, process_index=rank)
+        found = [one.tolist() for one, _ in dealt(loader(), rank, 2)]
+        assert found == [one.tolist() for one, _ in iter(expected.base_dataloader)]
+        assert len(found) == len(dealt(loader(), rank, 2)) == 2
+
+
+class Told:
+    """Anything that may be told of epochs."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def set_epoch(self, epoch: int) -> None:
+        self.told.append(self.name)
+
+
+class ToldData(Told, TensorDataset):
+    def __init__(self, told: list[str]) -> None:
+        TensorDataset.__init__(self, torch.arange(8))
+        Told.__init__(self, "data", told)
+
+
+class ToldBatches(Told, BatchSampler):
+    def __init__(self, told: list[str], sampler: Any) -> None:
+        BatchSampler.__init__(self, sampler, 2, drop_last=False)
+        Told.__init__(self, "batches", told)
+
+
+class ToldOrder(Told, SequentialSampler):
+    def __init__(self, told: list[str], data: Any) -> None:
+        SequentialSampler.__init__(self, data)
+        Told.__init__(self, "order", told)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("is_told", [False, True])
+def test_those_are_told_of_an_epoch_whom_accelerate_tells(
+    size: int, dispatch: bool, is_told: bool
+) -> None:
+    theirs = pytest.importorskip("accelerate.data_loader")
+
+    def loader(told: list[str]) -> DataLoader:
+        data = ToldData(told)
+        order = ToldOrder(told, data) if is_told else SequentialSampler(data)
+        return DataLoader(data, batch_sampler=ToldBatches(told, order))
+
+    found: list[str] = []
+    dealt(loader(found), 0, size, dispatch=dispatch).set_epoch(3)
+    expected: list[str] = []
+    theirs.prepare_data_loader(
+        loader(expected),
+        num_processes=size,
+        process_index=0,
+        dispatch_batches=dispatch,
+        put_on_device=dispatch,
+    ).set_epoch(3)
+    assert found == expected
+
+
+def test_ranks_read_shards_of_their_own_of_a_stream_that_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Sharded(Stream):
+        n_shards = 2
+
+        def shard(self, num_shards: int, index: int) -> list[int]:
+            return list(range(self.length))[index::num_shards]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(IterableDataset=Sharded))
+    stream = DataLoader(Sharded(8), batch_size=2)
+    for rank in range(2):
+        found = [one.tolist() for one in dealt(stream, rank, 2, dispatch=False)]
+        assert found == [[rank, rank + 2], [rank + 4, rank + 6]]
+    third = dealt(stream, 2, 3, dispatch=False)
+    assert isinstance(third.dataset, ShardedStream)
 
 
 @pytest.mark.parametrize("even", [False, True])

@@ -32,6 +32,7 @@ from unipar.compat.accelerate.utils import (
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
+ZERO = {"zero_optimization": {"stage": 2}}
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -131,9 +132,12 @@ def test_clipping_in_an_accumulation_is_refused() -> None:
          "Leave use_stateful_dataloader out"),
         ({"project_config": ProjectConfiguration(save_on_each_node=True)}, "save_on_each_node"),
         ({"dynamo_plugin": TorchDynamoPlugin(use_regional_compilation=True)}, "regional"),
-        ({"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={"optimizer": {}})},
+        ({"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={"optimizer": {}, **ZERO})},
          "Build the optimizer in the script"),
         ({"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config="none.json")}, "cannot be read"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config={})}, "has no zero_optimization"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=ZERO),
+          "gradient_accumulation_steps": 4}, "over 1 and over 4 micro-batches. Say it once"),
     ],
 )  # fmt: skip
 def test_settings_without_counterpart_are_refused(given: dict[str, Any], said: str) -> None:
@@ -162,7 +166,116 @@ def test_plugins_become_options() -> None:
         "stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"}}  # fmt: skip
     assert DeepSpeedPlugin(hf_ds_config=config).asked() == {
         "precision": "bf16", "strategy": {"name": "zero2", "overlap_comm": False},
+        "accumulation": 1, "max_grad_norm": 1.0,
     }  # fmt: skip
+    zero = {"stage": "auto", "offload_optimizer": {"device": "auto"}}
+    config = {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto",
+              "zero_optimization": zero}  # fmt: skip
+    assert DeepSpeedPlugin(hf_ds_config=config).asked() == {
+        "strategy": {"name": "zero2"}, "max_grad_norm": 1.0,
+    }  # fmt: skip
+    assert DeepSpeedPlugin(
+        hf_ds_config=config,
+        zero_stage=1,
+        gradient_clipping=0.0,
+        gradient_accumulation_steps=3,
+        offload_optimizer_device="cpu",
+    ).asked() == {"strategy": {"name": "zero1", "offload_optimizer": True}, "accumulation": 3}
+    assert zero == {"stage": "auto", "offload_optimizer": {"device": "auto"}}
+    assert DeepSpeedPlugin().asked() == {"strategy": {"name": "zero2"}, "max_grad_norm": 1.0}
+
+
+def moved(accelerator: Accelerator, *, clip: float | None = None) -> float:
+    """How far a step by a large gradient moves weights."""
+    model, optimizer, _ = parts(accelerator)
+    before = [p.detach().clone() for p in model.parameters()]
+    accelerator.backward(model(torch.full((4, 3), 100.0)).sum())
+    if clip is not None:
+        accelerator.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    pairs = zip(before, model.parameters(), strict=True)
+    return float(nn.utils.get_total_norm([was - now.detach() for was, now in pairs])) / 0.1
+
+
+def test_a_deepspeed_plugin_clips_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "single")
+    one = {"cpu": True, "deepspeed_plugin": DeepSpeedPlugin()}
+    assert moved(Accelerator(**one)) == pytest.approx(1.0, rel=1e-3)
+    current.close()
+    assert moved(Accelerator(**one), clip=1.0) == pytest.approx(1.0, rel=1e-3)
+    current.close()
+    with pytest.raises(
+        ConfigError, match=r"ignores this.*DeepSpeedPlugin\(gradient_clipping=0.5\)"
+    ):
+        moved(Accelerator(**one), clip=0.5)
+    current.close()
+    accelerator = Accelerator(**one)
+    model, *_ = parts(accelerator)
+    accelerator.backward(model(torch.ones(2, 3)).sum())
+    for clip in (
+        lambda: accelerator.clip_grad_norm_([model.weight], 1.0),
+        lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1),
+        lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+    ):
+        with pytest.raises(ConfigError, match="under a DeepSpeedPlugin"):
+            clip()
+
+
+def test_a_schedule_of_one_cycle_goes_on_to_its_end_where_gradients_are_accumulated() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    model, optimizer, cycle = accelerator.prepare(model, optimizer, cycle)  # pyright: ignore
+    for _ in range(40):
+        with accelerator.accumulate(model):
+            step(accelerator, model, optimizer, torch.ones(2, 3))
+            cycle.step()
+    assert cycle.scheduler.last_epoch == 20
+
+
+class Best:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["best"]
+
+
+def test_what_could_not_be_read_again_is_refused_where_it_is_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    parts(accelerator)
+    best = Best({1: [0.5, torch.ones(2)]})
+    accelerator.register_for_checkpointing(best)
+    accelerator.save_state(tmp_path / "plain")
+    accelerator.load_state(tmp_path / "plain")
+    best.value = tmp_path
+    with pytest.raises(
+        ConfigError, match=r"save_state: the state_dict\(\) of a Best holds objects"
+    ):
+        accelerator.save_state(tmp_path / "path")
+    assert not (tmp_path / "path").exists()
+
+
+def test_the_module_itself_computes_in_half_and_gives_fp32() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    net, x = nn.Linear(64, 3), torch.randn(2, 64)
+    known = {**vars(net)}
+    in_fp32 = net(x)
+    model, _ = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    expected = model(x)
+    assert not torch.equal(expected, in_fp32)
+    bare: Any = accelerator.unwrap_model(model)
+    assert accelerator.unwrap_model(model) is bare is net
+    assert torch.equal(bare(x), expected)
+    assert bare(x).dtype is model(x).dtype is torch.float32
+    assert torch.equal(model(x), expected)
+    assert torch.equal(accelerator.unwrap_model(model, keep_fp32_wrapper=False)(x), in_fp32)
+    assert vars(net).keys() == known.keys()
+    assert torch.equal(model(x), expected)
 
 
 def test_settings_from_outside_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

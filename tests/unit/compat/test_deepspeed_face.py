@@ -188,6 +188,7 @@ def test_a_configuration_becomes_options_of_its_stage() -> None:
     old = {"zero_optimization": {"stage": 2, "cpu_offload": True}, "bfloat16": {"enabled": True}}
     assert read_config(old) == {
         "precision": "bf16", "strategy": {"name": "zero2", "offload_optimizer": True},
+        "max_grad_norm": 1.0,
     }  # fmt: skip
 
 
@@ -347,7 +348,7 @@ def test_checkpoints_bring_back_weights_counts_and_state(tmp_path: Path) -> None
     model, (engine, _, _, scheduler) = start(
         {"gradient_accumulation_steps": 2, "scheduler": warmup}
     )
-    assert engine.load_checkpoint(tmp_path / "none") == (None, {})
+    assert engine.load_checkpoint(tmp_path / "none") == (None, None)
     for _ in range(5):
         step(engine)
     engine.save_checkpoint(tmp_path / "all", client_state={"epoch": 4})
@@ -357,7 +358,7 @@ def test_checkpoints_bring_back_weights_counts_and_state(tmp_path: Path) -> None
     step(engine)
     assert not torch.equal(model.weight, weight)
     path, state = engine.load_checkpoint(tmp_path / "all", load_module_only=True)
-    assert scheduler.last_batch_iteration == 2
+    assert (engine.global_steps, scheduler.last_batch_iteration) == (3, 2)
     path, state = engine.load_checkpoint(tmp_path / "all")
     assert path == str(tmp_path / "all" / "global_step2")
     assert state == {"epoch": 4}

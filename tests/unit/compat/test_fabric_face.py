@@ -9,6 +9,7 @@ import os
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -65,6 +66,49 @@ def test_a_marked_method_leaves_a_patched_forward_as_it_was() -> None:
     model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for _ in range(2):
         assert model.training_step(x).item() == wanted
+
+
+class Looking(nn.Module):
+    """It notes what it is given, and in what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(3, 1), list[torch.dtype]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        self.seen += [x.dtype, out.dtype]
+        return out
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).mean()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_inputs_and_methods_are_in_half_where_they_are_in_fabric(strategy: str) -> None:
+    theirs = pytest.importorskip("lightning_fabric")
+
+    def seen(fabric: Any) -> list[torch.dtype]:
+        fabric.launch()
+        plain = Looking()
+        model, _ = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        x = torch.randn(4, 3)
+        assert model(x).dtype is torch.float32
+        model.training_step(x)
+        return plain.seen
+
+    given: dict[str, Any] = {**CPU, "precision": "bf16-mixed", "strategy": strategy}
+    found = seen(Fabric(**given))
+    current.close()
+    # It says there where it stands.
+    with mock.patch.dict(os.environ):
+        try:
+            expected = seen(theirs.Fabric(**given))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+    assert found == expected
+    assert len(found) == 4
 
 
 class AsLightnings(nn.Linear):
@@ -236,7 +280,7 @@ def test_gradients_that_torch_would_have_kept_are_missed() -> None:
          {"strategy": {"name": "ddp", "find_unused_parameters": True}}, {}),
         ({"strategy": "deepspeed_stage_3_offload"},
          {"strategy": {"name": "zero3", "offload_optimizer": True, "pin_memory": False,
-                       "offload_parameters": True}}, {}),
+                       "offload_parameters": True}}, {"max_grad_norm": 1.0}),
         ({"strategy": DeepSpeedStrategy(config={
             "zero_optimization": {"stage": 1}, "gradient_clipping": 0.5, "bf16": {"enabled": True},
         })}, {"strategy": {"name": "zero1"}, "precision": "bf16"}, {"max_grad_norm": 0.5}),
@@ -351,6 +395,40 @@ def test_another_number_of_processes_than_was_started_is_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="asks for 2 processes, and 4 were started"):
         Fabric(accelerator="cpu", devices=2).launch()
+
+
+def test_frameworks_that_divide_weights_seed_again_as_processes_begin() -> None:
+    for strategy, again in (("fsdp", True), ("deepspeed", True), ("ddp", False)):
+        seed_everything(3, verbose=False)
+        first, second = torch.rand(1), torch.rand(1)
+        seed_everything(3, verbose=False)
+        torch.rand(1)
+        fabric = Fabric(**CPU, strategy=strategy)
+        fabric._asked.run["strategy"] = {"name": "single"}
+        fabric.launch()
+        assert torch.equal(torch.rand(1), first if again else second)
+        current.close()
+
+
+def test_a_batch_sampler_of_the_scripts_own_is_not_told_of_epochs() -> None:
+    class Batches(torch.utils.data.Sampler[list[int]]):
+        def __init__(self) -> None:
+            self.epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 1
+
+        def __iter__(self) -> Any:
+            yield [self.epoch]
+
+    batches = Batches()
+    loader = Fabric(**CPU).setup_dataloaders(DataLoader(range(9), batch_sampler=batches))  # pyright: ignore
+    for epoch in (5, 6):
+        batches.set_epoch(epoch)
+        assert [batch.tolist() for batch in loader] == [[epoch]]
 
 
 def test_loaders_shuffle_by_the_seed_and_anew_each_time() -> None:

@@ -104,7 +104,9 @@ class Accelerator(Exchange, Keeping):
         if isinstance(plugin, dict):
             refuse("Accelerator(deepspeed_plugins={…})")
         deepspeed: dict[str, Any] = plugin.asked() if plugin is not None else {}
-        steps = {int(gradient_accumulation_steps), deepspeed.get("accumulation", 1)} - {1}
+        # One micro-batch is what the argument says by default; of the others each counts.
+        steps = {int(gradient_accumulation_steps)} - {1}
+        steps |= {deepspeed["accumulation"]} if "accumulation" in deepspeed else set()
         if gradient_accumulation_plugin is not None:
             steps.add(gradient_accumulation_plugin.num_steps or 1)
         if len(steps) > 1:
@@ -168,8 +170,8 @@ class Accelerator(Exchange, Keeping):
         if chosen is None and fsdp_plugin is not None:
             chosen = fsdp_plugin.options()
         self._by_ddp = "strategy" not in deepspeed and fsdp_plugin is None
-        # DeepSpeed's engine clears gradients as it steps.
-        self._clears = plugin is None
+        # DeepSpeed's engine clips, and clears gradients as it steps.
+        self._by_deepspeed = plugin is not None
         ddp = held.get(DistributedDataParallelKwargs)
         if chosen is None and isinstance(ddp, DistributedDataParallelKwargs):
             options = ddp.options()
@@ -295,7 +297,7 @@ class Accelerator(Exchange, Keeping):
             optimizer, self._session, accumulating=lambda: not state.sync_gradients,
             may_skip=self._may_skip,
         )  # fmt: skip
-        prepared.same_parameters, prepared.clears = self._by_ddp, self._clears
+        prepared.same_parameters, prepared.clears = self._by_ddp, not self._by_deepspeed
         self._optimizers.append(prepared)
         return prepared
 
@@ -403,16 +405,19 @@ class Accelerator(Exchange, Keeping):
             ConfigError: the strategy cannot clip so.
         """
         self._check_may_clip("clip_grad_norm_")
-        if self._max_grad_norm not in (None, max_norm):
-            raise ConfigError(
-                f"DeepSpeed's gradient_clipping is {self._max_grad_norm}, and clip_grad_norm_ "
-                f"clips to {max_norm}. Give one of them."
-            )
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         whole = self._optimizer_of_all(given) if norm_type == 2 and max_norm > 0 else None
+        asked = f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})"
+        if self._by_deepspeed and (whole is None or max_norm != self._max_grad_norm):
+            raise ConfigError(
+                f"{asked} of {len(given)} parameters: under a DeepSpeedPlugin Accelerate ignores "
+                "this, and DeepSpeed clips the gradient of the model to gradient_clipping, which "
+                f"is {self._max_grad_norm or 0.0}, and 1.0 where nothing is said. Say "
+                f"DeepSpeedPlugin(gradient_clipping={max_norm}), or in its configuration, and clip "
+                "model.parameters() to the same."
+            )
         if whole is not None:
             return whole.clip(max_norm, self.device)
-        asked = f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type})"
         self._fetch_to_clip(given, f"{asked} of {len(given)} parameters")
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
@@ -427,6 +432,11 @@ class Accelerator(Exchange, Keeping):
             ConfigError: the strategy has them elsewhere.
         """
         self._check_may_clip("clip_grad_value_")
+        if self._by_deepspeed:
+            raise ConfigError(
+                "clip_grad_value_: Accelerate cannot clip so under a DeepSpeedPlugin. Use "
+                "clip_grad_norm_, or leave the plugin out."
+            )
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._fetch_to_clip(given, "clip_grad_value_")
         nn.utils.clip_grad_value_(given, clip_value)

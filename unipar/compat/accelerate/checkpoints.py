@@ -14,6 +14,7 @@ import torch
 
 from unipar.checkpoint.directory import find
 from unipar.compat.accelerate.plugins import ProjectConfiguration
+from unipar.compat.readable import check_readable
 from unipar.errors import CheckpointError, ConfigError
 from unipar.session import Session
 
@@ -63,13 +64,17 @@ def save(
 
     Raises:
         CheckpointError: it cannot be written.
+        ConfigError: an object's state could not be read again.
     """
+    held = [one.state_dict() for one in (*schedulers, *objects)]
+    for one, values in zip((*schedulers, *objects), held, strict=True):
+        check_readable(values, f"save_state: the state_dict() of a {type(one).__name__}")
     path = session.save(place)
     drawn = session.world.gather(_random_numbers())
     if session.world.is_main:
         state = {
-            "schedulers": [one.state_dict() for one in schedulers],
-            "objects": [one.state_dict() for one in objects],
+            "schedulers": held[: len(schedulers)],
+            "objects": held[len(schedulers) :],
             "step": step,
             "random": drawn,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -88,7 +89,9 @@ class DealtLoader(DataLoader):
         self.dispatches = self._counts and world.data_size > 1
         if streamed:
             dataset: Any = loader.dataset
-            if world.data_size > 1 and not self.dispatches:
+            if world.data_size > 1 and not self.dispatches and _has_shards(dataset, world, split):
+                dataset = dataset.shard(num_shards=world.data_size, index=world.data_rank)
+            elif world.data_size > 1 and not self.dispatches:
                 each = size or 1
                 dataset = ShardedStream(dataset, each, world, drop=loader.drop_last, split=split)
                 size = each // world.data_size if split else each
@@ -96,6 +99,7 @@ class DealtLoader(DataLoader):
                 # What Accelerate says of a stream, of which it knows one rank's batches.
                 self.total_batch_size = size
             super().__init__(dataset, batch_size=size, drop_last=loader.drop_last, **settings)
+            self._batches = self.batch_sampler
             return
         batches: Any = (
             loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
@@ -120,7 +124,12 @@ class DealtLoader(DataLoader):
             batches = _Dealt(batches, world, split=split, even=even)
         if skipped:
             batches = _Skipping(batches, skipped)
-        super().__init__(loader.dataset, batch_sampler=batches, **settings)
+        self._batches = batches
+        if isinstance(loader.sampler, BatchSampler):
+            # The dataset is asked for a whole batch.
+            super().__init__(loader.dataset, sampler=batches, batch_size=None, **settings)
+        else:
+            super().__init__(loader.dataset, batch_sampler=batches, **settings)
 
     @property
     def even(self) -> bool:
@@ -130,8 +139,8 @@ class DealtLoader(DataLoader):
     @even.setter
     def even(self, even: bool) -> None:
         self._arguments["even"] = even
-        if isinstance(self.batch_sampler, _Dealt):
-            self.batch_sampler.even = even
+        if isinstance(self._batches, _Dealt):
+            self._batches.even = even
 
     @property
     def total_dataset_length(self) -> int:
@@ -149,7 +158,7 @@ class DealtLoader(DataLoader):
     @property
     def uneven(self) -> bool:
         """Whether some ranks have a batch more than others."""
-        dealt = self.batch_sampler
+        dealt = self._batches
         return isinstance(dealt, _Dealt) and len(set(map(dealt.length, range(dealt.size)))) > 1
 
     def __len__(self) -> int:
@@ -197,11 +206,15 @@ class DealtLoader(DataLoader):
     def set_epoch(self, epoch: int) -> None:
         """Tell the sampler and the dataset which epoch comes next."""
         self.iteration = epoch
-        places: list[Any] = [self.dataset, self.batch_sampler]
-        while places[-1] is not None:
-            inner = getattr(places[-1], "batches", None) or getattr(places[-1], "sampler", None)
-            places.append(inner)
-        for one in places:
+        batches: Any = self._batches
+        while isinstance(batches, (_Dealt, _Skipping)):
+            batches = batches.batches
+        sampler = getattr(batches, "sampler", None)
+        told: list[Any] = [sampler if hasattr(sampler, "set_epoch") else self.dataset]
+        if self._world.data_size == 1 and not self._counts:
+            told = [batches, sampler, self.dataset]
+        # Whom Accelerate 1.15.0 tells (data_loader.py, set_epoch); others may count by themselves.
+        for one in told:
             if hasattr(one, "set_epoch"):
                 one.set_epoch(epoch)
 
@@ -277,6 +290,15 @@ def _seed(batches: Any, seed: int) -> None:
         )  # fmt: skip
 
 
+def _has_shards(dataset: Any, world: World, split: bool) -> bool:
+    """Whether each rank can read shards of its own of a stream of Hugging Face's ``datasets``."""
+    known = sys.modules.get("datasets")
+    return (
+        known is not None and isinstance(dataset, known.IterableDataset) and not split
+        and dataset.n_shards >= world.data_size
+    )  # fmt: skip
+
+
 def _own_generator(batches: Any, world: World) -> torch.Generator | None:
     """The generator that shuffles, which all ranks are to have in the same state."""
     sampler: Any = getattr(batches, "sampler", None)
@@ -335,24 +357,54 @@ class _Dealt(Sampler[list[int]]):
         if self.batch_size is None:
             yield from self._whole()
             return
-        each = self.batch_size // self.size if self._split else self.batch_size
-        whole = each * self.size
-        first: list[int] = []
-        batches = iter(self.batches)
-        while True:
-            taken = list(itertools.islice(batches, 1 if self._split else self.size))
-            now = list(itertools.chain.from_iterable(taken))
-            first = first or now
-            if len(now) < whole:
-                break
-            yield now[each * self._rank : each * (self._rank + 1)]
-        if not now or self.drop_last:
+        yield from self._cut_up(self.batch_size) if self._split else self._dealt(self.batch_size)
+
+    # Batches of fewer samples than the others may come anywhere: which of them count is as in
+    # Accelerate 1.15.0 (data_loader.py, BatchSamplerShard).
+
+    def _cut_up(self, size: int) -> Iterator[list[int]]:
+        """A part of each batch; of fewer samples the last one alone counts."""
+        each = size // self.size
+        own, first, last = slice(each * self._rank, each * (self._rank + 1)), [], []
+        for last in self.batches:
+            first = first or list(last)
+            if len(last) == size:
+                yield last[own]
+        if not first or self.drop_last or len(last) == size:
             return
         if self.even:
-            now += itertools.islice(itertools.cycle(first), whole - len(now))
-        part = now[each * self._rank : each * (self._rank + 1)]
-        if part:
+            last = [*last, *itertools.islice(itertools.cycle(first), size)]
+        if part := last[own]:
             yield part
+
+    def _dealt(self, size: int) -> Iterator[list[int]]:
+        """One batch of each round; a round whose last one has fewer samples is left out."""
+        first: list[int] = []
+        last, own, number = [], [], 0
+        for number, last in enumerate(self.batches, start=1):
+            first += last if number <= self.size else []
+            place = (number - 1) % self.size
+            own = last if place == self._rank else own
+            if place == self.size - 1 and len(last) == size:
+                yield own
+                own = []
+        if not first or self.drop_last:
+            return
+        if not self.even:
+            if own:
+                yield own
+            return
+        if len(own) == size:
+            yield own
+        # Of the last round what is missing is filled up, of a batch or of whole ones.
+        place, more = (number - 1) % self.size, itertools.cycle(first)
+        if len(last) == size:
+            place, last = place + 1, []
+        while place < self.size:
+            last = [*last, *itertools.islice(more, max(0, size - len(last)))]
+            if place == self._rank:
+                yield last
+            place, last = place + 1, []
 
     def _whole(self) -> Iterator[list[int]]:
         batches, first = iter(self.batches), []

@@ -31,8 +31,15 @@ class Keeping(Settings):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """The module itself, as the strategy has made it."""
-        return model.module if isinstance(model, PreparedModel) else model
+        """The module itself, as the strategy has made it.
+
+        Args:
+            model: that was prepared; another one comes back as it is.
+            keep_fp32_wrapper: whether it goes on to compute in ``mixed_precision`` where it is
+                called by itself, and to give fp32.
+            keep_torch_compile: without effect: the strategy compiles what a module computes.
+        """
+        return model.bare(in_half=keep_fp32_wrapper) if isinstance(model, PreparedModel) else model
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object on rank 0; the others go on.

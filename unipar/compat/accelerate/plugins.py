@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from unipar.compat.checked import Checked
-from unipar.compat.deepspeed_config import read_config
+from unipar.compat.deepspeed_config import load_config, read_config
 from unipar.errors import ConfigError
 
 
@@ -280,7 +280,7 @@ class DeepSpeedPlugin(Checked):
         """What it asks for; see :func:`unipar.compat.deepspeed_config.read_config`."""
         self.check()
         if self.hf_ds_config is not None:
-            return read_config(self.hf_ds_config)
+            return read_config(self._filled(load_config(self.hf_ds_config)))
         zero: dict[str, Any] = {"stage": 2 if self.zero_stage is None else self.zero_stage}
         for name, key in (("optimizer", "offload_optimizer"), ("param", "offload_param")):
             device = getattr(self, f"offload_{name}_device")
@@ -294,6 +294,32 @@ class DeepSpeedPlugin(Checked):
         if self.gradient_accumulation_steps is not None:
             config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
         return read_config(config)
+
+    def _filled(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A configuration with this one's fields where it leaves them open, as Accelerate does it.
+
+        There is one micro-batch in a step where it does not speak of them (Accelerate 1.15.0,
+        utils/dataclasses.py, DeepSpeedPlugin).
+        """
+        config = {"gradient_accumulation_steps": 1, **config}
+        if not isinstance(config.get("zero_optimization"), dict):
+            raise ConfigError(
+                "DeepSpeedPlugin(hf_ds_config=…): the configuration has no zero_optimization. Say "
+                "which stage of ZeRO is meant: {'zero_optimization': {'stage': 2}}."
+            )
+        zero = config["zero_optimization"]
+        for held, key, value in (
+            (config, "gradient_accumulation_steps", self.gradient_accumulation_steps),
+            (config, "gradient_clipping", self.gradient_clipping),
+            (zero, "stage", 2 if self.zero_stage is None else self.zero_stage),
+        ):
+            if held.get(key) == "auto" and value is not None:
+                held[key] = value
+        for name, key in (("optimizer", "offload_optimizer"), ("param", "offload_param")):
+            device = getattr(self, f"offload_{name}_device")
+            if isinstance(zero.get(key), dict) and zero[key].get("device") == "auto":
+                zero[key] = {**zero[key], "device": device or "none"}
+        return config
 
 
 _SHARDING = {

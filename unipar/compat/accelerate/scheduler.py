@@ -49,11 +49,9 @@ class Paced:
         scheduler = self.scheduler
         if not self._with_optimizer:
             scheduler.step(*args, **kwargs)
-        elif not self._state.sync_gradients:
-            if self._state.adjust_scheduler:
-                # As Accelerate 1.15.0 does it (scheduler.py, AcceleratedScheduler.step).
-                scheduler._step_count += 1
-        elif not any(one.step_was_skipped for one in self.optimizers):
+        elif self._state.sync_gradients and not any(
+            one.step_was_skipped for one in self.optimizers
+        ):
             for _ in range(1 if self._split else self._times):
                 end = getattr(scheduler, "total_steps", None)
                 if self._split or end is None or scheduler._step_count <= end:

@@ -103,8 +103,12 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether calls of schedulers between steps are counted."""
-        return self.plugin.adjust_scheduler
+        """Whether calls of schedulers between steps are counted: never.
+
+        Accelerate 1.15.0 asks for values that are no defaults (state.py, GradientState), so that
+        the plugin's ``True`` does not reach it.
+        """
+        return False
 
     @property
     def sync_with_dataloader(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from torch import nn
 
 from unipar import checkpoint
 from unipar.compat.deepspeed_names import refuse
+from unipar.compat.readable import check_readable
 from unipar.compat.run import current, own_randomness
 from unipar.engine import COMPUTE_DTYPES
 from unipar.errors import CheckpointError, ConfigError
@@ -63,7 +63,7 @@ class Keeping(nn.Module):
             "lr_scheduler": scheduler.state_dict() if scheduler is not None else None,
             **{key: getattr(self, key) for key in _COUNTS},
         }
-        _check_readable(own)
+        check_readable(own["client_state"], "save_checkpoint: client_state")
         session, world = current.session, current.world()
         assert session is not None
         path = checkpoint.save(
@@ -86,7 +86,7 @@ class Keeping(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, dict[str, Any]]:
+    ) -> tuple[str | None, dict[str, Any] | None]:
         """Take over a checkpoint of :meth:`save_checkpoint`. Collective.
 
         Args:
@@ -95,11 +95,11 @@ class Keeping(nn.Module):
             load_module_strict: has to be true.
             load_optimizer_states: whether more than weights is restored.
             load_lr_scheduler_states: whether the scheduler is set to where it was.
-            load_module_only: whether weights alone are loaded, and the scheduler stays.
+            load_module_only: whether weights alone are loaded; scheduler and counts stay.
             custom_load_fn: refused.
 
         Returns:
-            Where it is, and its ``client_state``; ``None`` and nothing where there is none.
+            Where it is, and its ``client_state``; twice ``None`` where there is none.
 
         Raises:
             CheckpointError: it is of another program, or DeepSpeed's own.
@@ -112,7 +112,7 @@ class Keeping(nn.Module):
         if tag is None:
             tag = world.broadcast(latest.read_text().strip() if latest.is_file() else None)
         if tag is None:
-            return None, {}
+            return None, None
         directory = Path(load_dir) / str(tag)
         if any(directory.glob("*model_states.pt")):
             raise CheckpointError(
@@ -125,7 +125,7 @@ class Keeping(nn.Module):
         with own_randomness(world.device):
             checkpoint.load(path, self._engines(), world, optimizer=everything)
         own = torch.load(path / _OWN, weights_only=True, map_location="cpu")
-        for key in _COUNTS:
+        for key in () if load_module_only else _COUNTS:
             setattr(self, key, own[key])
         scheduled = load_lr_scheduler_states and not load_module_only
         if scheduled and self.lr_scheduler is not None and own["lr_scheduler"] is not None:
@@ -208,17 +208,3 @@ class Keeping(nn.Module):
             name = training.engine.spec.name
             if current.session.engines.get(name) is training.engine:
                 current.session.release(name)
-
-
-def _check_readable(own: Mapping[str, Any]) -> None:
-    """Refuse what could be written, and not read again without running code of a file."""
-    file = io.BytesIO()
-    torch.save(own["client_state"], file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=True)
-    except Exception as error:
-        raise ConfigError(
-            "save_checkpoint: client_state holds objects that a checkpoint is not read with. Give "
-            "plain values and tensors, as vars(args) instead of args, and tolist() of an array."
-        ) from error

@@ -9,6 +9,7 @@ import torch
 
 from unipar.compat.deepspeed.checkpoints import Keeping
 from unipar.compat.deepspeed.parts import EngineOptimizer
+from unipar.compat.deepspeed_config import DEFAULT_CLIPPING
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -154,7 +155,7 @@ class Facts(Keeping):
 
     def gradient_clipping(self) -> float:
         """The norm that gradients are clipped to; 0 if they are not."""
-        return float(self.config.get("gradient_clipping", 1.0))
+        return float(self.config.get("gradient_clipping", DEFAULT_CLIPPING))
 
     def fp16_enabled(self) -> bool:
         """Return whether the run computes in float16."""

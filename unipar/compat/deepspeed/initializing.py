@@ -15,7 +15,12 @@ from unipar.compat.deepspeed.engine import DeepSpeedEngine
 from unipar.compat.deepspeed.ops.adam import FusedAdam
 from unipar.compat.deepspeed.parts import EngineModel, EngineOptimizer
 from unipar.compat.deepspeed.runtime import lr_schedules
-from unipar.compat.deepspeed_config import find_auto, load_config, read_config
+from unipar.compat.deepspeed_config import (
+    DEFAULT_CLIPPING,
+    find_auto,
+    load_config,
+    read_config,
+)
 from unipar.compat.deepspeed_names import refuse
 from unipar.compat.run import current
 from unipar.engine import COMPUTE_DTYPES
@@ -23,9 +28,6 @@ from unipar.errors import ConfigError
 from unipar.session import Session
 
 log = logging.getLogger("unipar")
-
-_DEFAULT_CLIPPING = 1.0
-"""What DeepSpeed 0.19 clips gradients to where ``gradient_clipping`` is not set."""
 
 
 def initialize(
@@ -69,7 +71,7 @@ def initialize(
     session = current.session if current.session and not trains else _open(settings)
     assert current.config is not None
     precision = current.config.precision
-    clip = float(settings.get("gradient_clipping", _DEFAULT_CLIPPING))
+    clip = float(settings.get("gradient_clipping", DEFAULT_CLIPPING))
     size, accumulation = _batch(settings, session.world.data_size)
     half = None if precision == "fp32" else COMPUTE_DTYPES[precision]
     _widen(model, precision)

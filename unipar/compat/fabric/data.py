@@ -47,8 +47,8 @@ class FabricDataLoader(DataLoader):
         return len(self.__dict__["_loader"])
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        batches: Any = self.batch_sampler
-        told: tuple[Any, ...] = (self.sampler, getattr(batches, "sampler", None), batches)
+        # A batch sampler of the script's own is told by the script, or counts by itself.
+        told: tuple[Any, ...] = (self.sampler, getattr(self.batch_sampler, "sampler", None))
         for one in told:
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(self._epoch)

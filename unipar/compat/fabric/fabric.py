@@ -116,6 +116,8 @@ class Fabric(Exchange, Building, Keeping):
                 return launching.spawn(count, functools.partial(function, *args, **kwargs))
             launching.run_again(count)
         current.open(self._asked.run)
+        if self._asked.seeds_again:
+            seeding.reset_seed()
         return function(*args, **kwargs) if function is not None else None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,7 +206,8 @@ class Fabric(Exchange, Building, Keeping):
             known._fabric = self
             if plain not in self._callbacks:
                 self._callbacks.append(plain)
-        prepared = FabricModule(plain, session, half=half, device=device, true=true)
+        wraps = session.world.size > 1 or self._asked.names_strategy
+        prepared = FabricModule(plain, session, half=half, device=device, true=true, wraps=wraps)
         self._models[prepared] = {**self._asked.prepare, "compile": compiled}
         if not any(one.requires_grad for one in plain.parameters()):
             prepared.share()
@@ -250,7 +253,7 @@ class Fabric(Exchange, Building, Keeping):
             ConfigError: a loader's batches cannot be shared.
         """
         world = self._session.world
-        shared = use_distributed_sampler and (world.size > 1 or self._asked.shares)
+        shared = use_distributed_sampler and (world.size > 1 or self._asked.names_strategy)
         device = self.device if move_to_device else None
         for one in dataloaders:
             if isinstance(one, FabricDataLoader) or not isinstance(one, DataLoader):

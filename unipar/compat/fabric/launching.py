@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unipar.compat.run import current
 from unipar.compat.runconfig import file_beside_script
+from unipar.engine.trials import host_generators, set_host_generators
 from unipar.errors import ConfigError
 from unipar.launch import detect
 from unipar.utils.devices import resolve_num_devices
@@ -88,14 +91,20 @@ def spawn(count: int, function: Callable[[], Any]) -> Any:
     from unipar.launchers.spawning import spawn as start
 
     place = current.placement()
-    run = functools.partial(_spawned, function, file_beside_script(), list(sys.argv))
+    drawn = torch.get_rng_state(), host_generators()
+    run = functools.partial(_spawned, function, file_beside_script(), list(sys.argv), drawn)
     device: Any = place.device_type
     return start(run, devices=count, device=device, timeout=place.timeout)
 
 
-def _spawned(function: Callable[[], Any], file: Path, argv: list[str], place: Placement) -> Any:
+def _spawned(
+    function: Callable[[], Any], file: Path, argv: list[str], drawn: Any, place: Placement
+) -> Any:
     sys.argv = argv
     current.stand(place, file)
+    # Each goes on drawing where the script was, as in Fabric.
+    torch.set_rng_state(drawn[0])
+    set_host_generators(drawn[1])
     try:
         return function()
     finally:

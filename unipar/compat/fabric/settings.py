@@ -32,21 +32,24 @@ class Asked(NamedTuple):
         prepare: arguments of :meth:`unipar.Session.prepare`.
         devices: processes on each node; ``None``: as many as there are GPUs, or those there are.
         num_nodes: nodes.
-        shares: whether Fabric would share data out to a single process, too.
+        names_strategy: whether the script does, so that Fabric would share data out to a single
+            process, and put something around its model, too.
         spawns: whether ``launch`` has a function run in processes, and the script in none.
         true: the dtype of weights, where that is other than fp32.
         of_deepspeed: whether Fabric would clear gradients, and step schedulers, by DeepSpeed.
         by_ddp: whether Fabric would sum gradients by DDP.
+        seeds_again: whether Fabric seeds again as processes begin, by the last seed.
     """
 
     run: dict[str, Any]
     prepare: dict[str, Any]
     devices: int | None
     num_nodes: int
-    shares: bool
+    names_strategy: bool
     spawns: bool
     of_deepspeed: bool
     by_ddp: bool
+    seeds_again: bool
     true: torch.dtype | None = None
 
 
@@ -84,11 +87,13 @@ def read(
         run |= {} if device == "auto" else {"device": device}
     how = getattr(made, "start_method", "popen")
     of_deepspeed = isinstance(made, strategies.DeepSpeedStrategy)
+    of_fsdp = isinstance(made, strategies.FSDPStrategy)
     if true is not None and of_deepspeed:
         refuse("DeepSpeedStrategy(precision='bf16-true'/'16-true')")
     return Asked(
         run, prepare, _count(devices), num_nodes, strategy != "auto", how != "popen",
-        of_deepspeed, made is None or isinstance(made, strategies.DDPStrategy), true,
+        of_deepspeed, made is None or isinstance(made, strategies.DDPStrategy),
+        of_deepspeed or of_fsdp, true,
     )  # fmt: skip
 
 

@@ -46,22 +46,24 @@ class FabricModule(PreparedModel):
     Args:
         args: of a prepared model.
         true: the dtype of its weights and of all that it computes, if that is not fp32.
+        wraps: whether Fabric puts something around the model, as it does but on one process.
         kwargs: of a prepared model.
     """
 
     calls: ClassVar[Calls] = _CALLS
 
-    def __init__(self, *args: Any, true: torch.dtype | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, true: torch.dtype | None = None, wraps: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._true = true
+        self._true, self._wraps = true, wraps
         self._methods: set[str] = set(_STEPS)
-        # On one process nothing is around the model, as in Fabric.
-        self._divides = self._session.world.size > 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._true is None and self._half is None:
+        # As Fabric 2.6 does it; earlier versions give a model that computes in half fp32.
+        taken = self._true or self._half
+        if taken is None:
             return super().forward(*args, **kwargs)
-        taken = self._true or torch.float32
         args, kwargs = tree_map_only(torch.Tensor, lambda t: _cast(t, taken), (args, kwargs))
         with default_dtype(self._true):
             output = super().forward(*args, **kwargs)
@@ -82,7 +84,7 @@ class FabricModule(PreparedModel):
 
     def __deepcopy__(self, memo: Any) -> Any:
         made = super().__deepcopy__(memo)
-        made._true, made._methods = self._true, {*self._methods}
+        made._true, made._wraps, made._methods = self._true, self._wraps, {*self._methods}
         return made
 
     def mark_forward_method(self, method: Any) -> None:
@@ -104,7 +106,7 @@ class FabricModule(PreparedModel):
         # What nn.Module itself has is found before this is asked.
         if name in self._methods and inspect.ismethod(found):
             return functools.partial(self._through_forward, found)
-        if inspect.ismethod(found) and found.__self__ is self._modules["module"] and self._divides:
+        if inspect.ismethod(found) and found.__self__ is self._modules["module"] and self._wraps:
             return self._watched(found, name)
         return found
 
@@ -114,7 +116,11 @@ class FabricModule(PreparedModel):
         def once(*given: Any, **named: Any) -> Any:
             # The method may call the model's own forward.
             give_back()
-            return method(*given, **named)
+            if self._wraps or self._half is None:
+                return method(*given, **named)
+            # Nothing but the model's own forward computes in half then, and casts what it is given.
+            with torch.autocast(self._session.world.device.type, enabled=False):
+                return method(*args, **kwargs)
 
         give_back = replace_forward(module, once)
         try:
