@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
+from unipar.compat.dividing.splitting import Splitting
 from unipar.compat.run import current
 from unipar.world import Placement
 
@@ -117,7 +118,7 @@ class Tagger(nn.Module):
 
 def inner_loss() -> list[float]:
     torch.manual_seed(1)
-    text = torch.randint(9, (4, 5, 3))
+    text = torch.randint(9, (4, 7, 3))
     text[:, 0] = 0
 
     def loss_of(model: nn.Module, index: torch.Tensor) -> torch.Tensor:
@@ -186,8 +187,54 @@ def penalties() -> list[float]:
     return found + [one.double().sum().item() for one in weights]
 
 
+class Late(nn.Module):
+    """It drops weights in a pass that is not tried before, which are as long as a part of six."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(6, 6), nn.Linear(6, 3), 0
+
+    def drop(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(self.first(x).tanh(), 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        dropped: Any = checkpoint(self.drop, x, use_reentrant=False)
+        weight: torch.Tensor = self.second.weight
+        if self.calls > 5:
+            weight = functional.dropout(weight, 0.3)
+        return functional.linear(dropped, weight, self.second.bias)
+
+
+def late() -> list[float]:
+    torch.manual_seed(1)
+    return train(Late(), lambda model, x: model(x).square().mean(), batches(*[6] * 7))
+
+
+class Doubled(torch.autograd.Function):
+    """It learns twice as fast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 2 * grads[0]
+
+
+class ByFunctions(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, Doubled.apply(super().forward(input)))
+
+
+def by_functions() -> list[float]:
+    torch.manual_seed(1)
+    return train(ByFunctions(6, 3), lambda model, x: model(x).square().mean(), batches(*[6] * 5))
+
+
 class Deepening(nn.Module):
-    """It computes in other ways later on, and drops weights that look like a part of a batch."""
+    """It computes in other ways later on, and drops weights, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -498,8 +545,34 @@ def weighted() -> list[float]:
     return by_marks(COUNTS[1], weights)
 
 
+ONCE = torch.ones(4, 8)
+ONCE[2, 4:] = 0
+PARTLY = torch.ones(5, 8)
+PARTLY[2, 2:4] = PARTLY[4, 2:4] = 0
+"""What one part has less of, or nothing, in passes that are not tried before."""
+
+
 def counted_by_python() -> list[float]:
-    return by_marks(lambda marks: max(marks.sum(), 1), MARKS)
+    return by_marks(lambda marks: max(marks.sum(), 1), ONCE)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rnn = nn.Linear(6, 6), nn.GRU(2, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = 1 + (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
+        steps = self.linear(x).unflatten(1, (3, 2))
+        packed = pack_padded_sequence(steps, lengths, batch_first=True, enforce_sorted=False)
+        packed, last = self.rnn(packed)
+        rows, _ = pad_packed_sequence(packed, batch_first=True, total_length=3)
+        return torch.cat((rows.flatten(1), last[0]), 1)
+
+
+def packed() -> list[float]:
+    torch.manual_seed(1)
+    return train(Packed(), lambda model, x: model(x).square().mean(), batches(8, 7, 8))
 
 
 class Laid(nn.Module):
@@ -531,15 +604,30 @@ def laid_out() -> list[float]:
 IN_PARTS = [
     contrast, time_first, inner_loss, randomly, penalties, deepening, forgetful, caching, layered,
     unrolled, chosen, replaced, causal, masked_words, clips, frozen_norm,
-    marked, weighted, between, laid_out,
+    marked, weighted, between, laid_out, late, by_functions, packed,
 ]  # fmt: skip
+
+
+def in_parts(act: Callable[[], list[float]]) -> list[float]:
+    """Act, and see that a batch is divided at all."""
+    made, own = list[None](), Splitting._in_parts
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        made.append(None)
+        return own(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Splitting, "_in_parts", noted)
+        found = act()
+    assert made
+    return found
 
 
 @pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)
 def test_two_ranks_compute_parts_of_what_one_process_does(
     world_pool: Any, act: Callable[[], list[float]]
 ) -> None:
-    check(world_pool(2).run(plainly, "ddp", act), act)
+    check(world_pool(2).run(plainly, "ddp", partial(in_parts, act)), act)
 
 
 @pytest.mark.parametrize(
@@ -560,7 +648,7 @@ def sizes(marks: torch.Tensor) -> list[float]:
     return [float(SEEN[-1])]
 
 
-@pytest.mark.parametrize(("marks", "size"), [(torch.ones(3, 8), 4), (MARKS[:4], 8), (MARKS[:5], 4)])
+@pytest.mark.parametrize(("marks", "size"), [(torch.ones(3, 8), 4), (MARKS[:4], 8), (PARTLY, 4)])
 def test_a_pass_is_of_the_whole_where_counts_of_parts_may_not_add_up(
     world_pool: Any, marks: torch.Tensor, size: int
 ) -> None:
@@ -588,7 +676,7 @@ def test_so_do_they_under_other_strategies(
 @pytest.mark.thorough
 @pytest.mark.parametrize("act", IN_PARTS, ids=lambda one: one.__name__)
 def test_three_ranks_compute_unlike_parts(world_pool: Any, act: Callable[[], list[float]]) -> None:
-    check(world_pool(3).run(plainly, "ddp", act), act)
+    check(world_pool(3).run(plainly, "ddp", partial(in_parts, act)), act)
 
 
 # -- whole on each rank --------------------------------------------------------------------------
@@ -655,15 +743,6 @@ class InPlace(Base):
         return self.linear(x.mul_(0.5))
 
 
-class Packed(Base):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        lengths = 1 + (x[:, 0] > 0).long() + (x[:, 1] > 0).long()
-        packed = pack_padded_sequence(
-            self.linear(x).unflatten(1, (3, 2)), lengths, batch_first=True, enforce_sorted=False
-        )
-        return pad_packed_sequence(packed, batch_first=True, total_length=3)[0].flatten(1)
-
-
 class OddLoss(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).square().mean().sqrt()
@@ -711,7 +790,7 @@ class Gated(Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = self.linear(x)
-        return output + self.gate * (output - output.mean(0)).square()
+        return output + self.gate * (output - output.roll(1, 0)).square()
 
 
 class Outliers(Base):
@@ -863,7 +942,7 @@ WHOLE: list[tuple[type[nn.Module], str]] = [
     (Divided, "divided by a tensor that is not the sum of those of parts, as by a constant"),
     (Backwards, f"{RELATED}, or they do not lie along the first or second dimension of its first"),
     (DrawsBack, "draws random numbers in its backward pass"),
-    (Gated, RELATED),
+    (Gated, "as its gradients show"),
     (Outliers, BY_MEAN),
     (Growing, BY_MEAN),
     (Caches, "it gives an object of the class Cache, of which it is not known how parts make"),
@@ -1016,15 +1095,17 @@ def test_what_a_script_has_computed_once_more_by_itself_is_of_the_whole(world_po
 
 
 class Zero(Base):
-    """It gives nothing at first, so that any parts of it would do."""
+    """It gives nothing at first, and what relates samples learns nothing: any parts would do."""
 
     def __init__(self) -> None:
         super().__init__()
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.last = nn.Linear(6, 6)
+        for one in (self.linear.weight, self.last.weight, self.last.bias):
+            nn.init.zeros_(one)
+        nn.init.ones_(self.linear.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x).cumsum(0)
+        return self.last(self.linear(x.cumsum(0)))
 
 
 def zero() -> list[float]:
@@ -1034,6 +1115,56 @@ def zero() -> list[float]:
 
 def test_nothing_is_concluded_from_a_model_that_gives_the_same_for_all(world_pool: Any) -> None:
     check(world_pool(2).run(plainly, "ddp", zero), zero, RELATED)
+
+
+class Flagged(Base):
+    related = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = self.linear(x)
+        return output - output.roll(1, 0) if self.related else output
+
+
+def flagged() -> list[float]:
+    """A script sets in a pass that is not tried for its number what relates samples."""
+    torch.manual_seed(1)
+    model, given = Flagged(), enumerate(batches(*[8] * 7), start=1)
+
+    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+        model.related |= next(given)[0] == 6
+        return model(x).square().mean()
+
+    return train(model, loss_of, batches(*[8] * 7))
+
+
+def test_what_a_script_sets_is_tried_in_the_pass_that_follows(world_pool: Any) -> None:
+    check(world_pool(2).run(plainly, "ddp", partial(in_parts, flagged)), flagged, RELATED)
+
+
+class Prompted(Base):
+    def forward(self, x: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + prompt)
+
+
+def prompted() -> list[float]:
+    """What is learned beside the model is given to it."""
+    torch.manual_seed(1)
+    model, prompt, found = Prompted(), torch.zeros(6, requires_grad=True), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for x in batches(8, 8, 8):
+        loss = model(x, prompt).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert prompt.grad is not None
+        prompt = (prompt - 0.05 * prompt.grad).detach().requires_grad_()
+        found += [loss.item(), prompt.sum().item()]
+    return found
+
+
+def test_what_learns_beside_the_batch_has_the_whole_computed(world_pool: Any) -> None:
+    told = "it is given tensors beside the batch that need gradients"
+    check(world_pool(2).run(plainly, "ddp", prompted), prompted, told)
 
 
 # -- what a script is told, and what is refused --------------------------------------------------

@@ -22,6 +22,7 @@ _NO_FIGURES = {
     "empty_like", "full_like", "ones_like", "zeros_like", "rand_like", "randn_like", "randint_like",
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros",
     "isfinite", "isinf", "isnan", "bincount", "histc",
+    "_pack_padded_sequence",
 }  # fmt: skip
 """Functions that make nothing of the values that they are given, but checks and counts of them."""
 _BY_VALUES = {"masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"}
