@@ -546,6 +546,12 @@ class Session:
         manifest = checkpoint.load(Path(path), self.engines, self.world, optimizer=optimizer)
         if loader is not None and "loader" in manifest.progress:
             loader.load_state_dict(manifest.progress["loader"])
+        elif loader is not None and not manifest.weights_only and self.world.is_main:
+            log.warning(
+                "%s holds no place in the data, so the loader begins with the first epoch. Save "
+                "with session.save(directory, loader=loader).",
+                manifest.path,
+            )
         return manifest.step
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from unipar.compat.dividing.cutting import changed
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer, outer
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
@@ -55,12 +56,13 @@ class AdoptedModel(PreparedModel):
     versions: list[tuple[torch.Tensor, int]] | None
     evened: int
     told_unlike: bool
+    gives: torch.dtype | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.__dict__["versions"], self.__dict__["evened"] = None, 0
         self.__dict__["listed"] = list[torch.Tensor]()
-        self.__dict__["told_unlike"] = False
+        self.__dict__["told_unlike"], self.__dict__["gives"] = False, None
         self.__dict__["called"] = self.__dict__["wrapped"] = self.__dict__["around"] = False
 
     @property
@@ -88,6 +90,13 @@ class AdoptedModel(PreparedModel):
         # DDP's forward does it, and ranks need not evaluate together around it.
         if torch.is_grad_enabled() or self.wrapped:
             super()._share_buffers(training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        dtype = self.gives
+        if dtype is None:
+            return output
+        return changed(output, lambda one: one.to(dtype) if one.is_floating_point() else one)
 
     def note(self, output: Any, inputs: Any) -> None:
         """Note on an output which models a loss of it would train."""
@@ -153,11 +162,13 @@ class AdoptedOptimizer(PreparedOptimizer):
         summed: whether its steps are by the sum over ranks, and not by the mean.
         passes: how many losses have trained its model.
         skips: whether a step by gradients that are not finite is left out, by more than the loss.
+        synced: whether a backward pass of this step was outside of the script's no_sync().
+        told_local: whether it was told of a step of which none was.
     """
 
     calls: ClassVar[Calls] = _CALLS
     keeps_model: ClassVar[bool] = True
-    summed = skips = False
+    summed = skips = synced = told_local = False
     passes = 0
 
     @property
@@ -273,7 +284,13 @@ class AdoptedOptimizer(PreparedOptimizer):
                 )
         return self.clip(max_norm, self.world.device)
 
+    def _forget(self) -> None:
+        super()._forget()
+        self.synced = False
+
     def take_step(self) -> None:
+        if self.begun and not self.synced and not self.alike:
+            self._tell_of_local()
         if self._carried and self.begun:
             self.fetch_gradients()
         engine = self._known().engine
@@ -300,6 +317,17 @@ class AdoptedOptimizer(PreparedOptimizer):
             # PyTorch leaves them until they are cleared.
             engine.hide_gradients()
         self.uncleared = True
+
+    def _tell_of_local(self) -> None:
+        if self.world.size == 1 or self.told_local or not self.world.is_main:
+            return
+        self.told_local = True
+        log.warning(
+            "all backward passes of a step were within no_sync(): the framework of the script "
+            "steps on each rank by its own gradient then, so that replicas drift apart until they "
+            "are averaged. Here every step is by the mean over ranks. Leave the last pass of a "
+            "step out of no_sync(), and both do the same."
+        )
 
     def _agree(self) -> None:
         """Step by rank 0's gradients, where ranks have changed them by random numbers."""

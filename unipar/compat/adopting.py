@@ -189,11 +189,12 @@ class Adoption(Adopter):
                     check_alike({"the loss": loss}, one.world, divides=divides)
             for each in found:
                 each.keep_what_is_there()
+                each.synced |= not self.within
             self._scale_as_asked(loss, found)
             with drawing_again(one.world.device), self._unscaling(loss, found):
                 one.backward(
                     loss * size if one.summed else loss,
-                    likely_last=self.sums_in_backward and not self.accumulates,
+                    likely_last=(self.sums_in_backward and not (self.accumulates or self.within)),
                     beside=beside,
                 )
         return True
@@ -392,6 +393,8 @@ class Adoption(Adopter):
 
 
 adoption = Adoption()
+_draws = functools.cache(CommonDraws)
+"""Of a process: a face that is imported, and starts again, is given no other numbers."""
 
 
 def start() -> None:
@@ -403,7 +406,7 @@ def start() -> None:
         if own.index < torch.cuda.device_count():
             torch.cuda.set_device(own)
     if place is not None and place.size > 1:
-        adoption.draws = CommonDraws(place)
+        adoption.draws = _draws(place)
     hooks.put(adoption)
     explain_spawned()
 

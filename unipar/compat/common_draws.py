@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import random
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -21,6 +23,8 @@ from unipar.engine.trials import (
 )
 from unipar.world import Placement, World
 
+_WORDS, _BLOCKS = 624, 256
+"""Words of a Mersenne twister, and how often all of them may have been used."""
 _WAIT = timedelta(minutes=10)
 """How long rank 0 may take to import what stands before the face."""
 
@@ -54,9 +58,16 @@ class CommonDraws:
             _set_states(self._given)
 
     def give_back(self) -> None:
-        """Let a script with ranks of its own draw others on each, unless it has seeded."""
-        if self._own[0] != self._given[0] and torch.initial_seed() == self._given[0]:
-            _set_states(self._own)
+        """Let a script with ranks of its own draw others on each, of what it has not seeded."""
+        if self._own is self._given:
+            return
+        host = host_generators()
+        if torch.initial_seed() == self._given[0]:
+            _set_states((*self._own[:2], host))
+        pairs = zip(self._own[2], self._given[2], host, strict=True)
+        set_host_generators(
+            tuple(own if _is_of(now, given) else now for own, given, now in pairs)  # pyright: ignore
+        )
 
 
 @contextlib.contextmanager
@@ -85,6 +96,30 @@ def drawing_apart(world: World, before: list[torch.Tensor]) -> Iterator[list[boo
             torch.manual_seed(seed)
         elif world.data_rank:
             set_torch_generators(before, world.device)
+
+
+def _is_of(now: Any, given: Any) -> bool:
+    """Whether a generator of Python's or NumPy's was not seeded since, and has drawn little.
+
+    Both are Mersenne twisters: their words are others once all were used, or they are seeded.
+    """
+    if not isinstance(now, dict):
+        python = random.Random()
+        python.setstate(given)
+        for _ in range(_BLOCKS):
+            if python.getstate()[1][:-1] == now[1][:-1]:
+                return True
+            python.getrandbits(32 * _WORDS)
+        return False
+    if now["bit_generator"] != given["bit_generator"] or now["bit_generator"] != "MT19937":
+        return False
+    numpy = np.random.MT19937()
+    numpy.state = {"bit_generator": "MT19937", "state": given["state"]}
+    for _ in range(_BLOCKS):
+        if np.array_equal(numpy.state["state"]["key"], now["state"]["key"]):
+            return True
+        numpy.random_raw(_WORDS)
+    return False
 
 
 def _states() -> tuple[int, Any, Any]:

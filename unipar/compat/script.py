@@ -35,18 +35,23 @@ class Script:
         through: whether a model is called through the wrapper that the script has put around it.
         gathers: whether the script takes state dicts on all ranks, as under FSDP.
         rank0_only: whether only the first of them wants those.
-        synchronized: whether the script asks for batch norms over all ranks.
+        synchronized: batch norms that the script has converted, to be over all ranks.
+        by_policy: whether its precision is of a policy, and not of an autocast around passes.
+        within: whether what is called now is within a no_sync().
+        gives: dtypes in which models give what they compute, as a policy of FSDP's has it.
     """
 
     def __init__(self) -> None:
         self.aware = self.inside = self.retains = self.through = False
         self.draws: CommonDraws | None = None
         self.sums_in_backward = self.by_ddp = self.accumulates = False
-        self.gathers = self.rank0_only = self.synchronized = False
+        self.gathers = self.rank0_only = self.by_policy = self.within = False
+        self.synchronized: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.asked: dict[str, Any] = {}
         self.compiled: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self.sums: weakref.WeakSet[Any] = weakref.WeakSet()
         self.own_buffers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.gives: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
         self._told: set[str] = set()
 
     def note_aware(self) -> None:
@@ -75,7 +80,7 @@ class Script:
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Around backward passes that no step is to follow."""
-        return _While(self, "accumulates")
+        return _While(self, "within")
 
     def tell(self, message: str, *args: Any) -> None:
         """Warn on rank 0, once of each thing."""

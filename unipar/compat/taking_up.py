@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from unipar.compat import hooks
 from unipar.compat.adopted import AdoptedModel, AdoptedOptimizer
-from unipar.compat.dividing.batch_norms import normalize_over
+from unipar.compat.dividing.batch_norms import is_batch_norm, normalize_over
 from unipar.compat.dividing.splitting import Splitting
 from unipar.compat.optimizers import frozen_in
 from unipar.compat.routed import model_class, optimizer_class
@@ -175,6 +175,7 @@ class Adopter(Script):
         session = self._open(module)
         self._names += 1
         name = "model" if "model" not in session.engines else f"model{self._names}"
+        self._check_synchronized(module)
         if self.synchronized and not getattr(session.strategy.options, "sync_batchnorm", False):
             nn.SyncBatchNorm.convert_sync_batchnorm(module)
         config, kind = current.config, type(module)
@@ -184,6 +185,7 @@ class Adopter(Script):
                 module, session, half=None if half == "fp32" else COMPUTE_DTYPES[half],
                 device=session.world.device, widens=not self.scripts_precision,
             )  # fmt: skip
+            model.__dict__["gives"] = self.gives.get(module)
             adopted = self._adopted(module, optimizer, session)
             splitting, compiled = None, self.compiled.get(module, False)
             if not self.aware and session.world.data_size > 1:
@@ -365,10 +367,22 @@ class Adopter(Script):
                 "share their samples, and the script gives each its own. Use a strategy of data "
                 "parallelism, or take the division of data out of the script."
             )
-        self.scripts_precision = current.config is not None and (
-            current.config.precision == asked.get("precision", "fp32")
-        )
+        self.scripts_precision = (
+            current.config is not None and not self.by_policy
+            and current.config.precision == asked.get("precision", "fp32")
+        )  # fmt: skip
         return session
+
+    def _check_synchronized(self, module: nn.Module) -> None:
+        """Refuse to convert what the script has not."""
+        norms = [one for one in module.modules() if is_batch_norm(one)]
+        if self.synchronized and not all(one in self.synchronized for one in norms):
+            raise ConfigError(
+                "SyncBatchNorm.convert_sync_batchnorm was given some of the batch norms that are "
+                f"trained, and not all of this {type(module).__name__}'s: strategies have them "
+                "over all ranks, or over each rank's own samples. Convert whole models, and every "
+                "one that is trained; or none."
+            )
 
     def check_alone(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients that several ranks would have to sum."""

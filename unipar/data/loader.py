@@ -26,6 +26,7 @@ from unipar.data.checks import (
 from unipar.data.columns import Columns, columns_of
 from unipar.data.feed import copies_to, fed
 from unipar.data.order import Position, Slicing, Wanted, WantedSampler, epoch_order, mixed_seed
+from unipar.data.randomness import OwnRandomness
 from unipar.data.samples import (
     Collate,
     Samples,
@@ -381,7 +382,11 @@ class Loader:
         """
         epoch, index = self._position.epoch, self._position.index
         assert loader.generator is not None
-        loader.generator.manual_seed(mixed_seed(self._seed, epoch, index, self._slicing.data_rank))
+        seed = mixed_seed(self._seed, epoch, index, self._slicing.data_rank)
+        loader.generator.manual_seed(seed)
+        if not self._settings.get("num_workers") and self._collate.is_own:
+            # There is no process whose numbers a loader would seed, and dropout has this one's.
+            self._collate.draws = OwnRandomness(seed)
 
     def _next(self, items: Iterator[Any]) -> Any:
         try:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from unipar.data.batch import Batch
 from unipar.data.move import pinned
@@ -100,14 +101,25 @@ class Pinnable:
 
 
 class Collate:
-    """A collate function that says which samples do not go together."""
+    """A collate function that says which samples do not go together.
+
+    Attributes:
+        draws: the random numbers that it has for itself; ``None``: the process's.
+    """
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
         self._function = function
+        self.draws: OwnRandomness | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a script's, which may draw."""
+        return self._function is not default_collate
 
     def __call__(self, samples: list[Any]) -> Pinnable:
         try:
-            return Pinnable(self._function(samples))
+            with self.draws or contextlib.nullcontext():
+                return Pinnable(self._function(samples))
         except DataError:
             raise
         except Exception as error:

@@ -83,6 +83,17 @@ def say_lone_samples(model: nn.Module, loader: Loader) -> None:
         )
 
 
+def say_evaluating(model: nn.Module) -> None:
+    """Say that a model comes in evaluation mode, in which it stays."""
+    if not model.training:
+        log.warning(
+            "%s is in evaluation mode, as from_pretrained() and eval() leave it, and is trained "
+            "so: nothing is dropped, and batch norms learn no statistics. Call model.train() "
+            "before; parts that are to stay as they are may be left in evaluation mode.",
+            type(model).__name__,
+        )
+
+
 def evaluation_loader(
     config: RunFields,
     data: Any,

@@ -42,7 +42,12 @@ from unipar.train.events import EventLog
 from unipar.train.handover import Handover, TakenOver, say_what_changes
 from unipar.train.interrupt import Signals
 from unipar.train.job import Job
-from unipar.train.loaders import evaluation_loader, say_lone_samples, training_loader
+from unipar.train.loaders import (
+    evaluation_loader,
+    say_evaluating,
+    say_lone_samples,
+    training_loader,
+)
 from unipar.train.recording import Recorder
 from unipar.train.resuming import check_same_order, load
 from unipar.train.shares import AutoShares
@@ -123,6 +128,7 @@ class TrainingRun:
             self.loader = largest_micro_batch(self.engine, self.loader, self.loss, self.world)
         if self.world.is_main:
             say_lone_samples(self.engine.module, self.loader)
+            say_evaluating(self.engine.module)
         self.eval_loader = self._eval_loader()
         self.saver = self._saver()
         member = elastic.member()

@@ -151,6 +151,17 @@ def normed() -> nn.Module:
     return nn.Sequential(norm, build())
 
 
+def test_a_model_in_evaluation_mode_is_told_of(
+    run: Callable[..., RunResult], caplog: pytest.LogCaptureFixture
+) -> None:
+    partly = nn.Sequential(nn.BatchNorm1d(4).eval(), build())
+    run(partly, strategy="single", steps=1)
+    assert "evaluation mode" not in caplog.text
+    run(partly.eval(), strategy="single", steps=1)
+    assert "Sequential is in evaluation mode, as from_pretrained() and eval()" in caplog.text
+    assert not any(one.training for one in partly.modules())
+
+
 def test_batch_norm_gets_no_sample_alone_that_need_not_be(
     run: Callable[..., RunResult], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -131,6 +131,13 @@ def test_plugins_that_clip_by_themselves_are_told_the_norm() -> None:
         optimizer.clip_grad_by_norm(2.0)
 
 
+def test_so_does_a_hybrid_in_half_precision() -> None:
+    booster, model, optimizer = boosted(lambda: HybridParallelPlugin(1, 1, precision="bf16"))
+    booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
+    with pytest.raises(ConfigError, match=r"HybridParallelPlugin\(max_norm=2.0\)"):
+        optimizer.clip_grad_by_norm(2.0)
+
+
 def test_gemini_accumulates_when_it_is_told() -> None:
     booster, model, optimizer = boosted(lambda: GeminiPlugin(precision="bf16"))
     booster.backward(model(torch.ones(1, 3)).sum(), optimizer)
@@ -200,12 +207,16 @@ def test_steps_are_read_as_colossalais_adams_count_them() -> None:
     for values in found["state"].values():
         values["step"] = int(values["step"])
     torch.save(found, "ints.pt")
+    # FusedAdam counts the steps of a group.
+    for values in found["state"].values():
+        found["param_groups"][0]["step"] = values.pop("step")
+    torch.save(found, "groups.pt")
     ends = []
-    for file in ("optimizer.pt", "ints.pt"):
+    for file in ("optimizer.pt", "ints.pt", "groups.pt"):
         booster.load_model(model, "model.pt")
         booster.load_optimizer(optimizer, file)
         ends.append([step(booster, model, optimizer) for _ in range(2)])
-    assert ends[0] == ends[1]
+    assert ends[0] == ends[1] == ends[2]
 
 
 def test_a_part_of_a_model_is_not_written_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 import types
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -632,7 +634,7 @@ def test_a_script_finds_the_backend_that_it_has_asked_for(
         ),
         (
             lambda face, model: face.fully_shard(
-                model, mesh=types.SimpleNamespace(device_type="cpu")
+                model, mesh=types.SimpleNamespace(device_type="cpu", size=lambda: 1)
             ),
             "cpu",
         ),
@@ -674,6 +676,94 @@ def test_ranks_whose_models_are_on_unlike_devices_are_refused() -> None:
         own._move(world, "cuda")  # pyright: ignore[reportArgumentType]
     own._move(world, "cpu")  # pyright: ignore[reportArgumentType]
     assert own._placement.device_type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("wraps", "said"),
+    [
+        (lambda fsdp, ddp, model, mesh: fsdp.fully_shard(model, mesh=mesh), "over a mesh of 3 of"),
+        (lambda fsdp, ddp, model, mesh: fsdp.FullyShardedDataParallel(model, device_mesh=mesh),
+         "over a mesh of 3 of"),
+        (lambda fsdp, ddp, model, mesh: fsdp.fully_shard(model).set_gradient_divide_factor(1.0),
+         "set_gradient_divide_factor: the engine sums gradients"),
+        (lambda fsdp, ddp, model, mesh: ddp.DistributedDataParallel(model, init_sync=False),
+         r"DistributedDataParallel\(init_sync=False\)"),
+    ],
+)  # fmt: skip
+def test_what_wrappers_cannot_keep_is_refused(
+    wraps: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unipar.compat import adopting
+    from unipar.compat.native import fsdp, wrappers
+
+    monkeypatch.setattr(fsdp, "adoption", adopting.Adoption())
+    mesh = types.SimpleNamespace(device_type="cpu", size=lambda: 3)
+    with pytest.raises(ConfigError, match=said):
+        wraps(fsdp, wrappers, nn.Linear(2, 2), mesh)
+
+
+@pytest.mark.parametrize("converts", ["none", "all", "a part", "another"])
+def test_batch_norms_are_converted_where_the_script_does(
+    converts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unipar.compat import adopting
+    from unipar.compat.native import wrappers
+
+    own = adopting.Adoption()
+    monkeypatch.setattr(wrappers, "adoption", own)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    given = {"all": model, "a part": model[0], "another": nn.BatchNorm1d(2)}.get(converts)
+    if given is not None:
+        assert wrappers.SyncBatchNorm.convert_sync_batchnorm(given) is given
+    if converts in ("none", "all"):
+        own._check_synchronized(model)
+    else:
+        with pytest.raises(ConfigError, match="not all of this Sequential's"):
+            own._check_synchronized(model)
+    own._check_synchronized(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_buffers_are_broadcast_as_ddp_is_told_by_either_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from unipar.compat import adopting
+    from unipar.compat.native import wrappers
+
+    monkeypatch.setattr(wrappers, "adoption", own := adopting.Adoption())
+    for name in ("broadcast_buffers", "forward_sync_buffers"):
+        own.asked.clear()
+        wrappers.DistributedDataParallel(nn.Linear(2, 2), **{name: False})
+        assert own.asked["strategy"] == {"name": "ddp", "broadcast_buffers": False}
+
+
+def test_generators_that_a_script_has_seeded_are_left_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from unipar.compat import common_draws
+
+    def drawn() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    seeds = torch.manual_seed, random.seed, np.random.seed
+    of_seed = {}
+    for seed in (1, 2, 3):
+        for one in seeds:
+            one(seed)
+        of_seed[seed] = common_draws._states(), drawn()
+    for seeded in ((), (0,), (1,), (2,), (1, 2), (0, 1, 2)):
+        draws = common_draws.CommonDraws(Placement())
+        (draws._own, own), (draws._given, given) = of_seed[1], of_seed[2]
+        common_draws._set_states(draws._given)
+        torch.manual_seed(2)
+        assert drawn() == given
+        for number in seeded:
+            seeds[number](3)
+        draws.give_back()
+        found = drawn()
+        assert found == tuple(
+            of_seed[3][1][number] if number in seeded else own[number] for number in range(3)
+        )
 
 
 @pytest.mark.parametrize(

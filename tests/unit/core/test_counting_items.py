@@ -206,3 +206,16 @@ def test_a_global_batch_without_items_is_said_to_be_one(total: float) -> None:
     with Session("single", device="cpu", on_nan="skip") as session:
         engine = session.prepare(nn.Linear(3, 1), optimizer=adamw)
         assert engine.train_step(batch, masked).skipped
+
+
+def test_a_checkpoint_without_a_place_in_the_data_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Session("single", device="cpu") as session:
+        session.prepare(build(), optimizer=adamw)
+        loader = session.loader(sequences(), global_batch_size=8)
+        path = session.save(tmp_path)
+        session.load(path)
+        assert "no place" not in caplog.text
+        session.load(path, loader=loader)
+        assert "so the loader begins with the first epoch. Save with session.save(" in caplog.text

@@ -95,6 +95,35 @@ def test_a_bulk_fetch_is_used_where_there_is_one():
     assert data.bulks[0] == [0, 1]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_collate_function_draws_is_its_own_and_seeded(rank: int) -> None:
+    def drawn(epochs: int, seed: int = 0) -> list[tuple[float, ...]]:
+        def collate(samples: list[int]) -> list[tuple[float, ...]]:
+            return [(random.random(), np.random.rand(), torch.rand(()).item())]
+
+        loader = Loader(
+            list(range(8)), global_batch_size=4, data_rank=rank, data_size=2, seed=seed,
+            collate_fn=collate,
+        )  # fmt: skip
+        found = []
+        for _ in range(epochs):
+            found += [one for batch in loader for micro in batch for one in micro.data]
+        return found
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(()).item()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    found = drawn(2)
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+    assert len(set(found)) == len(found) == 4
+    assert drawn(2) == found
+    assert not set(drawn(2, seed=1)) & set(found)
+
+
 def test_a_collate_function_makes_the_batch():
     assert first(list(range(4)), collate_fn=lambda samples: ("mine", samples)) == ("mine", [0, 1])
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from unipar.compat.adopting import adoption
 from unipar.compat.native.calls import clip_grad_norm_, load_whole_state_dict, named_state_dict
+from unipar.compat.run import current
 from unipar.compat.taking_up import PRECISIONS
 from unipar.errors import ConfigError
 
@@ -68,8 +69,30 @@ def fully_shard(
         found["cpu_offload"] = True
     for one in module if isinstance(module, (list, tuple)) else [module]:
         half = getattr(mp_policy, "param_dtype", None)
-        _taken(one, FSDPModule, found, half, getattr(mesh, "device_type", None), options)
+        _taken(
+            one, FSDPModule, found, half, getattr(mesh, "device_type", None), options, mesh,
+            getattr(mp_policy, "output_dtype", None),
+        )  # fmt: skip
+        for name in _FACTORS:
+            # torch's own would stand before this class once the strategy has divided the model.
+            vars(one)[name] = functools.partial(_for_engines, one, name)
     return module
+
+
+_FACTORS = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor",
+            "set_force_sum_reduction_for_comms", "set_custom_reduce_scatter",
+            "set_all_reduce_hook")  # fmt: skip
+"""Methods of an ``FSDPModule`` that say how gradients are summed."""
+
+
+def _for_engines(module: Any, name: str, *args: Any, **kwargs: Any) -> None:
+    if adoption.inside:
+        getattr(type(module), name)(module, *args, **kwargs)
+        return
+    raise ConfigError(
+        f"{name}: the engine sums gradients over ranks, and its step is by their mean. Scale the "
+        "loss instead."
+    )
 
 
 class FullyShardedDataParallel:
@@ -100,10 +123,11 @@ class FullyShardedDataParallel:
             found |= {"cpu_offload": True}
         refused = {"process_group": process_group, **options}
         half = getattr(mixed_precision, "param_dtype", None)
-        where = getattr(options.get("device_mesh"), "device_type", None)
+        mesh = options.get("device_mesh")
+        where = getattr(mesh, "device_type", None)
         if isinstance(options.get("device_id"), (str, torch.device)):
             where = torch.device(options["device_id"]).type
-        return _taken(module, FullyShardedDataParallel, found, half, where, refused)
+        return _taken(module, FullyShardedDataParallel, found, half, where, refused, mesh)
 
     # It is called on the module, which is complete.
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
@@ -174,8 +198,15 @@ class FullyShardedDataParallel:
 
 
 def _taken(
-    module: Any, kind: type, found: dict[str, Any], half: Any, where: str | None, options: Any
-) -> Any:
+    module: Any, kind: type, found: dict[str, Any], half: Any, where: str | None, options: Any,
+    mesh: Any, gives: Any = None,
+) -> Any:  # fmt: skip
+    if mesh is not None and mesh.size() != current.placement().size:
+        raise ConfigError(
+            f"FSDP over a mesh of {mesh.size()} of {current.placement().size} ranks has no "
+            "counterpart: the strategy fsdp divides over all of them, or by its option `sharding` "
+            "in groups that sum gradients. Give the whole mesh, or leave it out."
+        )
     if where == "cpu":
         adoption.ask(device="cpu")
     for name in _REFUSED:
@@ -185,17 +216,13 @@ def _taken(
         # As FSDP does, also where the script has autocast.
         found = {**found, "param_dtype": "fp32"} if found.get("name") != "ddp" else found
     known = adoption.asked.get("strategy", {})
-    adoption.ask(
-        strategy={
-            "name": "fsdp",
-            # As FSDP has it by itself.
-            "keep_root": True,
-            **(known if known.get("name") == "fsdp" else {}),
-            **found,
-        }
-    )
+    # As FSDP has it by itself.
+    own = {"name": "fsdp", "keep_root": True, **(known if known.get("name") == "fsdp" else {})}
+    adoption.ask(strategy=found if found.get("name") == "ddp" else {**own, **found})
     if half in PRECISIONS:
         adoption.ask(precision=PRECISIONS[half])
+        adoption.by_policy = True
+        adoption.gives[module] = gives or half
     adoption.gathers = True
     adoption.note_wrapped(module)
     adoption.sums_in_backward = True

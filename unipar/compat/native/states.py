@@ -21,7 +21,7 @@ def get_model_state_dict(
     """The whole weights by name. Collective."""
     if adopted_of(model) is None:
         with adoption.engine_calls():
-            return real.get_model_state_dict(model, submodules=submodules)
+            return real.get_model_state_dict(_inner(model), submodules=submodules)
     return whole_state_dict(model, rank0_only=_first_alone(options))
 
 
@@ -31,7 +31,7 @@ def get_optimizer_state_dict(
     """The whole state of an optimizer, by the names of its parameters. Collective."""
     if adopted_of(model) is None:
         with adoption.engine_calls():
-            return real.get_optimizer_state_dict(model, optimizers)  # pyright: ignore[reportReturnType]
+            return real.get_optimizer_state_dict(_inner(model), optimizers)  # pyright: ignore[reportReturnType]
     return named_state_dict(_only(optimizers), rank0_only=_first_alone(options))
 
 
@@ -48,7 +48,8 @@ def get_state_dict(
 def set_model_state_dict(model: Any, model_state_dict: Any, *, options: Any = None) -> Any:
     """Take over whole weights, of all ranks or of the first. Collective."""
     if adopted_of(model) is None:
-        model.load_state_dict(_shared(model_state_dict, options))
+        strict = getattr(options, "strict", True)
+        _inner(model).load_state_dict(_shared(model_state_dict, options), strict=strict)
     elif model_state_dict or _first_alone(options):
         load_whole_state_dict(model, model_state_dict)
 
@@ -58,8 +59,9 @@ def set_optimizer_state_dict(
 ) -> None:
     """Take over the whole state of an optimizer, likewise. Collective."""
     if adopted_of(model) is None:
+        shared = _shared(optim_state_dict, options)
         with adoption.engine_calls():
-            real.set_optimizer_state_dict(model, optimizers, _shared(optim_state_dict, options))
+            real.set_optimizer_state_dict(_inner(model), optimizers, shared)
     else:
         load_whole_state_dict(_only(optimizers), optim_state_dict)
 
@@ -75,6 +77,11 @@ def set_state_dict(
     """Both. Collective."""
     set_model_state_dict(model, model_state_dict, options=options)
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+
+
+def _inner(model: Any) -> Any:
+    """A model without the wrapper around it, as torch names what is in it."""
+    return model.module if getattr(model, "_unipar_passes", False) else model
 
 
 def _first_alone(options: Any) -> bool:

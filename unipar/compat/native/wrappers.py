@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from unipar.compat.adopting import adoption
+from unipar.compat.dividing.batch_norms import is_batch_norm
 from unipar.compat.run import current
 from unipar.data import move_to
 from unipar.engine import broadcast_tensors
@@ -18,6 +19,8 @@ from unipar.state import is_dtensor
 _OPTIONS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb",
             "broadcast_buffers")  # fmt: skip
 _PLACED = ("device_ids", "output_device", "dim", "check_reduction", "init_sync")
+_SYNCS = "forward_sync_buffers"
+"""What ``broadcast_buffers`` is called since torch 2.13."""
 _OWN = ("register_comm_hook", "join", "reducer", "logger", "_set_static_graph",
         "will_sync_module_buffers", "process_group")  # fmt: skip
 
@@ -57,6 +60,13 @@ class DistributedDataParallel(_Wrapper):
     """
 
     def __init__(self, module: nn.Module, device_ids: Any = None, **options: Any) -> None:
+        if options.get(_SYNCS) is not None:
+            options["broadcast_buffers"] = options.pop(_SYNCS)
+        if options.get("init_sync") is False:
+            raise ConfigError(
+                "DistributedDataParallel(init_sync=False): strategies give all ranks the weights "
+                "of rank 0 as they begin. Leave it out."
+            )
         for name, value in options.items():
             if name not in (*_OPTIONS, *_PLACED) and value not in (None, False):
                 raise ConfigError(
@@ -66,7 +76,9 @@ class DistributedDataParallel(_Wrapper):
         super().__init__(module)
         if current.placement().size > 1:
             with adoption.engine_calls():
-                tensors = [*module.parameters(), *module.buffers()]
+                tensors = list[torch.Tensor](module.parameters())
+                if options.get("broadcast_buffers") is not False:
+                    tensors += module.buffers()
                 # A model that is wrapped again may have been divided by its strategy.
                 broadcast_tensors([t for t in tensors if not is_dtensor(t)], current.world())
         adoption.note_wrapped(module)
@@ -117,7 +129,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if process_group is not None:
             raise ConfigError("convert_sync_batchnorm(process_group=…): it is over all ranks here.")
         adoption.ask(strategy={**_ddp(), "sync_batchnorm": True})
-        adoption.synchronized = True
+        adoption.synchronized.update(one for one in module.modules() if is_batch_norm(one))
         return module
 
 

@@ -94,9 +94,14 @@ def save_optimizer(
     world.barrier()
 
 
-def _as_torchs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter with its steps in a tensor: Colossal-AI's Adams count in an int."""
-    steps = values.get("step")
+def _as_torchs(values: Mapping[str, Any], of_group: Any) -> dict[str, Any]:
+    """The state of a parameter with its steps in a tensor: Colossal-AI's Adams count in an int.
+
+    Args:
+        values: the state.
+        of_group: the steps of its group, in which FusedAdam counts; or ``None``.
+    """
+    steps = values.get("step", of_group if "exp_avg" in values else None)
     counted = {"step": torch.tensor(float(steps))} if isinstance(steps, int) else {}
     return {**values, **counted}
 
@@ -121,8 +126,12 @@ def load_optimizer(optimizer: BoostedOptimizer, path: Path, world: World) -> Non
             raise CheckpointError(
                 f"{path} is of an optimizer of more parameters than the {len(names)} of this one."
             )
+        steps = {number: one.get("step") for one in groups for number in one["params"]}
         return {
-            "state": {names[number]: _as_torchs(values) for number, values in state.items()},
+            "state": {
+                names[number]: _as_torchs(values, steps.get(number))
+                for number, values in state.items()
+            },
             "param_groups": [
                 {**one, "params": [names[number] for number in one["params"]]} for one in groups
             ],

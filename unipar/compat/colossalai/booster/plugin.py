@@ -330,7 +330,9 @@ class HybridParallelPlugin(PipelinePluginBase):
 
     @property
     def clips_by_itself(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.zero_stage > 0
+        # In half precision it clips copies that have no gradients yet (Colossal-AI 0.5,
+        # amp/naive_amp/mixed_precision_optimizer.py), so that clip_grad_by_norm clips nothing.
+        return self.zero_stage > 0 or self.precision != "fp32"
 
     @property
     def syncs_batchnorm(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -161,7 +161,20 @@ def DistributedOptimizer(
     # Horovod builds another optimizer from the groups, without the state.
     optimizer.state.clear()
     optimizer.__class__ = _class_of(type(optimizer))
+    if size() > 1:
+        optimizer.register_step_pre_hook(_zero_unused)
     return optimizer
+
+
+def _zero_unused(optimizer: Any, *_: Any) -> None:
+    """Give parameters that no rank has used a gradient of zero, by which AdamW decays them.
+
+    As Horovod 0.28.1 does on several ranks (torch/optimizer.py, synchronize).
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 @functools.cache
@@ -184,8 +197,9 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     Where there is none yet, Horovod takes a step on gradients of zero, which makes some, counts as
     the first, and decays weights; and so does this.
     """
-    if optimizer.__dict__.get("_unipar") is not None:
-        # An engine keeps it equal, or divides it.
+    adopted = optimizer.__dict__.get("_unipar")
+    if adopted is not None and adopted.divided:
+        # Each rank has a part, which no call of one rank alone changes.
         return
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     if not optimizer.state_dict()["state"]:

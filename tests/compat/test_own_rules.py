@@ -1,0 +1,180 @@
+"""Rules of PyTorch's and Horovod's that a script may rest on, each held against the framework."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from unipar.migrate import migrate_files
+from unipar.migrate.launchers import command
+
+TORCHRUN, HOROVODRUN = command("torchrun", 2), command("horovodrun", 2)
+pytestmark = [
+    pytest.mark.usefixtures("forked_programs"), pytest.mark.slow, pytest.mark.timeout(300),
+]  # fmt: skip
+
+SEEDS = """\
+import random
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+random.seed(0)
+np.random.seed(0)
+dist.init_process_group("gloo")
+drawn = np.random.permutation(10).tolist(), random.random()
+sys.stdout.write(f"rank {dist.get_rank()} draws {drawn}\\n")
+"""
+
+BUFFERS = """\
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+def say(*said):
+    sys.stdout.write(f"rank {rank} {said}\\n")
+
+
+class Center(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("mean", torch.full((1,), float(rank)))
+
+    def forward(self, x):
+        self.mean.lerp_(x.mean().detach(), 0.5)
+        return self.scale * (x - self.mean)
+
+
+net = DDP(Center(), forward_sync_buffers=False)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+say(list(get_model_state_dict(net)))
+for step in range(3):
+    loss = net(torch.tensor([1.0, 2.0]) + 10 * rank + step).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    say(f"{loss.item():.4f} {net.module.mean.item():.4f} {net.module.scale.item():.4f}")
+stored = get_model_state_dict(net)
+say(list(stored))
+fresh = DDP(Center(), forward_sync_buffers=False)
+set_model_state_dict(fresh, stored)
+say(f"{fresh.module.scale.item():.4f}")
+"""
+
+HALF = """\
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for layer in (net[0], net[2]):
+    fully_shard(layer, mp_policy=policy)
+fully_shard(net, mp_policy=policy)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.randn(2, 8, 4)[dist.get_rank()]
+for step in range(4):
+    output = net(data)
+    loss = (output.float() - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    sys.stdout.write(f"rank {dist.get_rank()} {step} {output.dtype} {loss.item():.3f}\\n")
+"""
+
+UNUSED = """\
+import sys
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+hvd.init()
+torch.manual_seed(0)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x, first):
+        return (self.first if first else self.second)(x)
+
+
+net = Net()
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=net.named_parameters())
+for first in (True, False, True, True):
+    optimizer.zero_grad()
+    net(torch.ones(2, 4) + hvd.rank(), first).mean().backward()
+    optimizer.step()
+if hvd.rank() == 0:
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(3)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+for first in (True, False):
+    optimizer.zero_grad()
+    net(torch.ones(2, 4), first).mean().backward()
+    optimizer.step()
+found = [f"{one.sum().item():.4f}" for one in net.parameters()]
+sys.stdout.write(f"rank {hvd.rank()} {found}\\n")
+"""
+
+
+def said(start: list[str], script: str, at: Path, strategy: str) -> list[str]:
+    name = "face.py" if strategy else "own.py"
+    code = migrate_files({"own.py": script})["own.py"].code if strategy else script
+    (at / name).write_text(code)
+    done = subprocess.run(
+        [*start, name], cwd=at, timeout=240, capture_output=True, text=True, check=False,
+        env={**os.environ, "UNIPAR_STRATEGY": strategy, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(re.findall(r"rank \d .*", done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("script", "strategy"),
+    [
+        (SEEDS, "ddp"), (BUFFERS, "ddp"), (HALF, "fsdp"),
+        pytest.param(HALF, "ddp", marks=pytest.mark.thorough), (UNUSED, "ddp"),
+        pytest.param(UNUSED, "horovod", marks=pytest.mark.thorough),
+    ],
+    ids=["seeds", "buffers", "half", "half_ddp", "unused", "unused_horovod"],
+)  # fmt: skip
+def test_a_script_finds_what_it_finds_under_its_framework(
+    script: str, strategy: str, tmp_path: Path
+) -> None:
+    if script is UNUSED:
+        pytest.importorskip("horovod")
+    own = said(HOROVODRUN if script is UNUSED else TORCHRUN, script, tmp_path, "")
+    found = said(TORCHRUN, script, tmp_path, strategy)
+    assert len(own) >= 2
+    if script is HALF:
+        # Of the losses the last digit may be rounded otherwise.
+        assert [one.split()[:4] for one in found] == [one.split()[:4] for one in own]
+        losses = [[float(one.split()[-1]) for one in lines] for lines in (found, own)]
+        assert losses[0] == pytest.approx(losses[1], abs=0.01)
+    else:
+        assert found == own
