@@ -711,6 +711,8 @@ def test_ranks_train_as_one_process_however_batches_are_read(tmp_path: Path) -> 
     evaluated = [line for line in ranks if line.startswith("normed")]
     assert len(evaluated) == 2
     assert len(set(evaluated)) == 1
+    (by_one,) = (line.split()[1] for line in alone if line.startswith("normed"))
+    assert float(evaluated[0].split()[1]) == pytest.approx(float(by_one), rel=1e-3)
 
 
 CODEBOOKS = """

@@ -104,8 +104,8 @@ def test_steps_are_those_of_a_plain_loop(strategy: str, world_pool: WorldPools) 
         assert told == pytest.approx(losses, rel=1e-5)
         if "shard_optimizer" not in strategy and strategy != "fsdp":
             torch.testing.assert_close(trained, weights, rtol=1e-5, atol=1e-6)
-        # These reduce what each pass leaves when all have been.
-        if strategy not in ("ddp:static_graph=true", STRATEGIES[2]):
+        # These reduce what each pass leaves when all have been; FSDP reduces by other calls.
+        if strategy not in ("ddp:static_graph=true", STRATEGIES[2], "fsdp"):
             assert calls == [0] * len(PASSES)
 
 

@@ -199,11 +199,14 @@ def test_in_half_precision_sequences_are_divided_as_rounding_allows(
     world_pool: WorldPools,
 ) -> None:
     scenario = replace(LONG, precision="bf16", num_steps=5)
+    runs = {}
     for param_dtype in ("fp32", "compute"):
         kit = kit_of(world_pool, param_dtype=param_dtype)
-        (run,) = kit.train(scenario)
+        (runs[param_dtype],) = kit.train(scenario)
         if param_dtype == "fp32":
-            kit.check(run, scenario)
+            kit.check(runs[param_dtype], scenario)
+    losses = runs["fp32"].trace.losses
+    assert runs["compute"].trace.losses == pytest.approx(losses, rel=5e-2)
 
 
 class Encoder(nn.Module):

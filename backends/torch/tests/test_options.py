@@ -340,9 +340,13 @@ def test_fp16_overflow_on_one_shard_skips_the_step_on_all(world_pool: Any) -> No
     def overflow(placement: Placement, strategy: str) -> tuple[bool, bool, float]:
         prepared = registry.resolve(strategy)
         world = prepared.setup(placement)
+        model = build()
+        with torch.no_grad():
+            # No gradient goes further back.
+            model.head.weight[2].zero_()  # pyright: ignore[reportIndexIssue, reportOptionalSubscript]
         engine = prepared.prepare(
             EngineSpec(
-                build(),
+                model,
                 optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=1e-2),
                 precision="fp16",
             ),
@@ -351,7 +355,7 @@ def test_fp16_overflow_on_one_shard_skips_the_step_on_all(world_pool: Any) -> No
 
         def huge_head(model: Any, batch: Any) -> torch.Tensor:
             # Only the last rows of the head, which are the last rank's shard, overflow.
-            return model(batch[0])[:, 2].mean() * 1e-3 + model(batch[0])[:, 2].sum() * 4.0
+            return model(batch[0])[:, 2].sum() * 0.1
 
         inputs, targets = batches()[0]
         own = slice(placement.rank * 4, placement.rank * 4 + 4)
