@@ -53,6 +53,7 @@ class Paced:
             one.step_was_skipped for one in self.optimizers
         ):
             for _ in range(1 if self._split else self._times):
+                # As Accelerate 1.15.0 does it (scheduler.py, AcceleratedScheduler.step).
                 end = getattr(scheduler, "total_steps", None)
                 if self._split or end is None or scheduler._step_count <= end:
                     scheduler.step(*args, **kwargs)
