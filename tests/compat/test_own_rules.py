@@ -138,6 +138,15 @@ for first in (True, False):
     net(torch.ones(2, 4), first).mean().backward()
     optimizer.step()
 found = [f"{one.sum().item():.4f}" for one in net.parameters()]
+sampler = hvd.elastic.ElasticSampler(range(9), seed=3)
+found.append(list(sampler))
+sampler.record_batch(0, 2)
+rest = hvd.elastic.ElasticSampler(range(9), seed=3)
+if hvd.rank() == 0:
+    rest.load_state_dict(sampler.state_dict())
+state = hvd.elastic.TorchState(net, optimizer, sampler=rest, plan=[hvd.rank()])
+state.sync()
+found += [list(rest), len(rest), state.plan]
 sys.stdout.write(f"rank {hvd.rank()} {found}\\n")
 """
 

@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import Sampler
 
 from unipar.compat.horovod.torch import calls as hvd
@@ -42,13 +44,16 @@ class TorchState:
 
     def sync(self) -> None:
         """Give all ranks the first one's. Collective."""
-        if self.model is not None and self.model.__dict__.get("_unipar") is None:
-            hvd.broadcast_parameters(self.model.state_dict(), 0)
-        if self.optimizer is not None:
-            hvd.broadcast_optimizer_state(self.optimizer, 0)
-        for name in self._names:
+        for name in ("model", "optimizer", *self._names):
             value = self.__dict__[name]
-            if isinstance(value, (int, float, str, bool)):
+            if isinstance(value, nn.Module):
+                if value.__dict__.get("_unipar") is None:
+                    hvd.broadcast_parameters(value.state_dict(), 0)
+            elif isinstance(value, Optimizer):
+                hvd.broadcast_optimizer_state(value, 0)
+            elif isinstance(value, ElasticSampler):
+                value.load_state_dict(hvd.broadcast_object(value.state_dict(), 0))
+            elif value is not None:
                 self.__dict__[name] = hvd.broadcast_object(value, 0)
 
     def register_reset_callbacks(self, callbacks: Any) -> None:
@@ -61,60 +66,50 @@ class TorchState:
 
 
 class ElasticSampler(Sampler[int]):
-    """Each rank's samples of an epoch, of those that are not processed yet."""
+    """Each rank's samples of an epoch, of those that no rank has processed yet.
+
+    All ranks are taken to have processed as many as this one: those at the beginning of the
+    epoch's order.
+    """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self.epoch = 0
-        self.processed_indices: set[int] = set()
+        self.epoch = self.processed_num = 0
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch."""
-        self.epoch = epoch
-        self.processed_indices = set()
+        self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that a batch is processed."""
-        self.record_indices(self.get_indices(batch_idx, batch_size))
-
-    def record_indices(self, indices: Any) -> None:
-        """Note that samples are processed."""
-        self.processed_indices.update(indices)
-
-    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """This rank's samples of a batch."""
-        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+        """Note that a batch is processed on every rank."""
+        self.processed_num += batch_size * self.num_replicas
 
     def reset(self) -> None:
         """Deal what is left."""
         place = current.placement()
-        left = [one for one in range(len(self.dataset)) if one not in self.processed_indices]
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        left = order[self.processed_num :]
         self.remaining_indices, self.rank, self.num_replicas = left, place.rank, place.size
         self.num_samples = math.ceil(len(left) / place.size)
         self.total_size = self.num_samples * place.size
-        self.indices = self._dealt()
 
     def state_dict(self) -> dict[str, Any]:
         """How far the epoch has come."""
-        return {"epoch": self.epoch, "processed_indices": self.processed_indices}
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from there."""
-        self.epoch = state_dict["epoch"]
-        self.processed_indices = state_dict["processed_indices"]
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
-    def _dealt(self) -> list[int]:
-        order = self.remaining_indices[:]
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)
-        order += order[: self.total_size - len(order)]
-        return order[self.rank : self.total_size : self.num_replicas]
-
     def __iter__(self) -> Iterator[int]:
-        self.indices = self._dealt()
+        missing = self.total_size - len(self.remaining_indices)
+        dealt = [*self.remaining_indices, *self.remaining_indices[:missing]]
+        self.indices = dealt[self.rank : self.total_size : self.num_replicas]
         return iter(self.indices)
 
     def __len__(self) -> int:
