@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,35 @@ say(list(stored))
 fresh = DDP(Center(), forward_sync_buffers=False)
 set_model_state_dict(fresh, stored)
 say(f"{fresh.module.scale.item():.4f}")
+"""
+
+SCALED = """\
+import sys
+
+import torch
+from torch import nn
+
+
+class Scaled(torch.optim.SGD):
+    factor, steps = 1.0, 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.data.add_(one.grad, alpha=-group["lr"] * self.factor)
+
+
+torch.manual_seed(0)
+model = nn.Linear(3, 1)
+optimizer = Scaled(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.factor = 0.5 ** step
+    loss = model(torch.ones(4, 3)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    sys.stdout.write(f"rank 0 {loss.item():.4f} {optimizer.steps}\\n")
 """
 
 HALF = """\
@@ -187,3 +217,9 @@ def test_a_script_finds_what_it_finds_under_its_framework(
         assert losses[0] == pytest.approx(losses[1], abs=0.01)
     else:
         assert found == own
+
+
+def test_attributes_of_an_optimizer_are_the_scripts_and_the_engines(tmp_path: Path) -> None:
+    alone = said([sys.executable], SCALED, tmp_path, "")
+    assert said([sys.executable], SCALED, tmp_path, "single") == alone
+    assert said(TORCHRUN, SCALED, tmp_path, "ddp") == sorted(alone * 2)

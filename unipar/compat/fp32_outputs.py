@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from unipar.data.move import with_items
+
 
 def fp32(value: Any) -> Any:
     """The value with every half-precision tensor in it in fp32; a mutable mapping is changed."""
@@ -16,6 +18,4 @@ def fp32(value: Any) -> Any:
         for key in list(value):
             value[key] = fp32(value[key])
         return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(fp32, value))
-    return type(value)(map(fp32, value)) if isinstance(value, (list, tuple)) else value
+    return with_items(value, fp32)

@@ -18,6 +18,7 @@ _KEY = "_unipar"
 _WITHIN = "_unipar_within"
 _CLEARED = "_unipar_cleared"
 _STATE = ("param_groups", "state", "defaults")
+_OWN = {_KEY, _WITHIN, _CLEARED, *_STATE, "step"}
 
 
 class _Module:
@@ -101,8 +102,13 @@ class _Optimizer:
             return loss
         if adopted is not None:
             loss = adopted.run(closure)
-            with adoption.engine_calls():
-                adopted.step()
+            # What a class of the script's own has by itself, as a factor or a count, is of both.
+            _share(self, adopted.optimizer)
+            try:
+                with adoption.engine_calls():
+                    adopted.step()
+            finally:
+                _share(adopted.optimizer, self)
             return loss
         alone = _WITHIN not in self.__dict__
         if alone and closure is None and adoption.has_overflowed(self):
@@ -208,6 +214,14 @@ def model_class(kind: type, original: type, adoption: Any) -> type:
         adoption: what hands calls to engines.
     """
     return _named(original, (_Module, kind), {"_unipar_adoption": adoption})
+
+
+def _share(one: Any, other: Any) -> None:
+    """Give an optimizer the attributes of another, but what is each one's own."""
+    other.__dict__.update(
+        (key, value) for key, value in one.__dict__.items()
+        if key not in _OWN and not callable(value)
+    )  # fmt: skip
 
 
 @functools.cache

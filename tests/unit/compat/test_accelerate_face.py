@@ -483,3 +483,38 @@ def test_memory_that_is_freed_makes_room() -> None:
     assert ([*session.engines], len(kept)) == (["model"], 3)
     accelerator.clear()
     assert not session.engines
+
+
+def test_on_one_process_functions_of_any_rank_are_called() -> None:
+    state = PartialState()
+    assert state.on_process(lambda: 3, process_index=1)() == 3
+    assert state.on_local_process(lambda: 4, local_process_index=2)() == 4
+
+
+def test_what_pads_a_part_is_the_last_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = PartialState()
+    monkeypatch.setattr(type(state), "num_processes", 3)
+    monkeypatch.setattr(type(state), "use_distributed", True)
+    found = []
+    for rank in range(3):
+        monkeypatch.setattr(type(state), "process_index", rank)
+        with state.split_between_processes(["a", "b", "c", "d"], apply_padding=True) as part:
+            found.append(part)
+    assert found == [["a", "b"], ["c", "d"], ["d", "d"]]
+
+
+def test_what_is_reduced_has_a_gradient() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(accelerator)
+    loss = model(next(iter(loader))).square().mean()
+    accelerator.backward(accelerator.reduce(loss, "mean"))  # pyright: ignore[reportArgumentType]
+    optimizer.step()
+
+
+def test_powers_of_gradients_are_of_pytorchs_rank() -> None:
+    hook = DDPCommunicationHookType.POWER_SGD
+    assert DistributedDataParallelKwargs(comm_hook=hook).options()["powersgd_rank"] == 1
+    given = DistributedDataParallelKwargs(
+        comm_hook=hook, comm_state_option={"matrix_approximation_rank": 2}
+    )
+    assert given.options()["powersgd_rank"] == 2

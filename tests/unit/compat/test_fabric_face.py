@@ -7,6 +7,7 @@ import csv
 import functools
 import os
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -109,6 +110,25 @@ def test_inputs_and_methods_are_in_half_where_they_are_in_fabric(strategy: str) 
                 torch.distributed.destroy_process_group()
     assert found == expected
     assert len(found) == 4
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    kinds: torch.Tensor
+
+
+def test_outputs_in_dataclasses_are_in_fp32() -> None:
+    class Tagger(nn.Linear):
+        def forward(self, input: Any) -> Any:
+            logits = super().forward(input.logits)
+            return Output(logits, input.kinds)
+
+    net = Tagger(3, 1)
+    fabric = Fabric(**CPU, precision="bf16-mixed")
+    model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    output = model(Output(torch.ones(2, 3), torch.ones(2, dtype=torch.long)))
+    assert (output.logits.dtype, output.kinds.dtype) == (torch.float32, torch.long)
 
 
 class AsLightnings(nn.Linear):

@@ -74,9 +74,12 @@ def reduce(data: Any, world: World, reduction: Reduction = "sum") -> Any:
     _check_replicas(world)
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
-        result = tensor.detach().clone()
+        result = tensor.clone()
         if world.size > 1 and reduction != "none":
-            dist.all_reduce(result, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM)
+            with torch.no_grad():
+                # As in Accelerate, a gradient comes to this rank's own.
+                op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+                dist.all_reduce(result, op)
         return result / world.size if reduction == "mean" else result
 
     return each_tensor(one, data)

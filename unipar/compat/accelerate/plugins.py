@@ -129,7 +129,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
                     f"take. It takes {', '.join(names)}."
                 )
             found |= {names[key]: value for key, value in self.comm_state_option.items()}
-            found["compression"] = "powersgd"
+            # PyTorch's default, which Accelerate leaves as it is.
+            found = {"powersgd_rank": 1, **found, "compression": "powersgd"}
         elif hook in (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16):
             found["compression"] = hook.value
         elif hook is not DDPCommunicationHookType.NO:

@@ -130,11 +130,10 @@ class Processes:
         fewer, more = divmod(len(inputs), size)
         begin = rank * fewer + min(rank, more)
         part: Any = inputs[begin : begin + fewer + (rank < more)]
-        # A rank without any repeats the last of all.
         missing = math.ceil(len(inputs) / size) - len(part)
         if not padded or not missing:
             return part
-        last: Any = part[-1:] if len(part) else inputs[-1:]
+        last: Any = inputs[-1:]
         if isinstance(part, torch.Tensor):
             return torch.cat([part, *[last] * missing])
         return part + last * missing
@@ -174,18 +173,20 @@ class Processes:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """The function on one rank, and nothing elsewhere."""
+        """The function on one rank, and nothing elsewhere; where it is alone, always."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        return _only(function, self.process_index == process_index)
+        here = self.process_index == process_index
+        return _only(function, here or not self.use_distributed)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """The function in one process of each node, and nothing elsewhere."""
+        """The function in one process of each node, likewise."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return _only(function, self.local_process_index == local_process_index)
+        here = self.local_process_index == local_process_index
+        return _only(function, here or not self.use_distributed)
 
 
 def _only(function: Callable[..., Any], here: bool) -> Callable[..., Any]:

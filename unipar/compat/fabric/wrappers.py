@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
+from unipar.compat.dividing.cutting import changed
 from unipar.compat.fabric.data import FabricDataLoader
 from unipar.compat.fabric.strategies import Strategy
 from unipar.compat.fabric_names import refuse
@@ -64,12 +65,12 @@ class FabricModule(PreparedModel):
         taken = self._true or self._half
         if taken is None:
             return super().forward(*args, **kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: _cast(t, taken), (args, kwargs))
+        args, kwargs = _cast((args, kwargs), taken)
         with default_dtype(self._true):
             output = super().forward(*args, **kwargs)
         if self._true is None:
             return output
-        return tree_map_only(torch.Tensor, lambda t: _cast(t, torch.get_default_dtype()), output)
+        return _cast(output, torch.get_default_dtype())
 
     def trained_by(self, engine: Engine, drop: Callable[..., None]) -> Training:
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
@@ -155,8 +156,9 @@ def _computing(module: nn.Module, name: str) -> Iterator[None]:
             handle.remove()
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    """The floats in it in a dtype; in dataclasses, too."""
+    return changed(data, lambda one: one.to(dtype) if one.is_floating_point() else one)
 
 
 @contextmanager
