@@ -753,11 +753,7 @@ class Divided(Base):
         return self.linear(x).square().mean(1).sum() / torch.tensor(3.0)
 
 
-class Normed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
+class Normed(Doubled):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0] / grads[0].norm()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from unipar.compat.dividing.cutting import changed
+from unipar.compat.fp32_outputs import cast
 from unipar.compat.gathering import GatheredModel, GatheredOptimizer, outer
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
@@ -93,10 +93,7 @@ class AdoptedModel(PreparedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        dtype = self.gives
-        if dtype is None:
-            return output
-        return changed(output, lambda one: one.to(dtype) if one.is_floating_point() else one)
+        return output if self.gives is None else cast(output, self.gives)
 
     def note(self, output: Any, inputs: Any) -> None:
         """Note on an output which models a loss of it would train."""

@@ -1,4 +1,4 @@
-"""Outputs of a model under mixed precision, converted to fp32."""
+"""What models are given and give under mixed precision, converted to other precisions."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def fp32(value: Any) -> Any:
             value[key] = fp32(value[key])
         return value
     return with_items(value, fp32)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The value with every floating-point tensor in it in a dtype; in dataclasses, too."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    return with_items(value, lambda one: cast(one, dtype))

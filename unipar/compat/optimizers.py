@@ -551,6 +551,14 @@ def fetch_to_clip(optimizers: Sequence[PreparedOptimizer], call: str) -> None:
         one.fetch_gradients()
 
 
+def zero_unused(optimizer: Optimizer, *_: Any) -> None:
+    """Give parameters that no rank has used a gradient of zero, by which AdamW decays them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
 def share_scale_of(optimizers: Iterable[PreparedOptimizer]) -> None:
     """Have one backward pass leave gradients by one scale in the models of several optimizers.
 

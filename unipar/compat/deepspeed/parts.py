@@ -9,7 +9,7 @@ import torch
 
 from unipar.compat.deepspeed_names import refuse
 from unipar.compat.models import Calls, PreparedModel, led_to
-from unipar.compat.optimizers import PreparedOptimizer
+from unipar.compat.optimizers import PreparedOptimizer, zero_unused
 from unipar.errors import ConfigError
 
 _INITIALIZE = "engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, …)"
@@ -42,7 +42,8 @@ class EngineOptimizer(PreparedOptimizer):
     def takes_up(self, model: PreparedModel, **asked: Any) -> None:
         super().takes_up(model, **asked)
         self._all.add(self)
-        self.optimizer.register_step_pre_hook(_zero_unused)
+        # DeepSpeed 0.19.8 does so in every stage (engine.py, _get_gradients_for_reduction).
+        self.optimizer.register_step_pre_hook(zero_unused)
 
     def backward(self, loss: torch.Tensor, **how: Any) -> None:
         if len(self._all) > 1:
@@ -76,17 +77,6 @@ class EngineOptimizer(PreparedOptimizer):
                 "drops there depends on ZeRO's stage. Leave it out: engine.step() clears."
             )
         self.drop()
-
-
-def _zero_unused(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Give parameters that no rank has used a gradient of zero, by which AdamW decays them.
-
-    As DeepSpeed 0.19.8 does in every stage (runtime/engine.py, _get_gradients_for_reduction).
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
 
 class Unlogged:

@@ -14,10 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from unipar.compat.dividing.cutting import changed
 from unipar.compat.fabric.data import FabricDataLoader
 from unipar.compat.fabric.strategies import Strategy
 from unipar.compat.fabric_names import refuse
+from unipar.compat.fp32_outputs import cast
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.compat.tables import Table
@@ -65,12 +65,12 @@ class FabricModule(PreparedModel):
         taken = self._true or self._half
         if taken is None:
             return super().forward(*args, **kwargs)
-        args, kwargs = _cast((args, kwargs), taken)
+        args, kwargs = cast((args, kwargs), taken)
         with default_dtype(self._true):
             output = super().forward(*args, **kwargs)
         if self._true is None:
             return output
-        return _cast(output, torch.get_default_dtype())
+        return cast(output, torch.get_default_dtype())
 
     def trained_by(self, engine: Engine, drop: Callable[..., None]) -> Training:
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
@@ -154,11 +154,6 @@ def _computing(module: nn.Module, name: str) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _cast(data: Any, dtype: torch.dtype) -> Any:
-    """The floats in it in a dtype; in dataclasses, too."""
-    return changed(data, lambda one: one.to(dtype) if one.is_floating_point() else one)
 
 
 @contextmanager

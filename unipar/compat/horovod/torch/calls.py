@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from unipar.compat.adopting import adoption, close, start
 from unipar.compat.horovod_names import CALLS
+from unipar.compat.optimizers import zero_unused
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -162,19 +163,9 @@ def DistributedOptimizer(
     optimizer.state.clear()
     optimizer.__class__ = _class_of(type(optimizer))
     if size() > 1:
-        optimizer.register_step_pre_hook(_zero_unused)
+        # As Horovod 0.28.1 does then (torch/optimizer.py, synchronize).
+        optimizer.register_step_pre_hook(zero_unused)
     return optimizer
-
-
-def _zero_unused(optimizer: Any, *_: Any) -> None:
-    """Give parameters that no rank has used a gradient of zero, by which AdamW decays them.
-
-    As Horovod 0.28.1 does on several ranks (torch/optimizer.py, synchronize).
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
 
 @functools.cache
