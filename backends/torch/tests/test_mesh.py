@@ -792,6 +792,7 @@ def overlapped(placement: Placement) -> Any:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(600)  # Each rank compiles.
 def test_exchanges_go_into_products_and_change_nothing(world_pool: WorldPools) -> None:
     model, expected = gated(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -801,7 +802,7 @@ def test_exchanges_go_into_products_and_change_nothing(world_pool: WorldPools) -
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    for losses, fused, left in world_pool(2).run(overlapped):
+    for losses, fused, left in world_pool(2).run(overlapped, timeout=600.0):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert {name.split(".")[1] for name in fused} == {
             "fused_all_gather_matmul",
