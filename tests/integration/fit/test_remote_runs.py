@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,16 +60,31 @@ def test_a_run_goes_on_from_what_was_copied(run: Run, tmp_path: Path) -> None:
     assert losses == pytest.approx(whole.losses, rel=1e-5)
 
 
+class AwaitsCopies(unipar.Callback):
+    """Goes on when the checkpoint of the step before has been copied: only the newest has to be."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def on_step_end(self, run: Any, record: Any) -> None:
+        until = time.monotonic() + 60
+        while record.step > 1 and record.step - 1 not in RemoteDirectory(self.url).steps():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+
 def test_the_best_is_kept_there_too_and_models_are_read_from_there(
     run: Run, tmp_path: Path
 ) -> None:
     url = f"file://{tmp_path}/there"
-    saves: dict[str, Any] = {"directory": url, "every_steps": 1, "keep_last": 1}
+    saves: dict[str, Any] = {"directory": url, "every_steps": 1, "keep_last": 1, "async": False}
     saves["keep_best"] = {"metric": "loss", "mode": "max"}
-    result = run(steps=3, checkpoint=saves, eval_data=data(), eval_every=1)
+    result = run(
+        steps=3, checkpoint=saves, eval_data=data(), eval_every=1, callbacks=[AwaitsCopies(url)]
+    )
     worst = max(result.evaluations, key=lambda pair: pair[1]["loss"])[0]
-    assert set(RemoteDirectory(url).steps()) <= {worst, 3}
-    assert 3 in RemoteDirectory(url).steps()
+    assert worst == 1
+    assert RemoteDirectory(url).steps() == [3, 1]
     model = unipar.load_model(url, build())
     local = unipar.load_model(tmp_path / "run" / "checkpoints", build())
     assert all(map(torch.equal, model.state_dict().values(), local.state_dict().values()))
