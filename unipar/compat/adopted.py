@@ -86,6 +86,11 @@ class AdoptedModel(PreparedModel):
         """Whether each rank has a part of the weights."""
         return "parameters" in self._session.capabilities.sharded
 
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether ranks sum gradients block after block, so that all are to use the same ones."""
+        return bool(self._session.capabilities.sharded)
+
     def _share_buffers(self, training: Training) -> None:
         # DDP's forward does it, and ranks need not evaluate together around it.
         if torch.is_grad_enabled() or self.wrapped:

@@ -155,10 +155,10 @@ def _output(
         return RELATED
     unlike = [dim for dim, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
     if not unlike:
-        if whole.dim() == 0 and whole.is_floating_point():
-            return Output(LOSS)
+        if part.is_leaf and part.requires_grad:
+            return Output(ALIKE)
         # What is made of samples may be the same by chance.
-        return Output(ALIKE) if part.is_leaf and part.requires_grad else RELATED
+        return Output(LOSS) if whole.dim() == 0 and whole.is_floating_point() else RELATED
     each = Fraction(whole.shape[unlike[0]], sum(shares.sizes))
     if len(unlike) > 1 or part.shape[unlike[0]] != each * shares.own:
         return UNFIT

@@ -55,6 +55,7 @@ class Run(NamedTuple):
         read: numbers that it has read of tensors.
         calls: what it has called.
         in_half: whether anything of it was in half precision.
+        used: by number, weights that are in its graph.
     """
 
     outputs: list[torch.Tensor]
@@ -70,6 +71,7 @@ class Run(NamedTuple):
     read: Sequence[float] = ()
     calls: Sequence[Call] = ()
     in_half: bool = False
+    used: frozenset[int] = frozenset()
 
     @property
     def tells(self) -> bool:
@@ -215,7 +217,7 @@ class Runner:
             )
             # Strategies have theirs.
             hooked = watched.hooked and training is None
-            foreign = graph and _has_other_weights(found or [], module)
+            used, foreign = _weights_in(found or [], module) if graph else (frozenset(), False)
             by_functions = graph and _has_functions(found or [])
             buffers = {name: (kept.get(name), one) for name, one in module.named_buffers()}
         why = ""
@@ -250,7 +252,7 @@ class Runner:
             found or [], buffers, why, changed(output, lambda one: None), draws.torch != began,
             draws.torch, () if drawing is None else drawing.noted, gradients, by_functions,
             stored, watched.read, calls.noted if calls is not None else (),
-            watched.in_half or _is_half(tuple(found or ())),
+            watched.in_half or _is_half(tuple(found or ())), used,
         )  # fmt: skip
 
     @property
@@ -326,11 +328,12 @@ def _own_weights(module: nn.Module, *, first: bool) -> Iterator[list[str]]:
                 one.data.copy_(copy)
 
 
-def _has_other_weights(outputs: list[torch.Tensor], module: nn.Module) -> bool:
-    """Whether gradients of outputs go to something else than a module's parameters."""
-    own = {id(one) for one in module.parameters()}
-    leaves = (getattr(one, "variable", None) for one in nodes_behind(o.grad_fn for o in outputs))
-    return any(one is not None and id(one) not in own for one in leaves)
+def _weights_in(outputs: list[torch.Tensor], module: nn.Module) -> tuple[frozenset[int], bool]:
+    """Which of a module's parameters are in a graph, and whether it leads to something else."""
+    numbers = {id(one): number for number, one in enumerate(module.parameters())}
+    nodes = nodes_behind(o.grad_fn for o in outputs)
+    found = {numbers.get(id(one.variable), -1) for one in nodes if hasattr(one, "variable")}
+    return frozenset(found), -1 in found
 
 
 class _Watching(TorchFunctionMode):

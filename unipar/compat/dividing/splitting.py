@@ -51,7 +51,7 @@ from unipar.compat.dividing.runs import Runner
 from unipar.compat.dividing.settings import Settings, attributes_of
 from unipar.compat.dividing.shares import Shares, layout_of, mean_over, tied, whole_of
 from unipar.compat.dividing.signatures import Signatures
-from unipar.compat.dividing.trying import SOON, Trials
+from unipar.compat.dividing.trying import SOON, UNLIKE_WEIGHTS, Trials
 from unipar.compat.dividing.whole_draws import Drawing, WholeDraws
 from unipar.engine.broadcast import by_kind
 from unipar.engine.snapshots import Snapshot
@@ -366,9 +366,8 @@ class Splitting:
         alike = most_used == -least_used
         if training is not None:
             training.uses_alike &= alike
-            if not (alike or getattr(training.engine, "lends_gradients", True)):
-                # Ranks sum the gradients of what each has used.
-                why = why or "ranks use other weights of it for their parts, as of experts"
+            if self._model.sums_in_order and not alike:
+                why = why or UNLIKE_WEIGHTS
         if known.endless:
             self._tell(
                 "%s computes in ever other ways, so that it is not tried in each of them whether "

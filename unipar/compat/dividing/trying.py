@@ -43,11 +43,12 @@ _MOST_TRIALS = 12
 _ROUNDING, _ROUNDING_HALF = 5e-5, 5e-2
 """Differences up to which parts make the whole, relative to the largest value: what kernels for
 other shapes make."""
-_SCALES = (1 / 32, 1e-3)
+_SCALES = (1 / 32, 1e-3, 1e3)
 """By what outputs count in more comparisons of gradients, where functions are not torch's."""
 _OWN_ROUNDING = 20
 """By so much more gradients of one weight may differ, relative to the largest of its own."""
 _HIDDEN = "which of its random numbers belong to which sample does not show in what it gives"
+UNLIKE_WEIGHTS = "ranks use other weights of it for their parts, as of experts"
 _DRAWS = "it draws random numbers that have no samples, or by which others are drawn"
 
 
@@ -142,9 +143,8 @@ class Trials:
                 if tried.plan is not None:
                     if self._hidden_draws(whole, tried, args, kwargs, given):
                         return None, self._for_now(_HIDDEN)
-                    why = self._on_copies(tried.plan, args, kwargs, given) or self._backward(
-                        tried.plan, args, kwargs, given
-                    )
+                    why = self._on_copies(tried, args, kwargs, given)
+                    why = why or self._backward(tried.plan, args, kwargs, given)
                     return (None, why) if why else (tried.plan, "")
                 why = why or tried.why
         return None, self._for_now(why) if why.endswith(UNSURE) else why
@@ -196,7 +196,7 @@ class Trials:
             return tried.why or "its outputs are others"
         if self._hidden_draws(whole, tried, args, kwargs, given):
             return _HIDDEN
-        why = self._on_copies(plan, args, kwargs, given)
+        why = self._on_copies(tried, args, kwargs, given)
         if not why and tried.tells and any(self._world.gather(tried.part.by_functions)):
             why = self._backward(plan, args, kwargs, given)
         return why
@@ -366,12 +366,14 @@ class Trials:
             self._shown.add(one)
         return False
 
-    def _on_copies(self, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
+    def _on_copies(self, before: _Tried, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
         """The same with a batch in which each part is one sample again and again. Collective.
 
         What depends on how unlike samples are, as on the longest of them, or on how many tokens
         want one expert, is another thing there.
         """
+        plan = before.plan
+        assert plan is not None
         norms = [one for one in self._runner.module.modules() if is_batch_norm(one)]
         shares = self.shares(plan, given)
         assert shares is not None
@@ -386,7 +388,10 @@ class Trials:
             tried = self._tried(whole, plan, args, kwargs, given, first=False)
         finally:
             self._runner.in_eval = False
-        return "" if tried.plan == plan else tried.why or RELATED
+        if tried.plan != plan:
+            return tried.why or RELATED
+        uses_others = self._model.sums_in_order and tried.part.used != before.part.used
+        return self.agreed(UNLIKE_WEIGHTS if uses_others else "")
 
     def _backward(self, plan: Plan, args: Any, kwargs: Any, given: Sequence[Any]) -> str:
         """Why gradients of parts do not add up to those of the whole, if they do not. Collective.
