@@ -166,7 +166,8 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     is a URL and hosts have disks of their own: a run that has lost a host goes on without the
     URL."""
     keep_best: KeepBest | None = None
-    """Also keep the best by an evaluation metric."""
+    """Also keep the best by an evaluation metric, and save where an evaluation is the best so
+    far."""
     async_: bool | Literal["auto"] = Field(
         default="auto",
         validation_alias=AliasChoices("async", "async_"),
@@ -270,7 +271,8 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """The signal that makes a run save and go on. The other of the two asks processes where they
     are when they hang."""
     on_nan: OnNaN = "raise"
-    """What a loss that is not finite does: stop the run, skip the step, or nothing."""
+    """What a loss that is not finite does: stop the run, skip the step, which leaves statistics of
+    batch norms as they were too, or nothing."""
     output_dir: RunPath | None = None
     """Where the run's files go; left out: a new directory in `runs`, named by time."""
     loggers: tuple[str, ...] = ()

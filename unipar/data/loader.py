@@ -120,14 +120,29 @@ class Loader:
     @property
     def accumulation(self) -> int:
         """Micro-batches of a full global batch."""
-        return self._slicing.num_microbatches(self.global_batch_size)
+        return self.num_microbatches(self.global_batch_size)
 
     @property
     def share_sizes(self) -> list[int]:
         """Samples of a full global batch that each data-parallel rank takes."""
-        size, ranks = self.global_batch_size, range(self._slicing.data_size)
+        return self.shares_of(self.global_batch_size)
+
+    @property
+    def last_batch_size(self) -> int | None:
+        """Samples of an epoch's last global batch, if that is not full; ``None``: not known."""
+        if self.num_samples is None or self._source.drop_last:
+            return None
+        return self.num_samples % self.global_batch_size or None
+
+    def shares_of(self, size: int) -> list[int]:
+        """Samples of a global batch of some size that each data-parallel rank takes."""
+        ranks = range(self._slicing.data_size)
         cuts = [dataclasses.replace(self._slicing, data_rank=rank).share(size) for rank in ranks]
         return [end - start for start, end in cuts]
+
+    def num_microbatches(self, size: int) -> int:
+        """Micro-batches of a global batch of some size."""
+        return self._slicing.num_microbatches(size)
 
     @property
     def is_stream(self) -> bool:

@@ -27,15 +27,18 @@ class Samples(Dataset):
         dataset: the user's.
         rank: for the message.
         seed: of all that is drawn.
+
+    Attributes:
+        dataset: the user's.
     """
 
     def __init__(self, dataset: Any, rank: int, seed: int = 0) -> None:
-        self._dataset, self._rank, self._seed = dataset, rank, seed
+        self.dataset, self._rank, self._seed = dataset, rank, seed
         self._fetch = getattr(dataset, "__getitems__", None)
         self._calls, self._draws = 0, False
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
@@ -64,14 +67,14 @@ class Samples(Dataset):
             # Where one of them raises, the culprit names itself when fetched alone.
             self._one_by_one(indices)
             raise DataError(
-                f"rank {self._rank}: __getitems__ of {type(self._dataset).__name__} raised "
+                f"rank {self._rank}: __getitems__ of {type(self.dataset).__name__} raised "
                 f"{type(error).__name__}: {error}, for samples {indices[:8]}… together, each of "
                 "which can be had alone. Mend __getitems__, or remove it."
             ) from error
 
     def _one_by_one(self, indices: list[int], epoch: int | None = None) -> list[Any]:
         """Samples, each with the random numbers that it has in an epoch, if one is given."""
-        dataset, samples, index = self._dataset, [], None
+        dataset, samples, index = self.dataset, [], None
         try:
             for index in indices:
                 if epoch is None:

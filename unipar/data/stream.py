@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
@@ -54,6 +54,11 @@ class StreamShare(IterableDataset):
         self._dataset, self._slicing, self._collate = dataset, slicing, collate
         self._seed = seed
         self._start, self._state, self._drop_last = start, state, drop_last
+
+    @property
+    def dataset(self) -> _Undivided:
+        """What stands for the stream in ``worker_init_fn``."""
+        return _Undivided()
 
     def __iter__(self) -> Iterator[StreamBatch]:
         worker = get_worker_info()
@@ -114,3 +119,21 @@ class StreamShare(IterableDataset):
         if in_this_process and hasattr(self._dataset, "state_dict"):
             return copy.deepcopy(self._dataset.state_dict())
         return None
+
+
+class _Undivided:
+    """In place of a stream in its workers, to each of which a function would give a part."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse(name)
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise DataError(
+            f"worker_init_fn uses get_worker_info().dataset.{name}, of a stream. Each worker reads "
+            "all of it, and makes every so-manyth batch, so that nothing depends on their number. "
+            "Leave out what divides the stream among workers, and set up the dataset in its "
+            "__iter__."
+        )

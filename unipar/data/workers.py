@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from unipar.data.sources import Source
@@ -44,4 +44,20 @@ def loading_settings(
     if pin_memory is not None:
         settings["pin_memory"] = pin_memory
     settings["pin_memory"] = bool(settings.get("pin_memory")) and torch.cuda.is_available()
+    if settings.get("num_workers"):
+        settings["worker_init_fn"] = _InWorker(settings.get("worker_init_fn"))
     return settings
+
+
+class _InWorker:
+    """Has ``get_worker_info().dataset`` be the user's, and calls his ``worker_init_fn``."""
+
+    def __init__(self, init: Callable[[int], Any] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        # torch 2.8 has it forbid that (utils/data/_utils/worker.py).
+        object.__setattr__(info, "dataset", info.dataset.dataset)
+        if self._init is not None:
+            self._init(worker)

@@ -37,6 +37,7 @@ from unipar.engine.sample_checks import check_rows
 from unipar.engine.sample_dropout import OPTION, SampleDropout
 from unipar.engine.schedule import Schedule
 from unipar.engine.state import ModelState, ModuleState, export_scheduler, import_scheduler
+from unipar.engine.statistics import KeptStatistics
 from unipar.engine.stepper import OptimizerStepper, Stepper
 from unipar.errors import ConfigError
 from unipar.loss import Loss, LossFn, LossSum, check_loss
@@ -149,6 +150,7 @@ class StepEngine(Engine):
         self.agreement = Agreement(optimizer, world, self.reducer)
         self.hooks: ParameterHooks | None = None
         self._last_step: LastStep | None = None
+        self._statistics = KeptStatistics() if spec.on_nan == "skip" else None
         self._loop = OwnLoop()
         self._untried = True
         self._divisors = Divisors(world)
@@ -292,6 +294,9 @@ class StepEngine(Engine):
             self._refuse_between()
         # Another engine's loss may have gone through this model (a GAN's generator's).
         self.reducer.clear()
+        if self._statistics is not None:
+            # In a loop of the user's own the first forward pass has been.
+            self._statistics.keep(self.module if self._loop.whole_step else None)
 
     def _add(
         self, loss: torch.Tensor, weight: float, count: torch.Tensor | float, *, last: bool,
@@ -395,7 +400,8 @@ class StepEngine(Engine):
         return reduced
 
     def _not_finite(self, what: str, loss: float, count: float) -> StepResult:
-        if self.spec.on_nan == "skip":
+        if self._statistics is not None:
+            self._statistics.put_back()
             return StepResult(loss, count, None, skipped=True)
         self.num_steps -= 1
         raise not_finite(what, loss, self.num_steps + 1, count)

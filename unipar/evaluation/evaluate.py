@@ -9,7 +9,7 @@ import torch
 
 from unipar.data.batch import Batch, MicroBatch
 from unipar.errors import ConfigError
-from unipar.evaluation.metrics import merged
+from unipar.evaluation.metrics import check_merges, merged
 from unipar.evaluation.shared_pass import Arguments, Repeated, joined
 from unipar.loss import LossFn, LossSum
 from unipar.objective import Objective
@@ -26,7 +26,7 @@ Or an :class:`unipar.Objective` whose ``loss(output, batch)`` returns these."""
 class AccumulatingMetric(Protocol):
     """A metric in the sense of torchmetrics.
 
-    Those of torchmetrics are reduced over ranks here; others reduce themselves in ``compute``.
+    On several ranks it is one of torchmetrics, or has ``merge_state(others)``, as torcheval's have.
     """
 
     def reset(self) -> None: ...
@@ -58,7 +58,7 @@ def evaluate(
         batches: this rank's share of the evaluation data; the same number on every rank.
         loss_fn: as in training; ``None`` to leave the loss out.
         world: the joined processes.
-        metrics: by name, functions of (predictions, targets) or torchmetrics objects.
+        metrics: by name, functions of (predictions, targets) or :class:`AccumulatingMetric`.
         predict: makes predictions and targets of a batch. Left out: a batch is a pair
             ``(inputs, targets)``, and the predictions are ``model(inputs)``.
 
@@ -77,8 +77,9 @@ def evaluate(
             "strategy='fsdp'."
         )
     sums = {name: Sums() for name in ("loss", *metrics)}
-    for metric in metrics.values():
+    for name, metric in metrics.items():
         if isinstance(metric, AccumulatingMetric):
+            check_merges(name, metric, world)
             metric.reset()
             if hasattr(metric, "to"):
                 metric.to(world.device)  # pyright: ignore[reportAttributeAccessIssue]
@@ -111,8 +112,8 @@ def evaluate(
     for i, name in enumerate(sums):
         metric = metrics.get(name)
         if isinstance(metric, AccumulatingMetric):
-            with merged(metric, world):
-                results[name] = _number(name, metric.compute())
+            with merged(metric, world) as whole:
+                results[name] = _number(name, whole.compute())
             continue
         total, count = (sum(rank[2 * i + part] for rank in every) for part in (0, 1))
         if name != "loss" or loss_fn is not None:

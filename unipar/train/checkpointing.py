@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -29,12 +30,16 @@ class _Copied(NamedTuple):
 class Saver:
     """Saves by the config's schedule, copies to where a URL leads, and removes what is not kept.
 
-    Collective where the settings name a URL.
+    With ``keep_best`` it saves where an evaluation is the best so far, too. Collective where the
+    settings name a URL.
 
     Args:
         directory: where checkpoints are written.
         settings: the schedule.
         session: whose engines are saved.
+
+    Attributes:
+        best: metric and mode of ``keep_best`` and the best number so far; ``None``: there is none.
 
     Raises:
         CheckpointError: what the settings' URL leads to cannot be reached.
@@ -49,6 +54,7 @@ class Saver:
         self._known: dict[int, Mapping[str, float]] = {}
         self._freeing = threading.Lock()
         best = settings.keep_best
+        self.best: tuple[str, str, float] | None = None
         self._retention = checkpoint.Retention(
             keep_last=settings.keep_last,
             keep_best=(best.metric, best.mode) if best else None,
@@ -113,15 +119,37 @@ class Saver:
             self.session.world.raise_flag(Flag.SAVED)
         return self.wait() if self.session.world.take_flag(Flag.SAVED) else None
 
-    def due(self, step: int) -> bool:
-        """Return whether to :meth:`save` after this step; asked once. The same on every rank."""
+    def due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Return whether to :meth:`save` after this step; asked once. The same on every rank.
+
+        Args:
+            step: the last one.
+            metrics: of an evaluation after it, if there was one.
+        """
         every, minutes = self.settings.every_steps, self.settings.every_minutes
         world = self.session.world
         if minutes is not None and time.monotonic() - self._last_time >= 60 * minutes:
             # Clocks differ between ranks: the flag makes them agree at the next step.
             world.raise_flag(Flag.CHECKPOINT)
         asked = world.take_flag(Flag.CHECKPOINT)
-        return asked or (every is not None and step % every == 0)
+        is_best = self._is_best(metrics)
+        return asked or is_best or (every is not None and step % every == 0)
+
+    def take_best(self, stored: Any) -> None:
+        """Go on from the best of a checkpoint's progress, if that is by the same metric."""
+        asked = self.settings.keep_best
+        if asked is not None and stored is not None and stored[:2] == [asked.metric, asked.mode]:
+            self.best = (asked.metric, asked.mode, float(stored[2]))
+
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        asked = self.settings.keep_best
+        if asked is None or math.isnan(value := metrics.get(asked.metric, math.nan)):
+            return False
+        sign = 1 if asked.mode == "min" else -1
+        if self.best is not None and sign * value >= sign * self.best[2]:
+            return False
+        self.best = (asked.metric, asked.mode, value)
+        return True
 
     def save(
         self, step: int, progress: Mapping[str, Any], metrics: Mapping[str, float]

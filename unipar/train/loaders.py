@@ -67,20 +67,27 @@ def say_lone_samples(model: nn.Module, loader: Loader) -> None:
     Micro-batches are as many on every rank, so that a rank with a small share may have one sample
     in some of them, or one that counts nothing.
     """
-    fewest = min(loader.share_sizes)
-    if fewest >= 2 * loader.accumulation or loader.micro_batch_size == 1:
-        return
     kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
-    if any(isinstance(one, kinds) and one.training for one in model.modules()):
-        log.warning(
-            "BatchNorm gets single samples to learn from: a rank has %d of the %d samples of a "
-            "global batch, in %d micro-batch%s. Raise global_batch_size or micro_batch_size, or "
-            "give shares that are nearer to each other.",
-            fewest,
-            loader.global_batch_size,
-            loader.accumulation,
-            "es" * (loader.accumulation > 1),
-        )
+    if loader.micro_batch_size == 1 or not any(
+        isinstance(one, kinds) and one.training for one in model.modules()
+    ):
+        return
+    last = loader.last_batch_size
+    sizes = {loader.global_batch_size: "a global batch"}
+    if last is not None:
+        sizes[last] = "an epoch's last batch"
+    for size, of in sizes.items():
+        fewest, parts = min(loader.shares_of(size)), loader.num_microbatches(size)
+        if fewest < 2 * parts:
+            log.warning(
+                "BatchNorm gets single samples to learn from: a rank has %d of the %d samples of "
+                "%s, in %d micro-batch%s. %s",
+                fewest, size, of, parts, "es" * (parts > 1),
+                "Leave it out: give a DataLoader with drop_last=True." if size == last else
+                "Raise global_batch_size or micro_batch_size, or give shares that are nearer to "
+                "each other.",
+            )  # fmt: skip
+            return
 
 
 def say_evaluating(model: nn.Module) -> None:

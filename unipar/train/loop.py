@@ -235,6 +235,8 @@ class TrainingRun:
         else:
             self.signals.newest = manifest.path
         self.metrics = dict(manifest.progress.get("metrics", {}))
+        if self.saver is not None:
+            self.saver.take_best(manifest.progress.get("best"))
         if self.saver is not None and self.saver.take_over(manifest):
             self._announced = manifest.path
         log.info(
@@ -388,14 +390,14 @@ class TrainingRun:
         seconds = self._last_end - started
         self.stragglers.end()
         self.recorder.add(self.step, batch, done, lr, seconds)
-        due = self._evaluation_due(batch)
+        due = self._evaluation_due()
         self._note_whole(owes_evaluation=due)
         if due:
             self._evaluate()
             launch.mark(self.step, "after the evaluation")
         if self.saver is not None:
             self._announce(self.saver.collect())
-            if self.saver.due(self.step):
+            if self.saver.due(self.step, self._metrics()):
                 self.recorder.settle()
                 kept = self.saver.save(self.step, self._progress(), self._metrics())
                 self._announce(kept)
@@ -485,14 +487,15 @@ class TrainingRun:
     def _note_speed(self, event: str, rank: int, host: str) -> None:
         self.events.add(event, rank=rank, host=host)
 
-    def _evaluation_due(self, batch: Batch) -> bool:
+    def _evaluation_due(self) -> bool:
         """Before a checkpoint of the same step is written, so that it holds the metrics."""
-        every = self.config.eval_every
-        if self.step == self.total_steps:
-            return True
-        if every is not None:
-            return self.step % every == 0
-        return self.loader.position.epoch > batch.epoch
+        return self.step == self.total_steps or self._is_scheduled()
+
+    def _is_scheduled(self) -> bool:
+        """Whether an evaluation is due after this step wherever the run ends."""
+        if self.config.eval_every is not None:
+            return self.step % self.config.eval_every == 0
+        return self.loader.position.index == 0
 
     def _evaluate(self) -> None:
         if self.eval_loader is None:
@@ -507,7 +510,8 @@ class TrainingRun:
             metrics=self.job.metrics,
             predict=self.job.predict,
         )
-        if self._plateau_metric is not None:
+        # One at the end is none of a run that goes on with more steps.
+        if self._plateau_metric is not None and self._is_scheduled():
             scheduler: Any = self.engine.lr_scheduler
             scheduler.step(metrics[self._plateau_metric])
         self._evaluated(self.step, metrics)
@@ -534,6 +538,7 @@ class TrainingRun:
             "seed": self.config.seed,
             # A copy: it may be written while training goes on.
             "metrics": dict(self.metrics),
+            "best": None if self.saver is None else self.saver.best,
         }
 
     def _metrics(self) -> dict[str, float]:

@@ -285,6 +285,44 @@ class Pieces(torchmetrics.Metric):
         return torch.cat(self.kept).sum() * len(self.kept) + self.largest
 
 
+class Unmerged:
+    """Counts right predictions, and knows of no other ranks."""
+
+    def reset(self) -> None:
+        self.right = self.seen = 0
+
+    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
+        self.right += int((preds.argmax(-1) == target).sum())
+        self.seen += len(target)
+
+    def compute(self) -> float:
+        return self.right / self.seen
+
+
+class Merged(Unmerged):
+    """As torcheval's metrics."""
+
+    def to(self, device: torch.device) -> None:
+        self.device = device
+
+    def merge_state(self, metrics: list[Merged]) -> Merged:
+        for other in metrics:
+            self.right += other.right
+            self.seen += other.seen
+        return self
+
+
+def test_a_metric_that_no_one_can_merge_is_refused_on_ranks(
+    world_pool: WorldPools, tmp_path: Path, run: Any
+) -> None:
+    metrics = {"right": Unmerged()}
+    alone = run(strategy="single", steps=1, eval_data=data(9), metrics=metrics)
+    assert 0 < alone.metrics["right"] < 1
+    task = partial(fit_in_world, strategy="ddp", steps=1, eval_data=data(9), metrics=metrics)
+    with pytest.raises(ConfigError, match=r"metrics\['right'\] is a Unmerged, of which it is not"):
+        world_pool(2).run(task, tmp_path / "two")
+
+
 @pytest.mark.parametrize("num_samples", [1, 9])
 def test_metrics_where_ranks_have_seen_unequally_much(
     world_pool: WorldPools, tmp_path: Path, num_samples: int
@@ -295,6 +333,7 @@ def test_metrics_where_ranks_have_seen_unequally_much(
         "area": torchmetrics.AUROC("multiclass", num_classes=3),
         "composed": 2 * torchmetrics.Accuracy("multiclass", num_classes=3),
         "pieces": Pieces(),
+        "merged": Merged(),
         "ours": accuracy,
     }
     task = partial(

@@ -17,11 +17,12 @@ from small_run import (
     fit_in_world,
     loss_fn,
     make_adamw,
+    settings,
 )
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from unipar import Session
+from unipar import Session, fit
 from unipar.data.order import epoch_order
 from unipar.errors import ConfigError
 from unipar.testing.pool import WorldPools
@@ -133,3 +134,23 @@ def test_ones_own_loop_steps_it() -> None:
             scheduler: Any = engine.lr_scheduler
             scheduler.step(1.0)
     assert rates == pytest.approx([0.02, 0.02, 0.01, 0.005])
+
+
+def test_a_run_that_goes_on_is_the_longer_run(tmp_path: Path) -> None:
+    """An evaluation that is due because the run ends is none of the scheduler's."""
+    plateau: dict[str, Any] = {
+        "strategy": "single",
+        "eval_data": data(EVALUATED),
+        "eval_every": 2,
+        "lr_scheduler": on_plateau,
+        "checkpoint": {},
+        "resume": "auto",
+    }
+    whole = fit(build(), data(), **settings(tmp_path / "whole", steps=8, **plateau))
+    fit(build(), data(), **settings(tmp_path / "parts", steps=3, **plateau))
+    rest = fit(build(), data(), **settings(tmp_path / "parts", steps=8, **plateau))
+    assert [record.step for record in rest.history] == [4, 5, 6, 7, 8]
+    rates = [record.lr for record in whole.history]
+    assert [record.lr for record in rest.history] == rates[3:]
+    assert len(set(rates)) > 1
+    assert rest.losses == whole.losses[3:]

@@ -319,6 +319,26 @@ def test_the_best_is_known_where_evaluation_comes_at_the_epochs_end(run: Run, tm
     assert saved(tmp_path / "run") == [8, 12]
 
 
+def test_the_best_is_saved_where_it_is_evaluated(run: Run, tmp_path: Path):
+    """Saves by steps never meet evaluations; and what is best is known in a run that goes on."""
+    scores = iter([3.0, 1.0, 2.0, 0.5, 4.0, 0.7])
+    settings: dict[str, Any] = {
+        "eval_data": data(8),
+        "eval_every": 3,
+        "metrics": {"score": lambda predictions, targets: torch.tensor(next(scores))},
+        "checkpoint": {
+            "every_steps": 5,
+            "keep_last": 1,
+            "keep_best": {"metric": "score"},
+        },
+    }
+    run(steps=10, **settings)
+    # At 6 it is 1.0, and 0.5 at the end, at 10.
+    assert saved(tmp_path / "run") == [10]
+    run(steps=13, resume="auto", **settings)
+    assert saved(tmp_path / "run") == [10, 13]
+
+
 def test_the_best_is_known_at_the_last_step_too(run: Run, tmp_path: Path):
     """Its evaluation is due because it is the last, and comes before its checkpoint."""
     scores = iter([5.0, 1.0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from small_run import BATCH, SAMPLES, build, data, fit_in_world, make_adamw
 from torch import nn
+from torch.utils.data import DataLoader
 
 from unipar import LossSum, RunResult, Session
 from unipar.checkpoint import load_model
@@ -176,3 +177,14 @@ def test_batch_norm_gets_no_sample_alone_that_need_not_be(
         "BatchNorm gets single samples to learn from: a rank has 3 of the 3 samples of a global "
         "batch, in 2 micro-batches. Raise global_batch_size or micro_batch_size"
     ) in caplog.text
+    caplog.clear()
+    # All are 4 times 8 and 1 more.
+    run(normed(), data(33), strategy="single", steps=1)
+    assert (
+        "a rank has 1 of the 1 samples of an epoch's last batch, in 1 micro-batch. Leave it out: "
+        "give a DataLoader with drop_last=True."
+    ) in caplog.text
+    caplog.clear()
+    whole = DataLoader(data(33), batch_size=8, drop_last=True)
+    run(normed(), whole, strategy="single", steps=1)
+    assert "BatchNorm" not in caplog.text

@@ -192,6 +192,21 @@ def test_a_step_that_is_to_be_skipped_moves_no_schedule(precision: Any) -> None:
         assert not engine.train_step(batch(), squares).skipped
 
 
+def test_a_step_that_is_skipped_leaves_statistics_too() -> None:
+    with Session("single", device="cpu", on_nan="skip") as session:
+        net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        engine = session.prepare(net, optimizer={"name": "sgd", "lr": 0.1})
+        assert not engine.train_step(batch(), squares).skipped
+        before = copy.deepcopy(net.state_dict())
+        broken = Batch((MicroBatch((X * float("nan"), False), 4),), 4)
+        assert engine.train_step(broken, squares).skipped
+        assert all(map(torch.equal, net.state_dict().values(), before.values()))
+        # In a loop that is the user's own the forward pass comes before the step begins.
+        engine.backward(engine.model(X * float("nan")).square().mean(), num_items=4)
+        assert engine.step().skipped
+        assert net.state_dict()["0.running_mean"].isnan().all()
+
+
 def test_a_result_is_plain_values_to_others(session: Session) -> None:
     engine = prepare(session)
     engine.train_step(batch(), squares)

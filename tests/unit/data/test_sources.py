@@ -22,6 +22,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torch.utils.data.distributed import DistributedSampler
 
@@ -330,3 +331,54 @@ def test_augmentations_take_nothing_from_the_random_numbers_of_training() -> Non
     for _ in Loader(Augmented(), global_batch_size=6):
         found.append(torch.rand(()))
     torch.testing.assert_close(torch.stack(found), expected)
+
+
+class Jittered(Dataset):
+    """Draws by a generator of its own, which each worker is to make anew."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(get_worker_info().id), float(self.generator.random())])
+
+
+def set_up(worker: int) -> None:
+    dataset: Any = get_worker_info().dataset
+    assert len(dataset) == 8
+    dataset.generator = np.random.default_rng(worker)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_function_of_workers_finds_the_dataset_that_was_given(context: str) -> None:
+    data = DataLoader(
+        Jittered(), num_workers=2, worker_init_fn=set_up, multiprocessing_context=context
+    )
+    found = [batch.microbatches[0].data for batch in Loader(data, global_batch_size=1)]
+    expected = [np.random.default_rng(worker) for worker in (0, 1)]
+    for row in torch.cat(found).tolist():
+        assert row[1] == pytest.approx(expected[int(row[0])].random())
+
+
+class Numbered(IterableDataset):
+    """As in the example of torch's page of data loading."""
+
+    def __init__(self) -> None:
+        self.start, self.end = 0, 8
+
+    def __iter__(self) -> Any:
+        return iter(range(self.start, self.end))
+
+
+def divide(worker: int) -> None:
+    dataset: Any = get_worker_info().dataset
+    dataset.end = dataset.start + 4
+
+
+def test_a_function_that_divides_a_stream_among_workers_is_refused() -> None:
+    data = DataLoader(Numbered(), num_workers=2, worker_init_fn=divide)
+    with pytest.raises(DataError, match=r"uses get_worker_info\(\).dataset.start, of a stream"):
+        next(iter(Loader(data, global_batch_size=2)))
