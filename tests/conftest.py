@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from unipar.testing.plugin import add_options
 
 # A test run in the background of a shell ignores these two, and so would what it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+# No time limit on an example: the machine that runs the tests has other work too.
+settings.register_profile("unipar", deadline=None, max_examples=50)
+settings.load_profile("unipar")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -42,13 +42,16 @@ def test_outputs_are_whole_and_not_mixed() -> None:
 
 
 def test_a_table_says_what_each_has_taken(tmp_path: Path) -> None:
-    busy = tmp_path / "busy.py"
-    busy.write_text("import time\nwhile time.process_time() < 0.95:\n    pass\n")
+    busy, done = tmp_path / "busy.py", tmp_path / "done"
+    busy.write_text(
+        "import sys, time\nwhile time.process_time() < 0.95:\n    pass\nopen(sys.argv[1], 'w')\n"
+    )
     # Of what a command has started, too, and of what it has not waited for.
     run = start(
         "idle=sleep 0.5",
-        f"busy=sh -c '{sys.executable} {busy}; true'",
-        f"orphan=sh -c 'setsid {sys.executable} {busy} & true'",
+        f"busy=sh -c '{sys.executable} {busy} {tmp_path}/other; true'",
+        f"orphan=sh -c 'setsid {sys.executable} {busy} {done} & "
+        f"while ! test -e {done}; do sleep 0.1; done'",
     )
     out, _ = run.communicate(timeout=60)
     assert run.returncode == 0, out

@@ -93,7 +93,7 @@ class Buckets(Sampler[list[int]]):
         return (list(itertools.islice(numbers, length)) for length in self.lengths)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     lengths=st.lists(st.integers(1, 6), max_size=9), size=st.sampled_from([2, 3]),
     split=st.booleans(), even=st.booleans(), drop_last=st.booleans(),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unipar.config import UNSET, CheckpointConfig, RunConfig
@@ -57,7 +57,6 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     return {**draw(st.fixed_dictionaries({}, optional=FIELDS)), **draw(LENGTH)}
 
 
-@settings(deadline=None, max_examples=50)  # Other work may hold the machine.
 @given(runs())
 def test_a_config_written_out_reads_back_as_itself(values: dict[str, Any]) -> None:
     config = RunConfig.build(values)
@@ -67,7 +66,6 @@ def test_a_config_written_out_reads_back_as_itself(values: dict[str, Any]) -> No
     assert (config.epochs is None) != (config.steps is None)
 
 
-@settings(deadline=None, max_examples=50)  # Other work may hold the machine.
 @given(runs(), runs())
 def test_arguments_win_over_the_source_field_by_field(
     under: dict[str, Any], over: dict[str, Any]
@@ -188,7 +186,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)  # Other work may hold the machine.
 @given(st.dictionaries(st.sampled_from(sorted(RunConfig.model_fields)) | st.text(max_size=8), JSON))
 def test_anything_at_all_is_a_config_or_a_config_error(values: dict[str, Any]) -> None:
     try:

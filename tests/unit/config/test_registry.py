@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unipar.errors import ConfigError
@@ -194,7 +194,6 @@ VALUES = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=50)  # Other work may hold the machine.
 @given(st.dictionaries(st.from_regex(r"[a-z][a-z_]{0,6}", fullmatch=True), VALUES, max_size=4))
 def test_an_inline_strategy_reads_back_as_written(options: dict[str, Any]) -> None:
     options.pop("name", None)
@@ -207,7 +206,6 @@ def test_an_inline_strategy_reads_back_as_written(options: dict[str, Any]) -> No
     assert registry.as_mapping(written) == {"name": "x", **options}
 
 
-@settings(deadline=None, max_examples=50)  # Other work may hold the machine.
 @given(st.text(max_size=30))
 def test_any_text_is_a_strategy_or_a_config_error(text: str) -> None:
     try:
