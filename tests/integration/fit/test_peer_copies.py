@@ -76,7 +76,7 @@ def train(engine: Any, steps: range, saver: Saver | None = None) -> list[float]:
         losses.append(engine.train_step(batch, loss_of).loss)
         if saver is not None:
             saver.collect()
-            if saver.due(step):
+            if saver.due(step, {}):
                 saver.save(step, {}, {})
     return losses
 

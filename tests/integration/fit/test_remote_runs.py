@@ -216,7 +216,7 @@ def on_two_hosts(placement: Placement, root: Path, strategy: str) -> list[Any]:
             batch = Batch((MicroBatch(torch.ones(2, 256) * step, 2),), 4)
             engine.train_step(batch, loss_of)
             saver.collect()
-            if saver.due(step):
+            if saver.due(step, {}):
                 saver.save(step, {}, {})
         saver.finish(6, {}, {})
         seen.append(saver.wait_for_copies())

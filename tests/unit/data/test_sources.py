@@ -333,6 +333,10 @@ def test_augmentations_take_nothing_from_the_random_numbers_of_training() -> Non
     torch.testing.assert_close(torch.stack(found), expected)
 
 
+def worker_info() -> Any:
+    return get_worker_info()
+
+
 class Jittered(Dataset):
     """Draws by a generator of its own, which each worker is to make anew."""
 
@@ -343,11 +347,11 @@ class Jittered(Dataset):
         return 8
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(get_worker_info().id), float(self.generator.random())])
+        return torch.tensor([float(worker_info().id), float(self.generator.random())])
 
 
 def set_up(worker: int) -> None:
-    dataset: Any = get_worker_info().dataset
+    dataset = worker_info().dataset
     assert len(dataset) == 8
     dataset.generator = np.random.default_rng(worker)
 
@@ -374,7 +378,7 @@ class Numbered(IterableDataset):
 
 
 def divide(worker: int) -> None:
-    dataset: Any = get_worker_info().dataset
+    dataset = worker_info().dataset
     dataset.end = dataset.start + 4
 
 
