@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -185,10 +186,58 @@ def of_its_own_scale(scaler: Any, clip: Any, *, changes: bool = False) -> list[f
     return found + values(model)
 
 
+def guarded(scaler: Any, clip: Any, *, wide: bool = False, fused: bool = False) -> list[float]:
+    """It looks whether steps are left out in three ways, and resumes twice from a scaler's state.
+
+    Args:
+        scaler: the class.
+        clip: what clips.
+        wide: whether it computes in fp32, and a gradient is infinite by itself.
+        fused: whether its optimizer steps all parameters at once.
+    """
+    torch.manual_seed(1)
+    model, found = nn.Linear(6, 3), []
+    optimizer = SGD(model.parameters(), lr=1e-3, fused=fused)
+    scale = scaler("cpu", growth_interval=3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    stored, last = scale.state_dict(), scale.get_scale()
+    found.append(stored["scale"])
+    for number, x in enumerate(batches(*[8] * 10)):
+        start = scale.get_scale()
+        with torch.autocast("cpu", torch.float16, enabled=not wide):
+            loss = model(x).float().sum(1).mean()
+        optimizer.zero_grad()
+        scale.scale(loss * (300 if number in (0, 3, 4, 8) else 1)).backward()
+        if wide and number in (3, 4):
+            for one in model.parameters():
+                assert one.grad is not None
+                one.grad.fill_(torch.inf)
+        before = scale.get_scale()
+        scale.unscale_(optimizer)
+        penalty = torch.ones(1) * scale.get_scale() / before
+        scale.step(optimizer)
+        scale.update()
+        now = scale.get_scale()
+        if now >= before:
+            schedule.step()
+        found += [now < start, now < before, now < last, schedule.last_epoch, penalty.item()]
+        last = now
+        if not wide:
+            found += [scale.state_dict()["scale"], scale.state_dict()["_growth_tracker"]]
+        if number == 5:
+            scale.load_state_dict({**scale.state_dict(), "scale": 2.0**18, "_growth_tracker": 1})
+            last = scale.get_scale()
+        elif number == 6 and not wide:
+            stored = copy.deepcopy(scale).state_dict()
+    fresh = scaler("cpu")
+    fresh.load_state_dict(stored)
+    return [*found, *fresh.state_dict().values(), *values(model)]
+
+
 SCRIPTS: list[Script] = [
     temperature, partial(temperature, scales=False), too_large, partial(too_large, fused=True),
     together, partial(together, apart=True), of_its_own, by_one_optimizer,
-    partial(by_one_optimizer, fused=True), of_its_own_scale,
+    partial(by_one_optimizer, fused=True), of_its_own_scale, guarded,
 ]  # fmt: skip
 
 
@@ -212,6 +261,8 @@ def test_an_engine_alone_scales_as_pytorch_does(world_pool: Any, act: Script) ->
         ("ddp", SCRIPTS[5]),
         ("ddp", of_its_own),
         ("ddp", of_its_own_scale),
+        ("ddp", guarded),
+        ("zero2", guarded),
         ("fsdp", too_large),
         ("zero2", too_large),
     ],
@@ -219,6 +270,33 @@ def test_an_engine_alone_scales_as_pytorch_does(world_pool: Any, act: Script) ->
 )
 def test_so_do_ranks(world_pool: Any, strategy: str, act: Script) -> None:
     check(world_pool(2), strategy, act)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_no_scale_was_too_high_for_are_seen_too(world_pool: Any, fused: bool) -> None:
+    check(world_pool(1), "single", partial(guarded, wide=True, fused=fused))
+
+
+def logged(scaler: Any) -> list[float]:
+    """It reads the scale after updates alone, so that it may be for more than to compare."""
+    model, scale, found = nn.Linear(6, 3), scaler("cpu"), []
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    for factor in (1, 300, 300, 1):
+        with half():
+            loss = model(torch.ones(8, 6)).float().sum(1).mean() * factor
+        optimizer.zero_grad()
+        scale.scale(loss).backward()
+        scale.step(optimizer)
+        scale.update()
+        found.append(scale.get_scale())
+    return found
+
+
+def test_what_is_read_of_a_scale_to_log_it_is_explained_once(world_pool: Any) -> None:
+    ((found, told),) = world_pool(1).run(plainly, "single", partial(logged, GradScaler))
+    assert found == [1.0, 0.5, 0.25, 1.0]
+    assert [line for line in told if "scaler.state_dict()['scale'] is the scale" in line] == told
+    assert len(told) == 1
 
 
 def test_a_step_by_what_the_engines_scale_was_too_high_for_is_left_out(world_pool: Any) -> None:

@@ -313,6 +313,7 @@ class AdoptedOptimizer(PreparedOptimizer):
             if evens:
                 self._agree()
             self.optimizer.step()
+            self._last = None
         if evens:
             self.model.note_step()
         if not self.lends_gradients and isinstance(engine, StepEngine):

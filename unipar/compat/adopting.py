@@ -29,6 +29,7 @@ from unipar.compat.dividing.batch_norms import normalize_over
 from unipar.compat.dividing.shares import comes_of_parts, mean_over
 from unipar.compat.dividing.whole_draws import drawing_again
 from unipar.compat.loss_scales import (
+    SCALERS,
     computes_in_fp16,
     found_overflow,
     leaves_of,
@@ -286,7 +287,8 @@ class Adoption(Adopter):
         """
         fresh = [
             policy for one in found
-            if not one.begun and (policy := one.precision) is not None and not policy.as_asked
+            if not one.begun and (policy := one.precision) is not None
+            and not any(scaler.has_handed_on(policy) for scaler in SCALERS)
         ]  # fmt: skip
         scaler = scaler_of(loss) if fresh else None
         if scaler is None:
@@ -304,7 +306,7 @@ class Adoption(Adopter):
             policy.begin_scaling()
         for policy in fresh:
             if policy.scaler is not None:
-                policy.scale_as(scaler.as_engines_begin())
+                scaler.hand_on(policy)
 
     @contextlib.contextmanager
     def _unscaling(self, loss: torch.Tensor, found: list[AdoptedOptimizer]) -> Iterator[None]:

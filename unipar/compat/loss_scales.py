@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from unipar.engine import scale_gradients
+from unipar.engine import PrecisionPolicy, scale_gradients
 from unipar.engine.graphs import nodes_behind
 from unipar.engine.outputs import tensors_of
 
@@ -32,8 +32,12 @@ class Scaler(Protocol):
         """By what a backward pass of a loss is scaled."""
         ...
 
-    def as_engines_begin(self) -> dict[str, Any]:
-        """The state in which engines begin that scale in its place."""
+    def hand_on(self, policy: PrecisionPolicy) -> None:
+        """Have an engine scale in its place, beginning as it would."""
+        ...
+
+    def has_handed_on(self, policy: PrecisionPolicy) -> bool:
+        """Whether an engine scales in its place."""
         ...
 
 

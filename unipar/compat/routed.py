@@ -175,10 +175,15 @@ class _Optimizer:
         return object.__new__, (self._unipar_kind,), state
 
 
+def engines_side(optimizer: Any) -> AdoptedOptimizer | None:
+    """What steps what a script's optimizer updates, or holds, where an engine does."""
+    own = getattr(optimizer, "__dict__", {})
+    return own.get(_KEY, own.get(_WITHIN))
+
+
 def steps_alone(optimizer: Any) -> bool:
     """Whether no engine steps what a script's optimizer updates."""
-    own = getattr(optimizer, "__dict__", {})
-    return isinstance(optimizer, _Optimizer) and _KEY not in own and _WITHIN not in own
+    return isinstance(optimizer, _Optimizer) and engines_side(optimizer) is None
 
 
 def _named_state(state_dict: Mapping[str, Any]) -> bool:

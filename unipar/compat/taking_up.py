@@ -206,14 +206,15 @@ class Adopter(Script):
         """The engine's side of an optimizer, with what the script says of its steps."""
         config = current.config
         scales = config is not None and config.precision == "fp16"
+        skips = config is not None and config.on_nan == "skip"
         adopted = AdoptedOptimizer(
-            optimizer.own(), session, accumulating=lambda: False, may_skip=scales
+            optimizer.own(), session, accumulating=lambda: False, may_skip=scales or skips
         )
         adopted.summed = optimizer in self.sums
         adopted.own_buffers = optimizer in self.own_buffers
         adopted.alike = not self.aware or current.placement().size == 1
         adopted.same_parameters = self.by_ddp
-        adopted.skips = config is not None and config.on_nan == "skip" and not scales
+        adopted.skips = skips and not scales
         adopted.frozen = self._frozen.get(module)
         return adopted
 

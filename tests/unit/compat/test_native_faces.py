@@ -543,7 +543,8 @@ def test_a_scaler_has_the_state_that_scripts_read() -> None:
     face: Any = importlib.import_module("unipar.compat.torch")
     scaler = face.amp.GradScaler("cpu")
     own = torch.amp.GradScaler("cpu").state_dict()
-    assert scaler.state_dict() == {**own, "scale": scaler.get_scale()}
+    assert scaler.state_dict() == own
+    assert scaler.get_scale() == 1.0
     assert face.amp.GradScaler("cpu", enabled=False).state_dict() == {}
 
 
@@ -567,7 +568,7 @@ def test_a_scaler_that_no_engine_is_beside_goes_on_with_the_scale_that_it_has_sa
     assert seen[2] == 256.0
     # What an engine scales beside it has saved no scale.
     other.load_state_dict(face.amp.GradScaler("cpu").state_dict())
-    assert other.state_dict()["scale"] == 256.0
+    assert other.state_dict() == torch.amp.GradScaler("cpu").state_dict()
 
 
 def test_scalers_take_what_torchs_do() -> None:
