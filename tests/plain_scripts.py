@@ -13,7 +13,7 @@ from torch import nn
 
 from unipar.compat import adopting
 from unipar.compat.run import current
-from unipar.errors import ConfigError
+from unipar.errors import CheckpointError, ConfigError
 from unipar.world import Placement
 
 Found = tuple[list[float], list[str]]
@@ -34,7 +34,7 @@ def plainly(
     adopting.start()
     try:
         return act(*args), told
-    except ConfigError as error:
+    except (CheckpointError, ConfigError) as error:
         return str(error)
     finally:
         adopting.stop()

@@ -10,13 +10,14 @@ from typing import Any, ClassVar
 
 import torch
 
+from unipar.checkpoint.load import agree
 from unipar.compat.fp32_outputs import cast
-from unipar.compat.gathering import GatheredModel, GatheredOptimizer, outer
+from unipar.compat.gathering import GatheredModel, GatheredOptimizer, nested, outer
 from unipar.compat.models import Calls, PreparedModel, Training
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.engine import StepEngine, broadcast_tensors
 from unipar.engine.replicas import unlike
-from unipar.errors import ConfigError, first_few
+from unipar.errors import CheckpointError, ConfigError, first_few
 from unipar.world import World
 
 log = logging.getLogger("unipar")
@@ -312,8 +313,8 @@ class AdoptedOptimizer(PreparedOptimizer):
             self._forget()
             if evens:
                 self._agree()
-            self.optimizer.step()
             self._last = None
+            self.optimizer.step()
         if evens:
             self.model.note_step()
         if not self.lends_gradients and isinstance(engine, StepEngine):
@@ -360,6 +361,14 @@ class AdoptedOptimizer(PreparedOptimizer):
     def import_numbered(self, stored: Mapping[str, Any]) -> None:
         """Take over whole state, by numbers or by the names of parameters. Collective."""
         names = self._names()
+        error = None
+        if stored and "state" not in stored:
+            try:
+                stored = nested(stored, [list(map(outer, one)) for one in self._numbered])
+            except CheckpointError as found:
+                error = str(found)
+        # Rank 0 alone may have it.
+        agree(self.world, error)
 
         def name(one: Any) -> str:
             return one if isinstance(one, str) else names[one]

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import _IncompatibleKeys
 
 from unipar.checkpoint.boxes import part
 from unipar.checkpoint.differences import describe_differences
 from unipar.checkpoint.load import agree
-from unipar.errors import ConfigError
+from unipar.errors import CheckpointError, ConfigError, first_few
 from unipar.state import GroupState, TensorInfo, TensorState
 from unipar.strategy import Engine
 from unipar.utils.json_state import from_json, to_json
@@ -91,27 +92,48 @@ class GatheredModel(_Gathered):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Parameters and persistent buffers at their full shapes, on the host."""
+        return self._whole(kept=self._kept)
+
+    def _whole(self, *, kept: bool) -> dict[str, torch.Tensor]:
         state = self._engine.export_state()
-        found = gather(state.weights, self._world, kept=self._kept)
-        if self._kept:
+        found = gather(state.weights, self._world, kept=kept)
+        if kept:
             found |= {name: found[stored] for name, stored in state.aliases.items()}
         return {outer(name): tensor for name, tensor in found.items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(
+        self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True
+    ) -> _IncompatibleKeys:
         """Take over weights of full shape.
 
         Args:
             state_dict: on all ranks, or on rank 0 and empty elsewhere.
+            strict: whether it has to have all names, and no others.
+
+        Returns:
+            As a module's method: names that it has not, and those that the model has not.
 
         Raises:
             CheckpointError: names or shapes differ.
         """
         state = self._engine.export_state()
         inner = {outer(name): name for name in (*state.aliases, *(t.name for t in state.weights))}
+        # torch 2.8 to 2.13, nn/modules/module.py, load_state_dict.
+        keys = _IncompatibleKeys([], [])
         given = {inner.get(name, name): t for name, t in state_dict.items()}
+        if not strict:
+            names = self._world.broadcast(list(state_dict))
+            keys.missing_keys.extend(name for name in inner if name not in names)
+            keys.unexpected_keys.extend(name for name in names if name not in inner)
+            # A tied weight may be given by any of its names.
+            given = {state.aliases.get(name, name): t for name, t in given.items()} | given
+            # By the engine, which takes over whole models, as it has the rest.
+            own = self._whole(kept=self._world.is_main)
+            given = {inner[name]: given.get(inner[name], t) for name, t in own.items()}
         weights = {name: t for name, t in given.items() if name not in state.aliases}
         source = _Source(weights, {}, {}, self._world)
         self._engine.import_state(source, optimizer=False)
+        return keys
 
 
 class GatheredOptimizer(_Gathered):
@@ -150,10 +172,16 @@ class GatheredOptimizer(_Gathered):
             state_dict: on all ranks, or on rank 0 and empty elsewhere.
 
         Raises:
-            ConfigError: it is by number, as a plain optimizer's is.
+            ConfigError: it is by number, as a plain optimizer's is; or none on any rank.
             CheckpointError: parameters or shapes differ.
         """
         groups = state_dict.get("param_groups", ())
+        if not any(self._world.gather(bool(groups))):
+            raise ConfigError(
+                "this optimizer state holds no 'param_groups', so it is none of an optimizer's, "
+                "and the one that there is would be lost. Load what the state_dict() of one, or "
+                "get_optimizer_state_dict, has made."
+            )
         names = [*state_dict.get("state", {}), *(name for one in groups for name in one["params"])]
         if any(self._world.gather(any(not isinstance(name, str) for name in names))):
             raise ConfigError(
@@ -189,6 +217,47 @@ def outer(name: str) -> str:
     torch's own state dicts leave it out (distributed/checkpoint/state_dict.py).
     """
     return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def nested(flat: Mapping[str, Any], groups: Iterable[Sequence[str]]) -> dict[str, Any]:
+    """The state of an optimizer that ``StateDictOptions(flatten_optimizer_state_dict=True)`` made.
+
+    Args:
+        flat: with keys ``state.<parameter>.<key>`` and ``param_groups.<parameter>.<key>``; also of
+            parameters that are not asked for.
+        groups: the names of the parameters of each group.
+
+    Raises:
+        CheckpointError: a parameter's are missing, or those of a group have other options.
+    """
+    groups = list(groups)
+    known = {name for names in groups for name in names}
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for full, value in flat.items():
+        kind, _, rest = full.partition(".")
+        name = rest
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        if name and kind in found:
+            *path, key = rest.removeprefix(f"{name}.").split(".")
+            held = found[kind].setdefault(name, {})
+            for one in path:
+                held = held.setdefault(one, {})
+            held[key] = value
+    options = found["param_groups"]
+    for names in groups:
+        if any(name not in options or options[name] != options[names[0]] for name in names):
+            raise CheckpointError(
+                f"the flat optimizer state has no options of {first_few(names)}, or not the same "
+                "of all of them, and this optimizer has these in one group. Build the same groups "
+                "as the saved run did."
+            )
+    return {
+        "state": found["state"],
+        "param_groups": [
+            {**(options[names[0]] if names else {}), "params": list(names)} for names in groups
+        ],
+    }
 
 
 @contextlib.contextmanager

@@ -50,14 +50,14 @@ class _Module:
         given.update({f"{kwargs.get('prefix', '')}{name}": one for name, one in found.items()})
         return given
 
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Any, strict: bool = True, **kwargs: Any) -> Any:
         adoption = self._unipar_adoption
         model: AdoptedModel = self.__dict__[_KEY]
         if not model.divided or adoption.inside:
-            return super().load_state_dict(state_dict, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            return super().load_state_dict(state_dict, strict, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         adoption.refuse_parts("model.load_state_dict()")
         with adoption.engine_calls():
-            return model.gathered().load_state_dict(state_dict)
+            return model.gathered().load_state_dict(state_dict, strict=strict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and files are of the script's own class.

@@ -93,6 +93,13 @@ REFUSED = Table(
         "refused", "They are DDP's own. The strategy ddp has the option `compression`."),
     Row("FSDP(process_group=…,ignored_modules=…,param_init_fn=…)", "refused",
         "The strategy fsdp divides whole models over all ranks, or by its option `sharding`."),
+    Row("MixedPrecisionPolicy(cast_forward_inputs=False) "
+        "MixedPrecision(cast_root_forward_inputs=False)", "refused",
+        "With a param_dtype, to which the strategy fsdp casts what a model is called with. Leave "
+        "param_dtype out, and call the model under torch.autocast."),
+    Row("get_optimizer_state_dict(model,[one,other])", "refused",
+        "Of a model that is trained, and so are set_optimizer_state_dict and their like: an engine "
+        "steps a model by one optimizer. Use the others' own state_dict()."),
     Row("FSDP.summon_full_params", "refused", "Read model.state_dict() on all ranks."),
     Row("ZeroRedundancyOptimizer", "refused",
         "The strategy divides the state: strategy: {name: ddp, shard_optimizer: true}."),

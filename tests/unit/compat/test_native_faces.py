@@ -166,6 +166,60 @@ def test_state_dicts_name_modules_that_are_recomputed_as_torchs_do(alone: None) 
     assert torch.equal(found, moment)
 
 
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ({"cast_forward_inputs": False}, "cast_forward_inputs=False"),
+        ({"cast_forward_inputs": False, "param_dtype": None}, None),
+        ({"cast_root_forward_inputs": False}, "cast_root_forward_inputs=False"),
+        ({"cast_root_forward_inputs": False, "cast_forward_inputs": True}, None),
+        ({"keep_low_precision_grads": True}, None),
+    ],
+)
+def test_inputs_that_fsdp_is_to_leave_as_they_are_are_refused(
+    alone: None, policy: dict[str, Any], said: str | None
+) -> None:
+    fsdp = importlib.import_module(f"{FACE}.distributed.fsdp")
+    first = {"cast_root_forward_inputs", "keep_low_precision_grads"} & policy.keys()
+    kind = fsdp.MixedPrecision if first else fsdp.MixedPrecisionPolicy
+    given = kind(**{"param_dtype": torch.bfloat16, **policy})
+
+    def wrap() -> None:
+        if first:
+            fsdp.FullyShardedDataParallel(nn.Linear(2, 2), mixed_precision=given)
+        else:
+            fsdp.fully_shard(nn.Linear(2, 2), mp_policy=given)
+
+    if said is None:
+        wrap()
+        return
+    with pytest.raises(ConfigError, match=said):
+        wrap()
+
+
+def test_buffers_that_keep_their_dtype_are_told_of(
+    alone: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    fsdp = importlib.import_module(f"{FACE}.distributed.fsdp")
+    half = fsdp.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    for module in (nn.Linear(2, 2), nn.BatchNorm1d(2)):
+        fsdp.FullyShardedDataParallel(module, mixed_precision=half)
+        told = [one for one in caplog.messages if "leaves buffers (running_mean" in one]
+        assert len(told) == isinstance(module, nn.BatchNorm1d)
+
+
+def test_what_fsdp_gives_has_the_dtype_that_is_asked_for(alone: None) -> None:
+    fsdp = importlib.import_module(f"{FACE}.distributed.fsdp")
+    model: Any = nn.Linear(4, 1)
+    fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    output = model(torch.ones(2, 4))
+    output.float().mean().backward()
+    optimizer.step()
+    assert output.dtype == torch.bfloat16
+    assert model.weight.dtype == torch.float32
+
+
 def test_every_name_of_horovods_has_one_fate() -> None:
     pytest.importorskip("horovod")
     listing = (
@@ -566,7 +620,6 @@ def test_a_scaler_that_no_engine_is_beside_goes_on_with_the_scale_that_it_has_sa
     other.load_state_dict(scaler.state_dict())
     other.scale(weight.sum()).backward()
     assert seen[2] == 256.0
-    # What an engine scales beside it has saved no scale.
     other.load_state_dict(face.amp.GradScaler("cpu").state_dict())
     assert other.state_dict() == torch.amp.GradScaler("cpu").state_dict()
 

@@ -191,7 +191,8 @@ def _take(value: Any, state: Mapping[str, Any], session: Session, *, strict: boo
         else:
             value.load_state_dict(dict(state))
     elif engine is not None:
-        GatheredModel(engine, session.world, rank0_only=True).load_state_dict(state)
+        gathered = GatheredModel(engine, session.world, rank0_only=True)
+        gathered.load_state_dict(state, strict=strict)
     elif isinstance(value, nn.Module):
         inner = value.module if isinstance(value, PreparedModel) else value
         inner.load_state_dict(state, strict=strict)

@@ -221,16 +221,24 @@ def named_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any]:
         return found.gathered(rank0_only=rank0_only).state_dict()
 
 
-def load_whole_state_dict(of: Any, state_dict: dict[str, Any]) -> None:
-    """Take over such a state dict. Collective."""
+def load_whole_state_dict(of: Any, state_dict: dict[str, Any], *, strict: bool = True) -> Any:
+    """Take over such a state dict. Collective.
+
+    Args:
+        of: the model or the optimizer.
+        state_dict: on all ranks, or on rank 0 and empty elsewhere.
+        strict: whether that of a model has to have all names, and no others.
+
+    Returns:
+        Of a model what its ``load_state_dict`` gives: names that are missing and unexpected.
+    """
     found = adopted_of(of)
     with adoption.engine_calls():
         if isinstance(found, AdoptedModel):
-            found.gathered().load_state_dict(state_dict)
-        elif found is not None:
-            found.import_numbered(state_dict)
-        else:
-            of.load_state_dict(state_dict)
+            return found.gathered().load_state_dict(state_dict, strict=strict)
+        if found is not None:
+            return found.import_numbered(state_dict)
+        return of.load_state_dict(state_dict, **({} if strict else {"strict": False}))
 
 
 def save_state(directory: str | Path) -> Path:

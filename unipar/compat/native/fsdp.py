@@ -16,7 +16,7 @@ from unipar.compat.adopting import adoption
 from unipar.compat.native.calls import clip_grad_norm_, load_whole_state_dict, named_state_dict
 from unipar.compat.run import current
 from unipar.compat.taking_up import PRECISIONS
-from unipar.errors import ConfigError
+from unipar.errors import ConfigError, first_few
 
 log = logging.getLogger("unipar")
 _SHARDING = {"FULL_SHARD": "full", "SHARD_GRAD_OP": "grad_op", "HYBRID_SHARD": "hybrid"}
@@ -69,6 +69,7 @@ def fully_shard(
         found["cpu_offload"] = True
     for one in module if isinstance(module, (list, tuple)) else [module]:
         half = getattr(mp_policy, "param_dtype", None)
+        _check_casts("cast_forward_inputs", half, getattr(mp_policy, "cast_forward_inputs", True))
         _taken(
             one, FSDPModule, found, half, getattr(mesh, "device_type", None), options, mesh,
             getattr(mp_policy, "output_dtype", None),
@@ -123,6 +124,10 @@ class FullyShardedDataParallel:
             found |= {"cpu_offload": True}
         refused = {"process_group": process_group, **options}
         half = getattr(mixed_precision, "param_dtype", None)
+        # Either has the root cast what it is called with.
+        casts = ("cast_root_forward_inputs", "cast_forward_inputs")
+        _check_casts(casts[0], half, any(getattr(mixed_precision, n, True) for n in casts))
+        _tell_of_buffers(module, getattr(mixed_precision, "buffer_dtype", None))
         mesh = options.get("device_mesh")
         where = getattr(mesh, "device_type", None)
         if isinstance(options.get("device_id"), (str, torch.device)):
@@ -222,12 +227,36 @@ def _taken(
     if half in PRECISIONS:
         adoption.ask(precision=PRECISIONS[half])
         adoption.by_policy = True
+    if gives is not None or half in PRECISIONS:
         adoption.gives[module] = gives or half
     adoption.gathers = True
     adoption.note_wrapped(module)
     adoption.sums_in_backward = True
     module.__class__ = _class_of(kind, type(module))
     return module
+
+
+def _check_casts(name: str, half: Any, casts: bool) -> None:
+    if half in PRECISIONS and not casts:
+        raise ConfigError(
+            f"FSDP's mixed precision with {name}=False: the strategy fsdp casts what a model is "
+            f"called with to param_dtype ({half}). Leave it out; or leave param_dtype out, and "
+            "call the model under torch.autocast, which leaves its inputs as they are."
+        )
+
+
+def _tell_of_buffers(module: nn.Module, dtype: Any) -> None:
+    others = [
+        name for name, one in module.named_buffers()
+        if one.is_floating_point() and one.dtype is not dtype
+    ]  # fmt: skip
+    if dtype is not None and others:
+        adoption.tell(
+            "FSDP's mixed precision with buffer_dtype=%s: the strategy leaves buffers (%s) in the "
+            "dtype that they have, so what is computed of them is not rounded as there. To have "
+            "them rounded, convert them before the model is wrapped.",
+            dtype, first_few(others),
+        )  # fmt: skip
 
 
 @functools.cache

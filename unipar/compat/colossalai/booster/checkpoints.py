@@ -65,11 +65,8 @@ def load_model(model: BoostedModel, path: Path, world: World, *, strict: bool) -
         model.module.load_state_dict(_read(path, _WEIGHTS, _SAFE_WEIGHTS)[0], strict=strict)
         return
     gathered = GatheredModel(training.engine, world, rank0_only=True)
-    own = {} if strict else gathered.state_dict()
     state = _on_main(world, lambda: _read(path, _WEIGHTS, _SAFE_WEIGHTS)[0])
-    if not strict:
-        state = {**own, **{name: one for name, one in state.items() if name in own}}
-    gathered.load_state_dict(state)
+    gathered.load_state_dict(state, strict=strict)
 
 
 def save_optimizer(
