@@ -454,6 +454,45 @@ def test_one_process_has_a_group_too() -> None:
     assert total.tolist() == [1, 1]
 
 
+def test_collectives_take_the_arguments_that_deepspeeds_have() -> None:
+    comm: Any = deepspeed.comm
+    logged = {"prof": True, "log_name": "mine", "debug": "here"}
+    given, pair = torch.arange(4.0), [torch.ones(3), torch.full((1,), 2.0)]
+    found, parts = torch.empty(3, 4), [torch.empty(3), torch.empty(1)]
+    comm.all_gather_into_tensor(output_tensor=found[0], tensor=given, **logged)
+    comm.reduce_scatter_tensor(output_tensor=found[1], tensor=given, **logged)
+    comm.all_to_all_single(output=found[2], tensor=given, **logged)
+    assert torch.equal(found, given.expand(3, 4))
+    comm.all_gather_coalesced(output_tensors=parts, input_tensors=pair)
+    assert all(map(torch.equal, parts, pair))
+    comm.all_gather_coalesced(parts, [one + 1 for one in pair], async_op=True).wait()
+    assert [one.tolist() for one in parts] == [[2, 2, 2], [3]]
+    comm.all_reduce(given, **logged)
+    comm.broadcast(tensor=given, src=0, **logged)
+    assert comm.P2POp(comm.isend, given, 0).op is torch.distributed.isend
+
+
+def test_a_step_that_autocast_skips_without_zero_is_told_of_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "single")
+    halved = lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.5)  # noqa: E731
+    for stage, told in ((0, False), (1, True)):
+        config = {
+            "torch_autocast": {"enabled": True, "dtype": "float16"}, "train_batch_size": 2,
+            "zero_optimization": {"stage": stage}, "optimizer": SGD, "gradient_clipping": 1.0,
+        }  # fmt: skip
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        before = model.weight.detach().clone()
+        engine, *_ = deepspeed.initialize(model=model, config=config, lr_scheduler=halved)
+        step(engine, torch.full((2, 3), 4.0))
+        assert torch.equal(model.weight, before)
+        assert engine.was_step_applied() is not told
+        assert (engine.skipped_steps, engine.get_lr()) == (told, [0.5 if told else 0.25])
+        current.close()
+
+
 def test_engines_that_a_script_has_done_with_are_released() -> None:
     for _ in range(2):
         _, (engine, *_) = start()

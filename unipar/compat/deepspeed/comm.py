@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from unipar.compat.deepspeed_names import COMM
@@ -72,20 +75,70 @@ def configure(*args: Any, **kwargs: Any) -> None:
 
 log_summary = reset_log = configure
 
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> torch.futures.Future[Any] | None:
+    """Gather several tensors at once. Collective.
+
+    Args:
+        output_tensors: for each, one of the tensors of all ranks, one behind the other.
+        input_tensors: this rank's.
+        group: of the ranks.
+        async_op: whether to return at once.
+
+    Returns:
+        What can be waited for, with ``async_op``.
+    """
+    current.world()
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    works = [dist.all_gather_into_tensor(*pair, group=group, async_op=True) for pair in pairs]
+    whole = torch.futures.collect_all([one.get_future() for one in works if one is not None])
+    if async_op:
+        return whole
+    whole.wait()
+    return None
+
+
+class P2POp(dist.P2POp):
+    """torch's, of an ``isend`` or ``irecv`` that is found here."""
+
+    def __new__(cls, op: Any, *args: Any, **kwargs: Any) -> P2POp:
+        return super().__new__(cls, getattr(dist, op.__name__), *args, **kwargs)
+
+    def __init__(self, op: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(getattr(dist, op.__name__), *args, **kwargs)
+
+
 _OTHERWISE = {"inference_all_reduce": "all_reduce"}
+_ARGUMENTS = {
+    "all_gather_into_tensor": {"tensor": "input_tensor"},
+    "reduce_scatter_tensor": {"output_tensor": "output", "tensor": "input"},
+    "all_to_all_single": {"tensor": "input"},
+}
+"""What torch calls arguments whose names are others in DeepSpeed."""
+_LOGGED = ("prof", "log_name", "debug")
+"""Arguments of DeepSpeed's logs, which each of its functions has."""
 
 
+@functools.cache
 def _torchs(name: str) -> Any:
     """A function of torch's, which the processes join for; its classes as they are."""
     row = COMM.find(name)
     there = getattr(dist, _OTHERWISE.get(name, name), None)
     if row is None or row.fate != "kept" or there is None or isinstance(there, type):
         return there if row is not None and row.fate == "kept" else None
+    named = _ARGUMENTS.get(name, {})
 
+    @functools.wraps(there)
     def call(*args: Any, **kwargs: Any) -> Any:
         # One process needs no group for anything else, but for this.
         current.world()
-        return there(*args, **kwargs)
+        given = {named.get(key, key): one for key, one in kwargs.items() if key not in _LOGGED}
+        return there(*args, **given)
 
     return there if name in ("ReduceOp", "is_available", "destroy_process_group") else call
 

@@ -39,7 +39,8 @@ class DeepSpeedEngine(Facts):
         micro_steps: micro-batches so far.
         global_steps: updates so far, and those that were skipped.
         global_samples: samples of these, over all ranks.
-        skipped_steps: updates that were left out, as gradients were not finite.
+        skipped_steps: updates that were left out, as gradients were not finite; under
+            ``torch_autocast`` without ZeRO none is counted.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class DeepSpeedEngine(Facts):
                     "that, and not loss.backward(), which an engine does not see."
                 )
             result = optimizer.take_step()
-            skipped = optimizer.step_was_skipped
+            skipped = optimizer.step_was_skipped and not self._skips_untold()
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             self.skipped_steps += skipped
@@ -134,6 +135,16 @@ class DeepSpeedEngine(Facts):
             if self.lr_scheduler is not None and not skipped:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         self.micro_steps += 1
+
+    def _skips_untold(self) -> bool:
+        """Whether gradients that are not finite leave a step out and nobody counts it.
+
+        DeepSpeed 0.19.8, runtime/engine.py, _take_model_step: without ZeRO torch's own scaler does
+        so under ``torch_autocast``, and the engine asks only optimizers of DeepSpeed's.
+        """
+        autocast = self.config.get("torch_autocast") or {}
+        asked = bool(autocast.get("enabled")) and not self.zero_optimization()
+        return asked and self.fp16_enabled()
 
     def _stepping(self) -> EngineOptimizer:
         if self.optimizer is None:
