@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+from collections import UserDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,9 +31,11 @@ from unipar.compat.accelerate.utils import (
     AutocastKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    find_executable_batch_size,
     is_tensorboard_available,  # pyright: ignore[reportAttributeAccessIssue]
     set_seed,
 )
+from unipar.compat.deepspeed.runtime.lr_schedules import WarmupLR
 from unipar.compat.run import current
 from unipar.errors import ConfigError
 
@@ -491,16 +498,192 @@ def test_on_one_process_functions_of_any_rank_are_called() -> None:
     assert state.on_local_process(lambda: 4, local_process_index=2)() == 4
 
 
-def test_what_pads_a_part_is_the_last_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = PartialState()
+class Rows:
+    """A ``datasets.Dataset``, as far as it is split."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: list[int]) -> Rows:
+        return Rows([self.rows[at] for at in indices])
+
+    def __repr__(self) -> str:
+        return f"Rows({self.rows})"
+
+
+def split(kind: Any, rank: int, ranks: int) -> list[str]:
+    """What a rank gets of data of several kinds, and what they are afterwards."""
+    stands = {
+        "__init__": lambda self: None, "num_processes": ranks, "process_index": rank,
+        "use_distributed": True, "device": torch.device("cpu"),
+    }  # fmt: skip
+    found, state = [], type("Standing", (kind,), stands)()
+    for padded, data in (
+        *((padded, data) for padded in (False, True) for data in (
+            [*"abcd"], Rows([1, 2, 3, 4]), Rows([7]), "abcd",
+            {"x": [*"abcd"], "y": Rows([1, 2, 3, 4]), "z": "abcd"},
+            {"x": {"a": [1, 2, 3], "b": Rows([4, 5, 6])}, "y": ["c", "d"]},
+        )),
+        (False, ("a", "b", "c")), (False, torch.arange(8).view(4, 2)), (False, []),
+        (False, UserDict(x=[1, 2, 3])),
+    ):  # fmt: skip
+        with state.split_between_processes(data, apply_padding=padded) as part:
+            found.append(f"{part} of {data}")
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_data_are_split_among_ranks_as_by_accelerate(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = pytest.importorskip("accelerate.state")
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Rows))
+    monkeypatch.setattr(theirs, "is_datasets_available", lambda: True)
+    for rank in range(ranks):
+        expected = split(theirs.PartialState, rank, ranks)
+        assert split(PartialState, rank, ranks) == expected
+
+
+def test_a_part_that_is_padded_is_by_the_last_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, found = PartialState(), []
     monkeypatch.setattr(type(state), "num_processes", 3)
     monkeypatch.setattr(type(state), "use_distributed", True)
-    found = []
     for rank in range(3):
         monkeypatch.setattr(type(state), "process_index", rank)
-        with state.split_between_processes(["a", "b", "c", "d"], apply_padding=True) as part:
-            found.append(part)
-    assert found == [["a", "b"], ["c", "d"], ["d", "d"]]
+        with state.split_between_processes(torch.arange(4), apply_padding=True) as part:
+            found.append(part.tolist())
+    assert found == [[0, 1], [2, 3], [3, 3]]
+
+
+def sizes_tried(decorate: Any, fits: int, smaller: list[int] | None = None) -> list[Any]:
+    """The sizes that two calls try, and what they end by."""
+    found: list[Any] = []
+
+    def train(batch_size: int) -> None:
+        found.append(batch_size)
+        if batch_size > fits:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+    given = {} if smaller is None else {"reduce_batch_size_fn": iter(smaller).__next__}
+    call = decorate(train, starting_batch_size=8, **given)
+    for _ in range(2):
+        try:
+            call()
+        except RuntimeError:
+            found.append("none fits")
+    return found
+
+
+def test_a_batch_size_that_was_found_is_kept_for_later_calls() -> None:
+    theirs = pytest.importorskip("accelerate.utils.memory").find_executable_batch_size
+    cases: list[tuple[Any, ...]] = [(6,), (0,), (-1, [4, -1]), (0, [0])]
+    for given in cases:
+        assert sizes_tried(find_executable_batch_size, *given) == sizes_tried(theirs, *given)
+    assert sizes_tried(find_executable_batch_size, 6) == [8, 7, 6, 6]
+
+
+OFFLOADED = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+class OfOne(torch.optim.Adam):
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "used"),
+    [
+        (torch.optim.Adam, ""),
+        (torch.optim.AdamW, ""),
+        (torch.optim.Adagrad, ""),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), ""),
+        (lambda p: torch.optim.AdamW(p, weight_decay=0.1), ""),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1, decoupled_weight_decay=True), "Adam"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "Adam"),
+        (lambda p: torch.optim.Adam(p, maximize=True), "Adam"),
+        (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), "Adagrad"),
+        (OfOne, "Adam"),
+        (torch.optim.SGD, "Adam"),
+        (torch.optim.RMSprop, "Adam"),
+    ],
+)
+def test_an_optimizer_that_accelerate_would_replace_is_refused(
+    make: Any, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "single")
+    for config, refused in (
+        ({"zero_optimization": OFFLOADED}, bool(used)),
+        ({"zero_optimization": OFFLOADED, "zero_force_ds_cpu_optimizer": False}, False),
+        (ZERO, False),
+    ):
+        accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model = nn.Linear(3, 1)
+        optimizer = make(model.parameters())
+        if refused:
+            with pytest.raises(ConfigError, match=f"trains by DeepSpeedCPU{used} in its place"):
+                accelerator.prepare(model, optimizer)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)  # pyright: ignore
+            step(accelerator, model, optimizer, torch.ones(2, 3))
+        current.close()
+    plugin = DeepSpeedPlugin(offload_optimizer_device="cpu")
+    assert plugin.replaces_optimizers()
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_schedule_of_deepspeeds_steps_with_the_weights(
+    called: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIPAR_STRATEGY", "single")
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(zero_stage=0)
+    )
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    warmup = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, warmup)  # pyright: ignore
+    rates = []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            step(accelerator, model, optimizer, torch.ones(2, 3))
+            if called:
+                schedule.step()
+        rates += schedule.get_last_lr()
+    # As Accelerate 1.15.0 has them with DeepSpeed 0.19.8.
+    assert rates == pytest.approx([0.0, 0.0, 0.0, 0.025, 0.025, 0.05])
+    accelerator.save_state("at")
+    warmup.last_batch_iteration = 0
+    accelerator.load_state("at")
+    assert warmup.last_batch_iteration == 2
+    alone = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert accelerator.prepare(alone) is alone
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.again.weight = self.first.weight
+
+
+def test_an_index_names_what_its_files_hold(tmp_path: Path) -> None:
+    model = Tied()
+    Accelerator(cpu=True).save_model(model, tmp_path, max_shard_size=2 * 64)
+    assert [one.name for one in tmp_path.iterdir()] == ["model.safetensors"]
+    Accelerator(cpu=True).save_model(model, tmp_path, max_shard_size=64)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * 64
+    assert index["weight_map"] == {
+        "first.weight": "model-00001-of-00002.safetensors",
+        "last.weight": "model-00002-of-00002.safetensors",
+    }
+    for name, file in index["weight_map"].items():
+        held = load_file(tmp_path / file)
+        assert torch.equal(held.pop(name), model.get_parameter(name))
+        assert not held
 
 
 def test_what_is_reduced_has_a_gradient() -> None:

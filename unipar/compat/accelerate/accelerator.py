@@ -20,7 +20,7 @@ from unipar.compat.accelerate import profiling
 from unipar.compat.accelerate.data_loader import DealtLoader
 from unipar.compat.accelerate.exchange import Exchange
 from unipar.compat.accelerate.keeping import Keeping
-from unipar.compat.accelerate.optimizer import AcceleratedOptimizer
+from unipar.compat.accelerate.optimizer import AcceleratedOptimizer, check_kept
 from unipar.compat.accelerate.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -36,7 +36,7 @@ from unipar.compat.accelerate.plugins import (
     TorchDynamoPlugin,
     handlers,
 )
-from unipar.compat.accelerate.scheduler import Paced
+from unipar.compat.accelerate.scheduler import Followed, Paced, is_deepspeeds
 from unipar.compat.accelerate.state import AcceleratorState, GradientState
 from unipar.compat.accelerate.tracking import Trackers
 from unipar.compat.accelerate_names import ACCELERATOR, refuse
@@ -149,7 +149,7 @@ class Accelerator(Exchange, Keeping):
         logging_dir = self.project_configuration.logging_dir
         self._trackers = Trackers(log_with, Path(logging_dir) if logging_dir else None)
         self._models: list[PreparedModel] = []
-        self._optimizers: list[PreparedOptimizer] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[Paced] = []
         self._dataloaders: list[DealtLoader] = []
         self._custom_objects: list[Any] = []
@@ -172,6 +172,7 @@ class Accelerator(Exchange, Keeping):
         self._by_ddp = "strategy" not in deepspeed and fsdp_plugin is None
         # DeepSpeed's engine clips, and clears gradients as it steps.
         self._by_deepspeed = plugin is not None
+        self._replaces_optimizers = plugin is not None and plugin.replaces_optimizers()
         ddp = held.get(DistributedDataParallelKwargs)
         if chosen is None and isinstance(ddp, DistributedDataParallelKwargs):
             options = ddp.options()
@@ -211,7 +212,9 @@ class Accelerator(Exchange, Keeping):
             )
         found = [self._taken(one, place) for one, place in zip(args, placed, strict=True)]
         self._take_up()
-        found = [self._paced(one) for one in found]
+        # Accelerate 1.15.0, _prepare_deepspeed: a scheduler without its model comes back as it is.
+        if not self._by_deepspeed or any(isinstance(one, nn.Module) for one in args):
+            found = [self._paced(one) for one in found]
         return found[0] if len(found) == 1 else tuple(found)
 
     def _taken(self, one: Any, place: bool | None) -> Any:
@@ -222,6 +225,9 @@ class Accelerator(Exchange, Keeping):
         return self._add_optimizer(one) if isinstance(one, Optimizer) else one
 
     def _paced(self, one: Any) -> Any:
+        if self._by_deepspeed and self._optimizers and is_deepspeeds(one):
+            self._optimizers[-1].schedule = one
+            return self._add_scheduler(one, Followed)
         return self.prepare_scheduler(one) if isinstance(one, LRScheduler) else one
 
     def prepare_data_loader(
@@ -264,11 +270,12 @@ class Accelerator(Exchange, Keeping):
 
     def prepare_scheduler(self, scheduler: Any) -> Paced:
         """The scheduler, stepped when its optimizer steps."""
-        if isinstance(scheduler, Paced):
-            return scheduler
+        return scheduler if isinstance(scheduler, Paced) else self._add_scheduler(scheduler, Paced)
+
+    def _add_scheduler(self, scheduler: Any, kind: type[Paced]) -> Paced:
         followed = getattr(scheduler, "optimizer", None)
         own = [one for one in self._optimizers if followed in (one, one.optimizer)]
-        paced = Paced(
+        paced = kind(
             scheduler, own or self._optimizers, self.gradient_state,
             times=self._session.world.data_size, split=self.split_batches,
             with_optimizer=self.step_scheduler_with_optimizer,
@@ -292,6 +299,8 @@ class Accelerator(Exchange, Keeping):
     def _add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         if isinstance(optimizer, PreparedOptimizer):
             return optimizer
+        if self._replaces_optimizers:
+            check_kept(optimizer)
         state = self.gradient_state
         prepared = AcceleratedOptimizer(
             optimizer, self._session, accumulating=lambda: not state.sync_gradients,

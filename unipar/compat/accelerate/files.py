@@ -59,13 +59,18 @@ def write(obj: Any, f: Any, *, safe: bool) -> None:
         return
     from safetensors.torch import save_file
 
-    held: dict[int, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, one in obj.items():
-        # Tied weights are written once.
-        if held.setdefault(id(one) if not one.numel() else one.data_ptr(), name) == name:
-            tensors[name] = one.detach().contiguous()
+    tensors = {name: one.detach().contiguous() for name, one in _untied(obj).items()}
     save_file(tensors, f, metadata={"format": "pt"})
+
+
+def _untied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by name, of those that are tied the first alone."""
+    held: dict[int, str] = {}
+    return {
+        name: one
+        for name, one in state.items()
+        if held.setdefault(id(one) if not one.numel() else one.data_ptr(), name) == name
+    }
 
 
 def write_model(
@@ -81,6 +86,8 @@ def write_model(
     """
     directory.mkdir(parents=True, exist_ok=True)
     stem, ending = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    # An index names what its files hold.
+    state = _untied(state) if safe else state
     shards: list[dict[str, torch.Tensor]] = [{}]
     size, limit = 0, num_bytes(max_shard_size)
     for name, tensor in state.items():

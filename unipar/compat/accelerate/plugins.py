@@ -280,8 +280,17 @@ class DeepSpeedPlugin(Checked):
     def asked(self) -> dict[str, Any]:
         """What it asks for; see :func:`unipar.compat.deepspeed_config.read_config`."""
         self.check()
+        return read_config(self._config())
+
+    def replaces_optimizers(self) -> bool:
+        """Whether Accelerate puts DeepSpeed's optimizers for the CPU in the place of a script's."""
+        config = self._config()
+        device = (config["zero_optimization"].get("offload_optimizer") or {}).get("device")
+        return device not in (None, "none") and config.get("zero_force_ds_cpu_optimizer", True)
+
+    def _config(self) -> dict[str, Any]:
         if self.hf_ds_config is not None:
-            return read_config(self._filled(load_config(self.hf_ds_config)))
+            return self._filled(load_config(self.hf_ds_config))
         zero: dict[str, Any] = {"stage": 2 if self.zero_stage is None else self.zero_stage}
         for name, key in (("optimizer", "offload_optimizer"), ("param", "offload_param")):
             device = getattr(self, f"offload_{name}_device")
@@ -294,7 +303,7 @@ class DeepSpeedPlugin(Checked):
             config["gradient_clipping"] = self.gradient_clipping
         if self.gradient_accumulation_steps is not None:
             config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
-        return read_config(config)
+        return config
 
     def _filled(self, config: dict[str, Any]) -> dict[str, Any]:
         """A configuration with this one's fields where it leaves them open, as Accelerate does it.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -100,42 +101,52 @@ class Processes:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, tensor, or mapping of these.
+        """This rank's part of a list, tuple, tensor, ``datasets.Dataset``, or dict of these.
 
         Args:
-            inputs: the same on all ranks; the first ranks get one element more.
+            inputs: the same on all ranks; the first ranks get one element more. A dict holds the
+                parts afterwards, and what is none of these every rank gets whole, as there.
             apply_padding: whether the last element is repeated, so that all have as many.
 
         Raises:
-            ConfigError: the values of a mapping have different lengths.
+            ConfigError: the values of a dict have different lengths.
         """
         if not self.use_distributed:
             yield inputs
             return
-        if isinstance(inputs, Mapping):
-            if len({len(one) for one in inputs.values()}) > 1:
+        length = len(inputs)
+        if isinstance(inputs, dict):
+            lengths = {key: len(one) for key, one in inputs.items()}
+            if len({*lengths.values()}) > 1:
                 raise ConfigError(
                     "split_between_processes splits the values of a dict alike, and these have "
-                    f"{', '.join(f'{key}: {len(one)}' for key, one in inputs.items())} elements. "
+                    f"{', '.join(f'{key}: {one}' for key, one in lengths.items())} elements. "
                     "Give lists of the same length."
                 )
-            yield type(inputs)({key: self._part(one, apply_padding) for key, one in inputs.items()})  # pyright: ignore[reportCallIssue]
-        else:
-            yield self._part(inputs, apply_padding)
+            length = max(lengths.values(), default=0)
+        yield self._part(inputs, length, apply_padding)
 
-    def _part(self, inputs: Any, padded: bool) -> Any:
-        if not isinstance(inputs, (list, tuple, torch.Tensor)):
+    def _part(self, inputs: Any, length: int, padded: bool) -> Any:
+        if isinstance(inputs, dict):
+            # In place, and by the length of the outermost: Accelerate 1.15.0, state.py.
+            for key, value in inputs.items():
+                inputs[key] = self._part(value, length, padded)
+            return inputs
+        rows: Any = inputs if _is_dataset(inputs) else None
+        if rows is None and not isinstance(inputs, (list, tuple, torch.Tensor)):
             return inputs
         rank, size = self.process_index, self.num_processes
-        fewer, more = divmod(len(inputs), size)
+        fewer, more = divmod(length, size)
         begin = rank * fewer + min(rank, more)
-        part: Any = inputs[begin : begin + fewer + (rank < more)]
-        missing = math.ceil(len(inputs) / size) - len(part)
-        if not padded or not missing:
-            return part
+        found = range(len(inputs))[begin : begin + fewer + (rank < more)]
+        missing = (math.ceil(length / size) - len(found)) if padded else 0
+        if rows is not None:
+            return rows.select([*found, *[len(inputs) - 1] * missing])
+        part: Any = inputs[found.start : found.stop]
         last: Any = inputs[-1:]
         if isinstance(part, torch.Tensor):
-            return torch.cat([part, *[last] * missing])
+            # Where a following gather finds it.
+            return torch.cat([part, *[last] * missing]).to(self.device) if padded else part
         return part + last * missing
 
     @contextlib.contextmanager
@@ -187,6 +198,12 @@ class Processes:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         here = self.local_process_index == local_process_index
         return _only(function, here or not self.use_distributed)
+
+
+def _is_dataset(inputs: Any) -> bool:
+    """Whether it is a table of Hugging Face's ``datasets``."""
+    known = sys.modules.get("datasets")
+    return known is not None and isinstance(inputs, known.Dataset)
 
 
 def _only(function: Callable[..., Any], here: bool) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from unipar.compat.accelerate.state import GradientState
+from unipar.compat.deepspeed_names import SCHEDULES
 from unipar.compat.optimizers import PreparedOptimizer
 from unipar.compat.tables import Table
 
@@ -60,6 +61,19 @@ class Paced:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["scheduler"], name)
+
+
+class Followed(Paced):
+    """A schedule that its optimizer steps after each update, as DeepSpeed's engine does."""
+
+    def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Nothing."""
+
+
+def is_deepspeeds(one: Any) -> bool:
+    """Whether it is one of DeepSpeed's schedules, which Accelerate knows by their names."""
+    row = SCHEDULES.find(type(one).__name__)
+    return row is not None and row.fate == "kept"
 
 
 AcceleratedScheduler = Paced

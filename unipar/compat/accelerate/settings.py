@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from unipar.compat.accelerate.optimizer import AcceleratedOptimizer
 from unipar.compat.accelerate.plugins import DataLoaderConfiguration, ProjectConfiguration
 from unipar.compat.accelerate.processes import Processes
 from unipar.compat.accelerate.state import AcceleratorState, GradientState
 from unipar.compat.models import PreparedModel
-from unipar.compat.optimizers import PreparedOptimizer
 from unipar.session import Session
 
 
@@ -33,7 +33,7 @@ class Settings(Processes):
     _half: torch.dtype | None
     _session: Session
     _models: list[PreparedModel]
-    _optimizers: list[PreparedOptimizer]
+    _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[Any]
     _dataloaders: list[Any]
 

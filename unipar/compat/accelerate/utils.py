@@ -122,28 +122,33 @@ def find_executable_batch_size(
 ) -> Any:
     """Call a function with a batch size, and with a smaller one while memory runs out.
 
-    On several ranks they have to run out alike: one that alone does ends the run.
+    The size that fits is the first that a later call tries. On several ranks they have to run out
+    alike: one that alone does ends the run.
 
     Args:
         function: takes the batch size first.
         starting_batch_size: the first that is tried.
         reduce_batch_size_fn: gives the next one; left out: nine tenths of it.
+
+    Raises:
+        RuntimeError: the next size is 0.
     """
     if function is None:
         return functools.partial(
             find_executable_batch_size, starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )  # fmt: skip
+    size = starting_batch_size
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        size = starting_batch_size
+        nonlocal size
         if len(inspect.signature(function).parameters) < len(args) + 1:
             raise TypeError(
                 f"{function.__name__} is given its batch size by find_executable_batch_size. Call "
                 "it without one."
             )
-        while size > 0:
+        while size != 0:
             _free()
             try:
                 return function(size, *args, **kwargs)
