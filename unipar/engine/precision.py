@@ -125,6 +125,12 @@ class PrecisionPolicy:
         assert self.scaler is not None
         note_overflow(self.scaler, found)
 
+    def lower(self) -> None:
+        """Lower the scale, as after a step that was left out."""
+        if self.scaler is not None:
+            self.note_overflow(torch.ones_like(self.current_scale))
+            self.scaler.update()
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, before they are clipped."""
         if self.scaler is not None:

@@ -355,6 +355,9 @@ class StepEngine(Engine):
         self.num_steps += 1
         if not math.isfinite(loss) and self.spec.on_nan != "ignore":
             self.reducer.discard()
+            if self.spec.on_nan == "skip":
+                # A scaler would find it in the gradients.
+                self.precision.lower()
             return self._not_finite("loss", loss, count)
         assert self.stepper is not None
         if self._resting:

@@ -204,10 +204,10 @@ def test_a_minute_passes_on_one_ranks_clock_and_all_save(world_pool: WorldPools,
 
         before = Saver.due
 
-        def due(self: Saver, step: int) -> bool:
+        def due(self: Saver, step: int, metrics: Any) -> bool:
             if placement.rank == 1 and step == 2:
                 self.session.world.raise_flag(Flag.CHECKPOINT)
-            return before(self, step)
+            return before(self, step, metrics)
 
         Saver.due = due
         try:

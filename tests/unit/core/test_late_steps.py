@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -190,6 +191,28 @@ def test_a_step_that_is_to_be_skipped_moves_no_schedule(precision: Any) -> None:
         assert same(state(engine)[:3], before[:3])
         assert result.skipped
         assert not engine.train_step(batch(), squares).skipped
+
+
+def test_a_loss_that_is_not_finite_lowers_the_scale() -> None:
+    """As a plain loop's scaler does."""
+    scaler, plain = torch.amp.GradScaler("cpu"), model()
+    optimizer = optim.SGD(plain.parameters(), lr=0.1)
+    scales, found = [], []
+    with Session("single", device="cpu", on_nan="skip", precision="fp16") as session:
+        engine = session.prepare(model(), optimizer={"name": "sgd", "lr": 0.1})
+        for factor in (1.0, math.inf, math.nan, 1.0):
+            with torch.autocast("cpu", torch.float16):
+                loss = plain(X).float().square().mean() * factor
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            engine.train_step(
+                batch(), lambda m, data, f=factor: m(data[0]).float().square().mean() * f
+            )
+            found.append(engine.precision.current_scale.item())
+    assert found == scales == [2.0**16, 2.0**15, 2.0**14, 2.0**14]
 
 
 def test_a_step_that_is_skipped_leaves_statistics_too() -> None:
