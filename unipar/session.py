@@ -45,6 +45,7 @@ from unipar.strategy import (
     Engine,
     EngineSpec,
     InitialWeights,
+    LossScale,
     ModelContext,
     ModelFactory,
     OnNaN,
@@ -80,6 +81,9 @@ class Session:
         model: what will be prepared, one or several, for ``"auto"`` with several processes to go
             by: it shards what would not fit on a device. Nothing else looks at it.
         precision: the compute dtype of every engine; weights and reductions stay fp32.
+        loss_scale: how the scale of losses in fp16 begins and changes: ``initial``,
+            ``growth_factor``, ``backoff_factor`` and ``growth_interval``; left out: as PyTorch's
+            does.
         float32_matmul_precision: how exactly matrix products of fp32 tensors are computed inside
             the ``with`` block, as :func:`torch.set_float32_matmul_precision` takes it; left out: as
             torch is set.
@@ -111,6 +115,7 @@ class Session:
         *,
         model: nn.Module | ModelFactory | Sequence[nn.Module | ModelFactory] = (),
         precision: Precision = "fp32",
+        loss_scale: LossScale | Mapping[str, Any] | None = None,
         float32_matmul_precision: MatmulPrecision | None = None,
         device: DeviceChoice = "auto",
         seed: int = 0,
@@ -122,6 +127,7 @@ class Session:
     ) -> None:
         asked = {
             "precision": precision,
+            "loss_scale": loss_scale,
             "float32_matmul_precision": float32_matmul_precision,
             "device": device,
             "seed": seed,
@@ -130,7 +136,7 @@ class Session:
             "on_nan": on_nan,
             "self_test": self_test,
         }
-        validate(RunFields, asked)
+        fields = validate(RunFields, asked)
         device_type = resolve_device_type(device)
         self._placement = placement or find_placement(device_type, timeout)
         models = tuple(model) if isinstance(model, Sequence) and not callable(model) else (model,)
@@ -140,6 +146,7 @@ class Session:
         self._sharing = Sharing(self.strategy, self.engines)
         self._undo: list[Undo] = []
         self._precision: Precision = precision
+        self._loss_scale: LossScale | None = fields.loss_scale
         self._matmul_precision: MatmulPrecision | None = float32_matmul_precision
         self._on_nan: OnNaN = on_nan
         self._seed = seed
@@ -240,6 +247,7 @@ class Session:
         return EngineSpec(
             model,
             precision=self._precision,
+            loss_scale=self._loss_scale,
             on_nan=self._on_nan,
             seed=self._seed,
             dropout_seed=self._dropout_seed,

@@ -40,7 +40,7 @@ from unipar.compat.tables import lines_of  # noqa: E402
 from unipar.config import CheckpointConfig, RunConfig  # noqa: E402
 from unipar.launchers.registry import LAUNCHERS  # noqa: E402
 from unipar.migrate.dialects import DIALECTS  # noqa: E402
-from unipar.strategy import StrategyOptions, registry  # noqa: E402
+from unipar.strategy import LossScale, StrategyOptions, registry  # noqa: E402
 
 NAMES = {
     "accelerate": accelerate_names.TABLES,
@@ -112,6 +112,11 @@ def settings() -> str:
 def checkpoint() -> str:
     """A row for each field of ``checkpoint``."""
     return _fields(CheckpointConfig)
+
+
+def loss_scale() -> str:
+    """A row for each field of ``loss_scale``."""
+    return _fields(LossScale)
 
 
 def _fields(model: type[BaseModel]) -> str:
@@ -196,6 +201,7 @@ TABLES = {
     "launcher: slurm": lambda: launcher("slurm"),
     "settings": settings,
     "checkpoint": checkpoint,
+    "loss scale": loss_scale,
     "survey: ran": ran,
     "migration: corpus": lambda: _table(*surveys.migrated()),
     "migration: about": lambda: surveys.about("../migrate/corpus.json"),

@@ -43,6 +43,7 @@ from unipar.launchers import registry as launchers
 from unipar.strategy import (
     ActivationCheckpointing,
     DropoutSeed,
+    LossScale,
     OnNaN,
     Precision,
     SelfTest,
@@ -230,6 +231,8 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     precision: Precision = "fp32"
     """Compute dtype; weights and reductions are fp32 in all of them. fp8 is bf16 with linear layers
     in float8, by torchao."""
+    loss_scale: LossScale | None = None
+    """How the scale of losses in precision fp16 begins and changes; left out: as PyTorch's does."""
     float32_matmul_precision: MatmulPrecision | None = None
     """How exactly matrix products of fp32 tensors are computed: highest (fp32), high (TF32 on GPUs,
     or three products in bf16), medium (bf16); left out: as torch is set, highest by default."""
@@ -375,6 +378,11 @@ class RunFields(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
                 f"micro_batch_size ({micro}) is larger than global_batch_size ({size}). A global "
                 "batch is divided among processes, then into micro-batches: make "
                 f"micro_batch_size at most {size} / number of processes."
+            )
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise ValueError(
+                f"loss_scale is given, and precision is '{self.precision}': losses are scaled in "
+                "fp16 alone. Set precision to 'fp16', or leave loss_scale out."
             )
         if self.checkpoint is False and self.resume == "auto":
             raise ValueError(

@@ -31,6 +31,7 @@ from unipar.engine.parts import WholeLosses, layers_of, mark_part, mark_whole
 from unipar.engine.precision import (
     COMPUTE_DTYPES,
     PrecisionPolicy,
+    has_overflowed,
     keep_scale_on_host,
     note_overflow,
     share_scale,
@@ -113,6 +114,7 @@ __all__ = [
     "group_states",
     "has_forward",
     "has_hooks",
+    "has_overflowed",
     "keep_scale_on_host",
     "keep_weights_in_place",
     "layers_of",

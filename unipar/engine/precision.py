@@ -141,11 +141,7 @@ class PrecisionPolicy:
         if self.scaler is None:
             optimizer.step()
             return True
-        # As the scaler's own `step` finds it (torch 2.13, amp/grad_scaler.py), which does not say.
-        state = self.scaler._per_optimizer_states[id(optimizer)]
-        overflowed = False
-        for found in state["found_inf_per_device"].values():
-            overflowed |= bool(found)
+        overflowed = has_overflowed(self.scaler, optimizer)
         if not overflowed:
             optimizer.step()
         self.scaler.update()
@@ -164,6 +160,13 @@ class PrecisionPolicy:
         if self.scaler is not None:
             import_scaler(self.scaler, source)
             self.as_asked |= "scaler" in source.extra
+
+
+def has_overflowed(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Whether a gradient that a scaler has unscaled is not finite."""
+    # As the scaler's own `step` finds it (torch 2.13, amp/grad_scaler.py), which does not say.
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    return any(map(bool, found))
 
 
 def note_overflow(scaler: GradScaler, found: torch.Tensor) -> None:

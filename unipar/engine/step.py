@@ -123,6 +123,8 @@ class StepEngine(Engine):
         if precision is None:
             precision = PrecisionPolicy(spec.precision, world.device)
         self.precision = precision
+        if spec.loss_scale is not None:
+            precision.scale_as(spec.loss_scale.scaler_state())
         if stepper is None and optimizer is not None:
             stepper = OptimizerStepper(optimizer, precision, module.parameters())
         self.stepper = stepper

@@ -22,6 +22,7 @@ from unipar.strategy.engine import (
     seeded_model,
 )
 from unipar.strategy.initial import InitialValues, InitialWeights
+from unipar.strategy.loss_scale import LossScale
 from unipar.strategy.model_function import (
     ModelContext,
     ModelFactory,
@@ -39,6 +40,7 @@ __all__ = [
     "EngineSpec",
     "InitialValues",
     "InitialWeights",
+    "LossScale",
     "ModelContext",
     "ModelFactory",
     "OnNaN",

@@ -21,6 +21,7 @@ from unipar.optimizers.factories import OptimizerFactory, SchedulerFactory
 from unipar.optimizers.named import NamedOptimizer
 from unipar.state import EngineState, StateSource
 from unipar.strategy.initial import InitialValues, InitialWeights, whole_model
+from unipar.strategy.loss_scale import LossScale
 from unipar.strategy.step_result import StepResult
 from unipar.world import World
 
@@ -41,6 +42,7 @@ class EngineSpec:
             ``None`` for a model that is only evaluated.
         lr_scheduler: factory called with the optimizer.
         precision: the compute dtype; ``"fp8"`` is bf16 with linear layers in float8.
+        loss_scale: how the scale of fp16 losses begins and changes; ``None``: as PyTorch's does.
         max_grad_norm: the 2-norm that gradients are clipped to; ``inf`` measures without clipping.
         activation_checkpointing: ``"off"``; ``"full"`` or ``"selective"`` (each repeated block; the
             second keeps what takes long to compute); or names of module classes whose activations
@@ -66,6 +68,7 @@ class EngineSpec:
     optimizer: OptimizerFactory | None = None
     lr_scheduler: SchedulerFactory | None = None
     precision: Precision = "fp32"
+    loss_scale: LossScale | None = None
     max_grad_norm: float | None = None
     activation_checkpointing: ActivationCheckpointing = "off"
     activation_offload: bool = False

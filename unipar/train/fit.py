@@ -27,6 +27,7 @@ from unipar.optimizers.groups import check_choice, factories, holds_functions
 from unipar.optimizers.named import NamedScheduler
 from unipar.strategy import (
     DropoutSeed,
+    LossScale,
     ModelFactory,
     OnNaN,
     OptimizerFactory,
@@ -73,6 +74,7 @@ def fit(
     steps: int | Unset | None = UNSET,
     eval_every: int | Unset | None = UNSET,
     precision: Precision | Unset = UNSET,
+    loss_scale: LossScale | Mapping[str, Any] | Unset | None = UNSET,
     float32_matmul_precision: MatmulPrecision | Unset | None = UNSET,
     max_grad_norm: float | Unset | None = UNSET,
     activation_checkpointing: str | Sequence[str] | Unset = UNSET,
@@ -144,6 +146,9 @@ def fit(
         eval_every: steps between evaluations; default: each epoch's end.
         precision: compute dtype, ``"fp32"``, ``"bf16"``, ``"fp16"``, or ``"fp8"`` (``"bf16"``
             with linear layers in float8); weights and reductions are fp32.
+        loss_scale: how the scale of losses in fp16 begins and changes: ``initial``,
+            ``growth_factor``, ``backoff_factor`` and ``growth_interval``, as of PyTorch's scaler,
+            whose defaults they have. A run that goes on from a checkpoint goes on with its scale.
         float32_matmul_precision: how exactly matrix products of fp32 tensors are computed, as
             :func:`torch.set_float32_matmul_precision` takes it; default: as torch is set.
         max_grad_norm: 2-norm to clip the whole gradient to; ``math.inf`` only measures it.

@@ -77,6 +77,7 @@ def train(job: Job, placement: Placement) -> RunResult | None:
     session = Session(
         config.strategy,
         precision=config.precision,
+        loss_scale=config.loss_scale,
         float32_matmul_precision=config.float32_matmul_precision,
         device=placement.device_type,  # pyright: ignore[reportArgumentType]
         seed=config.seed,

@@ -232,6 +232,7 @@ def check(
     spec = EngineSpec(
         model,
         precision=config.precision,
+        loss_scale=config.loss_scale,
         max_grad_norm=config.max_grad_norm,
         activation_checkpointing=config.activation_checkpointing,
         activation_offload=config.activation_offload,

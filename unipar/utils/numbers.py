@@ -13,7 +13,8 @@ def _no_truth_value(given: Any) -> Any:
     return given
 
 
-_Number = BeforeValidator(_no_truth_value)
-PositiveInt = Annotated[int, Field(gt=0), _Number]
-NonNegativeInt = Annotated[int, Field(ge=0), _Number]
-PositiveFloat = Annotated[float, Field(gt=0), _Number]
+NUMBER = BeforeValidator(_no_truth_value)
+"""Of a number, with or without bounds."""
+PositiveInt = Annotated[int, Field(gt=0), NUMBER]
+NonNegativeInt = Annotated[int, Field(ge=0), NUMBER]
+PositiveFloat = Annotated[float, Field(gt=0), NUMBER]

@@ -23,6 +23,7 @@ from unipar.engine import (
     Undo,
     build_optimizer,
     check_divisible,
+    has_overflowed,
     keep_scale_on_host,
     keep_weights_in_place,
     refuse_changed_weights,
@@ -204,10 +205,13 @@ class AccelerateStepper(OptimizerStepper):
             self._prepared.step()
             return not self._prepared.step_was_skipped
         # Accelerate 1.15 (optimizer.py, step) takes a step as taken if the scaler has called the
-        # optimizer, which it does in every step of a fused one.
-        scale = scaler.get_scale()
+        # optimizer, which it does in every step of a fused one. And a scale need not change.
+        inner = self._prepared.optimizer
+        if not scaler._per_optimizer_states[id(inner)]["found_inf_per_device"]:
+            scaler.unscale_(inner)
+        overflowed = has_overflowed(scaler, inner)
         self._prepared.step()
-        return scaler.get_scale() >= scale
+        return not overflowed
 
 
 class ShardReducer(Reducer):

@@ -13,7 +13,7 @@ from unipar.data import move_to
 from unipar.data.batch import Batch
 from unipar.errors import ConfigError, NonFiniteLossError
 from unipar.loss import Loss, LossSum
-from unipar.strategy import Engine, StepResult, Strategy
+from unipar.strategy import Engine, LossScale, StepResult, Strategy
 from unipar.testing import models
 from unipar.testing.cases.case import case, case_also_at
 from unipar.testing.cases.numbers import PLAIN, SHORT_CLIPPED_TOKENS, SHORT_TOKENS
@@ -204,11 +204,18 @@ def _fail_in_backward_at_first(
 
 @case
 def skips_overflow(kit: Kit) -> None:
-    """A step whose fp16 gradients overflow is skipped, and moves neither weights nor schedule."""
+    """A step whose fp16 gradients overflow is skipped, and moves neither weights nor schedule.
+
+    And the loss scale begins and changes as it is asked to.
+    """
     scenario = kit.fit(Scenario(precision="fp16", scheduler=warmup_and_decay, num_steps=4))
     if kit.refuses(scenario):
         return
-    for rank, (results, before, after, rates) in enumerate(kit.run(_overflow, scenario)):
+    for rank, (results, before, after, rates, scales) in enumerate(kit.run(_overflow, scenario)):
+        if scales != [1024.0, 256.0, 768.0]:
+            raise AssertionError(
+                f"rank {rank}: the scale at first, and after each of both steps, was {scales}"
+            )
         if results != [True, False]:
             raise AssertionError(
                 f"rank {rank}: of an overflowing and a usual step, skipped was {results}"
@@ -231,15 +238,24 @@ def _enlarged(loss: Loss) -> Loss:
 
 def _overflow(
     strategy: Strategy, world: World, scenario: Scenario
-) -> tuple[list[bool], Exported, Exported, tuple[Any, Any]]:
-    engine = strategy.prepare(scenario.spec(world.data_size), world)
+) -> tuple[list[bool], Exported, Exported, tuple[Any, Any], list[float]]:
+    asked = LossScale(initial=1024, growth_factor=3, backoff_factor=0.25, growth_interval=1)
+    spec = replace(scenario.spec(world.data_size), loss_scale=asked)
+    engine = strategy.prepare(spec, world)
     stream = batches(scenario, world)
     before, rates = Exported.of(engine), learning_rates(engine)
+    scales = [_scale_of(engine)]
 
     # Finite in the forward pass; its gradient is infinite in fp16 once the scaler is through.
     huge = watched(scenario.loss, lambda: None, _enlarged)
     overflowed = engine.train_step(next(stream), huge)
     after, later = Exported.of(engine), learning_rates(engine)
+    scales.append(_scale_of(engine))
     usual = engine.train_step(next(stream), scenario.loss)
+    scales.append(_scale_of(engine))
     engine.close()
-    return [overflowed.skipped, usual.skipped], before, after, (rates, later)
+    return [overflowed.skipped, usual.skipped], before, after, (rates, later), scales
+
+
+def _scale_of(engine: Engine) -> float:
+    return engine.export_state().extra["scaler"]["scale"]
