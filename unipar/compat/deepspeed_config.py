@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unipar.compat.deepspeed_names import CONFIG, NATIVE, ZERO
+from unipar.compat.deepspeed_names import CONFIG, FP16, NATIVE, ZERO
+from unipar.compat.runconfig import asked_scale
 from unipar.errors import ConfigError
 
 log = logging.getLogger("unipar")
@@ -44,8 +45,8 @@ def read_config(given: Any, *, builds: bool = False) -> dict[str, Any]:
         builds: whether the caller builds the optimizer and the scheduler that it names.
 
     Returns:
-        ``strategy``; ``max_grad_norm``, unless it is 0; and ``precision`` and ``accumulation``
-        where it says so.
+        ``strategy``; ``max_grad_norm``, unless it is 0; ``precision`` and ``accumulation`` where it
+        says so; and ``loss_scale``, unless it is not DeepSpeed's own fp16 that it asks for.
 
     Raises:
         ConfigError: it cannot be read, or asks for what cannot be had.
@@ -70,6 +71,9 @@ def read_config(given: Any, *, builds: bool = False) -> dict[str, Any]:
         else:
             _check(key, value)
     found["strategy"] = _strategy(zero, native)
+    if found.get("precision", "fp16") == "fp16" and not _enabled(config.get("torch_autocast")):
+        # Where it says nothing of a precision, what prepares the model may.
+        found |= _loss_scale(config.get("fp16", {}))
     return found
 
 
@@ -138,7 +142,7 @@ def _is_on(key: str, value: Any) -> bool:
 
 
 def _add_precision(found: dict[str, Any], key: str, value: Any) -> None:
-    if not (value.get("enabled") if isinstance(value, Mapping) else value):
+    if not _enabled(value):
         return
     precision = _PRECISIONS.get(key)
     if precision is None:
@@ -151,6 +155,37 @@ def _add_precision(found: dict[str, Any], key: str, value: Any) -> None:
             f"DeepSpeed's configuration asks for {found['precision']} and for {precision}. Enable "
             "one of fp16, bf16 and torch_autocast."
         )
+
+
+def _enabled(section: Any) -> bool:
+    return bool(section.get("enabled") if isinstance(section, Mapping) else section)
+
+
+_SCALING = {"hysteresis": (2, 1), "min_loss_scale": (1,), "consecutive_hysteresis": (False,)}
+"""What of a loss scale is not kept: DeepSpeed's default, and what is done here."""
+
+
+def _loss_scale(fp16: Any) -> dict[str, Any]:
+    """How DeepSpeed's own fp16 scales losses; nothing where it is turned off.
+
+    Its names and defaults are those of DeepSpeed 0.19 (runtime/precision_config.py).
+    """
+    section = fp16 if isinstance(fp16, Mapping) else {"enabled": fp16}
+    # Left out or "auto", it is for another setting to say.
+    if not section.get("enabled", True):
+        return {}
+    static = section.get("loss_scale", 0)
+    if static:
+        return asked_scale(initial=static, growth_factor=1, backoff_factor=1)
+    for key, kept in _SCALING.items():
+        row = FP16.find(key)
+        if row is not None and section.get(key, kept[0]) not in kept:
+            log.warning("DeepSpeed's fp16 has '%s'. %s", key, row.why)
+    return asked_scale(
+        # Beyond 1000 it is refused, and still a number.
+        initial=2.0 ** min(int(section.get("initial_scale_power", 16)), 1000),
+        growth_interval=section.get("loss_scale_window", 1000),
+    )
 
 
 def _strategy(zero: Any, native: dict[str, Any]) -> dict[str, Any]:

@@ -222,6 +222,19 @@ CONFIG = Table(
     Row("autotuning hybrid_engine", "refused", "Leave it out."),
 )
 
+FP16 = Table(
+    "fp16",
+    Row("enabled loss_scale initial_scale_power loss_scale_window", "kept"),
+    Row(
+        "hysteresis consecutive_hysteresis min_loss_scale",
+        "ignored",
+        "Each overflow halves the loss scale at once, and there is no lowest one. Set "
+        "loss_scale.backoff_factor in unipar.yaml where it is to fall more slowly.",
+    ),
+    Row("auto_cast fp16_master_weights_and_grads", "ignored",
+        "Weights and gradients are fp32, and autocast computes in fp16."),
+)  # fmt: skip
+
 ZERO = Table(
     "zero_optimization",
     Row(
@@ -372,7 +385,7 @@ CALLS = Table(
     Row("engine.train_batch() engine.eval_batch()", "refused", _PIPELINE),
 )  # fmt: skip
 
-TABLES = (TOP, CONFIG, ZERO, ENGINE, CALLS, ZERO_MODULE, COMM, UTILS, RUNTIME, SCHEDULES, OPS,
+TABLES = (TOP, CONFIG, FP16, ZERO, ENGINE, CALLS, ZERO_MODULE, COMM, UTILS, RUNTIME, SCHEDULES, OPS,
           ADAM, CHECKPOINTING, ACCELERATOR)  # fmt: skip
 
 

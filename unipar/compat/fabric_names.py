@@ -143,6 +143,12 @@ CALLS = Table(
         "Plugins are for the precision, and for launchers, which are found by themselves.",
     ),
     Row(
+        "MixedPrecision(scaler=…)",
+        "refused",
+        "Engines scale by PyTorch's rule, in precision 16-mixed. Give a torch.amp.GradScaler, or "
+        "leave it out.",
+    ),
+    Row(
         "Fabric(devices=[1,3])",
         "refused",
         "Set CUDA_VISIBLE_DEVICES=1,3 before the program starts, and say devices=2.",

@@ -174,6 +174,7 @@ class Run:
         """
         if self.session is not None:
             known = {**self.config.model_dump(), **self._asked} if self.config else self._asked
+            asked = _of_use(asked, self.config.precision) if self.config else asked
             other = {key for key, value in asked.items() if known.get(key) != value}
             if other:
                 raise ConfigError(
@@ -202,6 +203,7 @@ class Run:
         session = Session(
             config.strategy,
             precision=config.precision,
+            loss_scale=config.loss_scale,
             device=config.device,
             timeout=config.timeout,
             on_nan=config.on_nan,
@@ -213,7 +215,8 @@ class Run:
             if self._world is None:
                 self._world = join(session.world.placement)
                 atexit.register(self.close)
-        self.session, self.config, self._asked = session, config, dict(asked)
+        self.session, self.config = session, config
+        self._asked = _of_use(asked, config.precision)
         self._undo = explain_uncaught(session)
         return session
 
@@ -264,10 +267,9 @@ class Run:
                 "unipar.yaml or the environment decides, not the script: %s instead of %s.",
                 _listed({key: getattr(config, key) for key in overridden}), _listed(overridden),
             )  # fmt: skip
+        open_to = {key: one for key, one in asked.items() if key not in config.model_fields_set}
         return config.model_copy(
-            update={
-                key: value for key, value in asked.items() if key not in config.model_fields_set
-            }
+            update=_of_use(open_to, open_to.get("precision", config.precision))
         )
 
 
@@ -356,6 +358,11 @@ def own_randomness(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _of_use(asked: Mapping[str, Any], precision: str) -> dict[str, Any]:
+    """What a script asks for, which may scale losses whatever it computes in."""
+    return {key: one for key, one in asked.items() if key != "loss_scale" or precision == "fp16"}
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

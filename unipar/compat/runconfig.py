@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from unipar.config import validate
 from unipar.config.merging import merge
 from unipar.config.settings import ENV_PREFIX, read_environment
-from unipar.strategy import OnNaN, Precision, SelfTest
+from unipar.strategy import LossScale, OnNaN, Precision, SelfTest
 from unipar.utils.devices import DeviceChoice
 from unipar.utils.documents import Document, read_document
 
@@ -27,6 +27,9 @@ class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     """Which framework runs it: a name, `name:option=value,…`, a mapping with `name`, or `auto`."""
     precision: Precision = "fp32"
     """Compute dtype; weights and reductions stay fp32."""
+    loss_scale: LossScale | None = None
+    """How the scale of losses in precision fp16 begins and changes; left out: as the script has it,
+    or as PyTorch's does."""
     device: DeviceChoice = "auto"
     """What to train on; auto takes the accelerator if there is one."""
     timeout: float = Field(default=1800.0, gt=0)
@@ -39,6 +42,15 @@ class ScriptConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstri
     divide_batches: bool = True
     """Whether models of a script that knows nothing of ranks compute parts of batches, where parts
     make the whole; else each rank computes the whole."""
+
+
+def asked_scale(**fields: Any) -> dict[str, LossScale | None]:
+    """The setting ``loss_scale`` that a script asks for by its framework's own arguments.
+
+    Raises:
+        ConfigError: no scale can begin or change so.
+    """
+    return {"loss_scale": validate(ScriptConfig, {"loss_scale": fields}).loss_scale}
 
 
 def file_beside_script() -> Path:

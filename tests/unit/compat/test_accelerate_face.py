@@ -38,8 +38,11 @@ from unipar.compat.accelerate.utils import (
 from unipar.compat.deepspeed.runtime.lr_schedules import WarmupLR
 from unipar.compat.run import current
 from unipar.errors import ConfigError
+from unipar.strategy import LossScale
 
 ZERO = {"zero_optimization": {"stage": 2}}
+SCALE = LossScale(initial=2.0**16, growth_interval=1000)
+"""DeepSpeed's, of a run in fp16."""
 pytestmark = pytest.mark.usefixtures("alone")
 
 
@@ -167,7 +170,7 @@ def test_plugins_become_options() -> None:
         offload_param_nvme_path="/local",
     ).asked() == {
         "strategy": {"name": "zero3", "offload_parameters": True, "nvme_path": "/local"},
-        "max_grad_norm": 0.5,
+        "max_grad_norm": 0.5, "loss_scale": SCALE,
     }  # fmt: skip
     config = {"bf16": {"enabled": True}, "train_batch_size": "auto", "zero_optimization": {
         "stage": 2, "overlap_comm": False, "reduce_bucket_size": "auto"}}  # fmt: skip
@@ -179,7 +182,7 @@ def test_plugins_become_options() -> None:
     config = {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto",
               "zero_optimization": zero}  # fmt: skip
     assert DeepSpeedPlugin(hf_ds_config=config).asked() == {
-        "strategy": {"name": "zero2"}, "max_grad_norm": 1.0,
+        "strategy": {"name": "zero2"}, "max_grad_norm": 1.0, "loss_scale": SCALE,
     }  # fmt: skip
     assert DeepSpeedPlugin(
         hf_ds_config=config,
@@ -187,9 +190,14 @@ def test_plugins_become_options() -> None:
         gradient_clipping=0.0,
         gradient_accumulation_steps=3,
         offload_optimizer_device="cpu",
-    ).asked() == {"strategy": {"name": "zero1", "offload_optimizer": True}, "accumulation": 3}
+    ).asked() == {
+        "strategy": {"name": "zero1", "offload_optimizer": True}, "accumulation": 3,
+        "loss_scale": SCALE,
+    }  # fmt: skip
     assert zero == {"stage": "auto", "offload_optimizer": {"device": "auto"}}
-    assert DeepSpeedPlugin().asked() == {"strategy": {"name": "zero2"}, "max_grad_norm": 1.0}
+    assert DeepSpeedPlugin().asked() == {
+        "strategy": {"name": "zero2"}, "max_grad_norm": 1.0, "loss_scale": SCALE,
+    }  # fmt: skip
 
 
 def moved(accelerator: Accelerator, *, clip: float | None = None) -> float:

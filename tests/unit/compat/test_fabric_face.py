@@ -38,6 +38,10 @@ from unipar.compat.fabric.utilities import rank_zero_only, suggested_max_num_wor
 from unipar.compat.fabric.wrappers import _unwrap_objects
 from unipar.compat.run import current
 from unipar.errors import ConfigError
+from unipar.strategy import LossScale
+
+SCALE = LossScale(initial=2.0**16, growth_interval=1000)
+"""DeepSpeed's, of a run in fp16."""
 
 CPU: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
 
@@ -300,7 +304,7 @@ def test_gradients_that_torch_would_have_kept_are_missed() -> None:
          {"strategy": {"name": "ddp", "find_unused_parameters": True}}, {}),
         ({"strategy": "deepspeed_stage_3_offload"},
          {"strategy": {"name": "zero3", "offload_optimizer": True, "pin_memory": False,
-                       "offload_parameters": True}}, {"max_grad_norm": 1.0}),
+                       "offload_parameters": True}, "loss_scale": SCALE}, {"max_grad_norm": 1.0}),
         ({"strategy": DeepSpeedStrategy(config={
             "zero_optimization": {"stage": 1}, "gradient_clipping": 0.5, "bf16": {"enabled": True},
         })}, {"strategy": {"name": "zero1"}, "precision": "bf16"}, {"max_grad_norm": 0.5}),
@@ -351,7 +355,7 @@ class OwnEnvironment(ClusterEnvironment):
         ({"strategy": FSDPStrategy(sharding_strategy="NO_SHARD")}, "strategy='ddp' for NO_SHARD"),
         ({"strategy": FSDPStrategy(device_mesh=(2, 2))}, "HYBRID_SHARD"),
         ({"strategy": DDPStrategy(checkpoint_io=1)}, "Leave checkpoint_io out"),
-        ({"strategy": DeepSpeedStrategy(loss_scale=2)}, "Leave loss_scale out"),
+        ({"strategy": DeepSpeedStrategy(cpu_checkpointing=True)}, "Leave cpu_checkpointing out"),
         ({"strategy": DeepSpeedStrategy(config={"gradient_accumulation_steps": 2})},
          "Accumulate in the loop"),
         ({"plugins": [OwnEnvironment()]}, "launchers, which are found by themselves"),
@@ -384,7 +388,7 @@ def test_unipar_yaml_wins_over_what_has_no_counterpart(tmp_path: Path) -> None:
     # What it clips to is no matter of the strategy.
     config = {"gradient_clipping": 0.5, "zero_optimization": {"stage": 2}}
     asked = settings.read(**{**DEFAULTS, "strategy": DeepSpeedStrategy(config=config)})
-    assert (asked.run, asked.prepare) == ({}, {"max_grad_norm": 0.5})
+    assert (asked.run, asked.prepare) == ({"loss_scale": SCALE}, {"max_grad_norm": 0.5})
 
 
 def test_what_fabric_run_was_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

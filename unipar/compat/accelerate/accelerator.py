@@ -28,6 +28,7 @@ from unipar.compat.accelerate.plugins import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
     PrecisionType,
@@ -161,6 +162,12 @@ class Accelerator(Exchange, Keeping):
             asked["precision"] = deepspeed["precision"]
         if mixed_precision is not None:
             asked["precision"] = _precision(mixed_precision)
+        scaler = held.get(GradScalerKwargs)
+        if "loss_scale" in deepspeed:
+            asked["loss_scale"] = deepspeed["loss_scale"]
+        elif isinstance(scaler, GradScalerKwargs) and plugin is None:
+            # Under a DeepSpeedPlugin Accelerate 1.15 makes no scaler (accelerator.py).
+            asked |= scaler.asked()
         if cpu:
             asked["device"] = "cpu"
         timeout = getattr(held.get(InitProcessGroupKwargs), "timeout", None)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from unipar.compat.checked import Checked
 from unipar.compat.deepspeed_config import load_config, read_config
+from unipar.compat.runconfig import asked_scale
 from unipar.errors import ConfigError
 
 
@@ -142,16 +143,22 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Engines scale fp16 losses as torch's scaler does by default."""
+    """The run's ``loss_scale``."""
 
-    REFUSED: ClassVar = ("init_scale", "growth_factor", "backoff_factor", "growth_interval",
-                         "enabled")  # fmt: skip
+    REFUSED: ClassVar = ("enabled",)
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
+
+    def asked(self) -> dict[str, Any]:
+        """What it asks for."""
+        return asked_scale(
+            initial=self.init_scale, growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor, growth_interval=self.growth_interval,
+        )  # fmt: skip
 
 
 @dataclass

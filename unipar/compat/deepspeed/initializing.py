@@ -145,7 +145,8 @@ def _open(settings: Mapping[str, Any]) -> Session:
         # Scripts ask for it everywhere, and on a CPU there are no streams to overlap.
         strategy.pop("overlap_comm", None)
     asked = {"strategy": strategy} if strategy != {"name": "deepspeed", "stage": 0} else {}
-    return current.open({**asked, "precision": found.get("precision", "fp32")})
+    scale = {"loss_scale": found["loss_scale"]} if "loss_scale" in found else {}
+    return current.open({**asked, "precision": found.get("precision", "fp32"), **scale})
 
 
 def _widen(model: nn.Module, precision: str) -> None:

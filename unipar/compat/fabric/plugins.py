@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from unipar.compat.fabric_names import PLUGINS, refuse
+from unipar.compat.runconfig import asked_scale
 
 
 class Precision:
@@ -12,17 +16,27 @@ class Precision:
 
     Attributes:
         precision: what ``Fabric(precision=…)`` takes.
+        scale: the run's ``loss_scale``, if it says one.
     """
 
     precision = "32-true"
+    scale: Mapping[str, Any] = {}
 
 
 class MixedPrecision(Precision):
-    """``bf16-mixed`` or ``16-mixed``; losses are scaled as torch's scaler does it by default."""
+    """``bf16-mixed`` or ``16-mixed``; losses are scaled as the scaler says, if there is one."""
 
     def __init__(self, precision: str, device: str = "cpu", scaler: Any = None) -> None:
         if scaler is not None:
-            refuse("Fabric(plugins=…)")
+            if precision != "16-mixed" or not _is_torchs(scaler):
+                refuse("MixedPrecision(scaler=…)")
+            # Of a face's own `get_scale` is not what it scales by.
+            self.scale = asked_scale(
+                initial=torch.amp.GradScaler.get_scale(scaler),
+                growth_factor=scaler.get_growth_factor(),
+                backoff_factor=scaler.get_backoff_factor(),
+                growth_interval=scaler.get_growth_interval(),
+            )
         self.precision = precision
 
 
@@ -84,8 +98,15 @@ class KubeflowEnvironment(ClusterEnvironment):
     """Processes of a job of Kubeflow's."""
 
 
-def precision_among(given: Any) -> str | None:
-    """The precision that plugins ask for, if they do.
+def _is_torchs(scaler: Any) -> bool:
+    """Whether it scales, and changes its scale by PyTorch's rule."""
+    if not isinstance(scaler, torch.amp.GradScaler) or not scaler.is_enabled():
+        return False
+    return type(scaler).__module__.startswith(("torch.", "unipar."))
+
+
+def precision_among(given: Any) -> Precision | None:
+    """The plugin among several that is for the precision, if there is one.
 
     Args:
         given: a plugin, or several.
@@ -97,7 +118,7 @@ def precision_among(given: Any) -> str | None:
     found = [one for one in plugins if isinstance(one, Precision)]
     if len(found) > 1 or not all(type(one).__module__ == __name__ for one in plugins):
         refuse("Fabric(plugins=…)")
-    return found[0].precision if found else None
+    return found[0] if found else None
 
 
 __getattr__ = PLUGINS.refusing(__name__)

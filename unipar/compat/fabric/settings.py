@@ -76,10 +76,13 @@ def read(
     of_plugins = precision_among(plugins)
     if precision is not None and of_plugins is not None:
         raise ConfigError(
-            f"Fabric was given precision={precision!r} and a plugin for {of_plugins!r}. Give one."
+            f"Fabric was given precision={precision!r} and a plugin for "
+            f"{of_plugins.precision!r}. Give one."
         )
     given = [one for one in (precision, of_plugins, run.pop("precision", None)) if one is not None]
     true = None
+    if given and isinstance(given[0], Precision):
+        run |= given[0].scale
     if given and not current.decides("precision"):
         run["precision"], true = _precision(given[0])
     if not current.decides("device"):

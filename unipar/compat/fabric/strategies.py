@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from unipar.compat.checked import Checked
-from unipar.compat.deepspeed_config import read_config
+from unipar.compat.deepspeed_config import load_config, read_config
 from unipar.compat.fabric_names import STRATEGIES, refuse
 from unipar.compat.run import current
 from unipar.errors import ConfigError
@@ -216,10 +216,8 @@ class DeepSpeedStrategy(ParallelStrategy):
     """Options of the strategies ``zero1``, ``zero2``, ``zero3`` and ``deepspeed``."""
 
     REFUSED: ClassVar = (
-        *_OBJECTS, "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
-        "min_loss_scale", "partition_activations", "cpu_checkpointing",
-        "contiguous_memory_optimization", "synchronize_checkpoint_boundary",
-        "exclude_frozen_parameters",
+        *_OBJECTS, "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization",
+        "synchronize_checkpoint_boundary", "exclude_frozen_parameters",
     )  # fmt: skip
     IGNORED: ClassVar = (
         "remote_device", "params_buffer_count", "params_buffer_size", "max_in_cpu",
@@ -230,6 +228,8 @@ class DeepSpeedStrategy(ParallelStrategy):
     )  # fmt: skip
     _ZERO: ClassVar = ("sub_group_size", "contiguous_gradients", "overlap_comm",
                        "allgather_bucket_size", "reduce_bucket_size")  # fmt: skip
+    _FP16: ClassVar = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis",
+                       "min_loss_scale")  # fmt: skip
 
     accelerator: Any = None
     zero_optimization: bool = True
@@ -281,19 +281,23 @@ class DeepSpeedStrategy(ParallelStrategy):
 
     def options(self) -> dict[str, Any]:
         self.check()
-        return self._read()["strategy"]
+        return self._read["strategy"]
 
     def more(self) -> dict[str, Any]:
-        found = self._read()
+        found = self._read
         if found.get("accumulation", 1) != 1:
             refuse("DeepSpeedStrategy(config={'gradient_accumulation_steps': …})")
-        precision = {"precision": found["precision"]} if "precision" in found else {}
+        own = {key: found[key] for key in ("precision", "loss_scale") if key in found}
         limit = found.get("max_grad_norm")
         prepare = {} if limit is None else {"max_grad_norm": limit}
-        return precision | super().more() | {"prepare": prepare}
+        return own | super().more() | {"prepare": prepare}
 
+    @functools.cached_property
     def _read(self) -> dict[str, Any]:
-        return read_config(self.config if self.config is not None else self._written())
+        config = self._written() if self.config is None else load_config(self.config)
+        # As Fabric 2.6 has it (strategies/deepspeed.py, _format_precision_config).
+        config.setdefault("fp16", {name: getattr(self, name) for name in self._FP16})
+        return read_config(config)
 
     def _written(self) -> dict[str, Any]:
         """The configuration that the arguments make."""

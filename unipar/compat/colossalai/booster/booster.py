@@ -70,7 +70,7 @@ class Booster:
                 )  # fmt: skip
             mixed_precision = None
         elif mixed_precision is not None:
-            asked["precision"] = mixed_precision.precision
+            asked |= mixed_precision.asked()
         if plugin is None and device is not None:
             asked["device"] = torch.device(device).type
         self.mixed_precision = mixed_precision

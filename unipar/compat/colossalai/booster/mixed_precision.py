@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from unipar.compat.colossalai_names import PRECISIONS
+from unipar.compat.runconfig import asked_scale
 from unipar.errors import ConfigError
 from unipar.strategy import Precision
 
@@ -21,10 +22,14 @@ class MixedPrecision:
 
     precision: ClassVar[Precision]
 
+    def asked(self) -> dict[str, Any]:
+        """What is asked of the run, where nothing else decides."""
+        return {"precision": self.precision}
+
 
 @dataclass
 class FP16TorchMixedPrecision(MixedPrecision):
-    """fp16; the loss scale begins at 65536 and adapts by rules of its own."""
+    """fp16, by a loss scale of these rules."""
 
     precision: ClassVar[Precision] = "fp16"
 
@@ -32,6 +37,12 @@ class FP16TorchMixedPrecision(MixedPrecision):
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
+
+    def asked(self) -> dict[str, Any]:
+        return super().asked() | asked_scale(
+            initial=self.init_scale, growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor, growth_interval=self.growth_interval,
+        )  # fmt: skip
 
 
 class _BF16(MixedPrecision):

@@ -15,10 +15,14 @@ from unipar.compat.colossalai.initialize import chosen_strategy
 from unipar.compat.colossalai.utils import set_seed
 from unipar.compat.colossalai_names import PLUGIN, refuse
 from unipar.compat.run import current
+from unipar.compat.runconfig import asked_scale
 from unipar.errors import ConfigError
 from unipar.strategy.registry import resolve
 
 log = logging.getLogger("unipar")
+
+_SCALING = {"min_scale": (1, 0, None), "max_scale": (2**32, 0, None), "hysteresis": (2, 1, 0)}
+"""What of a loss scale is not kept: Colossal-AI's default, and what is done here."""
 
 
 class Plugin:
@@ -73,6 +77,8 @@ class Plugin:
 
     def _settings(self) -> dict[str, Any]:
         found: dict[str, Any] = {} if self.precision is None else {"precision": self.precision}
+        if self.precision == "fp16":
+            found |= self._loss_scale()
         if current.decides("strategy"):
             return found
         strategy = chosen_strategy()
@@ -80,6 +86,22 @@ class Plugin:
             self._hold(self.DIVIDING)
             strategy = self.strategy()
         return found if strategy is None else {**found, "strategy": strategy}
+
+    def _loss_scale(self) -> dict[str, Any]:
+        """How losses are scaled, of plugins that say so."""
+        if "initial_scale" not in {one.name for one in fields(self)}:  # pyright: ignore[reportArgumentType]
+            return {}
+        lost = [name for name, kept in _SCALING.items() if getattr(self, name) not in kept]
+        if lost and current.placement().rank == 0:
+            log.warning(
+                "%s(%s=…) is not kept: each overflow lowers the loss scale at once, and there is "
+                "no lowest or highest one.", self._name, "=…, ".join(lost),
+            )  # fmt: skip
+        own: Any = self
+        return asked_scale(
+            initial=own.initial_scale, growth_factor=own.growth_factor,
+            backoff_factor=own.backoff_factor, growth_interval=own.growth_interval,
+        )  # fmt: skip
 
     def strategy(self) -> dict[str, Any] | None:
         """The strategy that divides a model as the plugin does; ``None`` leaves it to the run.
